@@ -1,0 +1,312 @@
+"""SEE: a network's residual blocks, their branch and skip, and every norm with its role.
+
+Roles follow Kim et al. 2022 (which gammas to decay): `stem` before the first block; `last`, the norm whose output (or
+whose following convolution) ends a residual branch; `down`, on a projection skip, or, in pre-activation networks, the
+first norm of a downsampling block, which feeds it; `head` after the last block; `other`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from normswap import affine
+from normswap.tracing import Traced, inputs, is_add, is_mul, trace
+
+LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
+_ACT_MODULES = "torch.nn.modules.activation"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One normalization layer (the module, however often it is called)."""
+
+    path: str
+    kind: str
+    channels: int
+    role: str
+    block: str | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One residual sum, y = skip + branch.
+
+    Args:
+        path: the module whose forward adds; several sums in one module are told apart as `path+2`, `path+3` ...
+        stage: the path of the stage it belongs to.
+        skip: `identity`, `projection` (has a convolution) or `other` (pooling, padding).
+        order: `post` (an activation follows the sum), `pre` (the branch begins with norm or activation) or `linear`.
+        tail: path of the innermost module that returns the branch's value, the seat for a scalar; None if a
+            function of the block itself does.
+        norms: norms on the branch and on the skip, in order of the forward pass.
+        last: the branch's last norm.
+        gate: the module that multiplies the branch by a function of itself (squeeze-excite and the like).
+        drop_path: the module that drops the branch at random in training.
+    """
+
+    path: str
+    stage: str
+    skip: str
+    order: str
+    tail: str | None
+    norms: tuple[str, ...]
+    last: str | None
+    gate: str | None
+    drop_path: str | None
+    total: fx.Node = field(repr=False, compare=False)
+    branch: fx.Node = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What `inspect` saw.
+
+    Args:
+        blocks: the residual blocks in order of the forward pass.
+        norms: every norm, in order of the forward pass; unreached ones last.
+        refusals: (path, reason) of what could not be looked into.
+        classifier: path of the last linear layer before the output.
+        dropout: the seat of the dropout before it: a module path, or that of a `drop_rate` attribute.
+        traced: the graph that all this was read from.
+    """
+
+    blocks: tuple[Block, ...]
+    norms: tuple[Norm, ...]
+    refusals: tuple[tuple[str, str], ...]
+    classifier: str | None
+    dropout: str | None
+    traced: Traced = field(repr=False, compare=False)
+
+    def block(self, path: str) -> Block:
+        return next(block for block in self.blocks if block.path == path)
+
+
+def inspect(model: nn.Module) -> Anatomy:
+    """Read the anatomy of `model`, which is not changed.
+
+    Raises:
+        TraceError: the model's own forward cannot be traced.
+    """
+    traced = trace(model)
+    reader = _Reader(traced)
+    blocks = reader.blocks()
+    norms = tuple(reader.norms(blocks))
+    hidden = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
+    classifier = reader.classifier()
+    dropout = reader.dropout(classifier) if classifier else None
+    return Anatomy(
+        tuple(blocks), norms, tuple(hidden), str(classifier.target) if classifier else None, dropout, traced
+    )
+
+
+class _Reader:
+    """The walks over the graph that tell blocks, arms and roles."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.nodes = traced, traced.nodes
+
+    def on(self, mask: int) -> list[fx.Node]:
+        """The nodes of a mask, in order of the forward pass."""
+        found = []
+        while mask:
+            low = mask & -mask
+            found.append(self.nodes[low.bit_length() - 1])
+            mask ^= low
+        return found
+
+    def blocks(self) -> list[Block]:
+        found: list[Block] = []
+        taken: dict[str, int] = {}
+        for node in self.nodes:
+            if is_add(node):
+                one, two = inputs(node)
+                block = self._block(node, one, two, taken)
+                if block:
+                    found.append(block)
+        return found
+
+    def _block(self, total: fx.Node, one: fx.Node, two: fx.Node, taken: dict[str, int]) -> Block | None:
+        common = self.traced.above(one) & self.traced.above(two)
+        if not common:
+            return None
+        fork = self.nodes[common.bit_length() - 1]
+        arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (one, two)}
+        weights = {arm: sum(self._is_linear(node) for node in arms[arm]) for arm in arms}
+        skip, branch = sorted((one, two), key=lambda arm: weights[arm])
+        if weights[skip] == weights[branch] or weights[skip] > 1:
+            return None  # parallel branches (RepVGG), fusions (HRNet): no arm is the skip
+        container = total.meta["inside"][-1] if total.meta["inside"] else ""
+        taken[container] = taken.get(container, 0) + 1
+        path = container if taken[container] == 1 else f"{container}+{taken[container]}"
+        on_branch, on_skip = arms[branch], arms[skip]
+        last = self._last_norm(branch, on_branch)
+        entry = self._entry(fork, container) if weights[skip] else None
+        norms = [str(n.target) for n in ([entry] if entry else []) + on_branch + on_skip if self._is_norm(n)]
+        return Block(
+            path=path,
+            stage=_stage(path),
+            skip="projection" if weights[skip] else ("other" if self._changes(on_skip) else "identity"),
+            order=self._order(total, on_branch, fork, container),
+            tail=self._tail(branch, total),
+            norms=tuple(dict.fromkeys(norms)),
+            last=str(last.target) if last else None,
+            gate=self._gate(branch, on_branch),
+            drop_path=next((str(n.target) for n in on_branch if self._kind(n).startswith("DropPath")), None),
+            total=total,
+            branch=branch,
+        )
+
+    def norms(self, blocks: list[Block]) -> list[Norm]:
+        modules = self.traced.modules
+        role, home = self._roles(blocks), {path: block.path for block in blocks for path in block.norms}
+        called = [str(n.target) for n in self.nodes if n.op == "call_module"]
+        order = list(dict.fromkeys([*called, *modules]))
+        seen: set[int] = set()
+        found = []
+        for path in order:
+            module = modules[path]
+            if not affine.is_norm(module) or id(module) in seen:
+                continue
+            seen.add(id(module))
+            kind, count = type(module).__name__, affine.channels(module)
+            found.append(Norm(path, kind, count, role.get(path, "other"), home.get(path)))
+        return found
+
+    def _roles(self, blocks: list[Block]) -> dict[str, str]:
+        role: dict[str, str] = {}
+        if not blocks:
+            return role
+        first, final = blocks[0].total, blocks[-1].total
+        inside = {path for block in blocks for path in block.norms}
+        for node in self.nodes:
+            if self._is_norm(node) and str(node.target) not in inside:
+                before, after = self.traced.depends(first, on=node), self.traced.depends(node, on=final)
+                role[str(node.target)] = "stem" if before else "head" if after else "other"
+        for block in blocks:
+            fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
+            role.update({path: "down" for path in fork_norms})
+            if block.last:
+                role[block.last] = "last"
+        return role
+
+    def _on_branch(self, path: str, block: Block) -> bool:
+        """Whether the norm lies on the branch alone (not on the skip, nor before the fork)."""
+        skip = next(arm for arm in inputs(block.total) if arm is not block.branch)
+        nodes = self.traced.calls[id(self.traced.modules[path])]
+        return not any(self.traced.depends(skip, on=node) for node in nodes)
+
+    def _entry(self, fork: fx.Node, container: str) -> fx.Node | None:
+        """The norm of the block's own that feeds both arms of a pre-activation downsampling block."""
+        node: fx.Node | None = fork
+        while node is not None and container and container in node.meta["inside"]:
+            if self._is_norm(node):
+                return node
+            sources = inputs(node)
+            node = sources[0] if len(sources) == 1 else None
+        return None
+
+    def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
+        node: fx.Node | None = branch
+        members = set(on_branch)
+        while node is not None and node in members:
+            if self._is_norm(node):
+                return node
+            node = self.traced.main_input(node)
+        return None
+
+    def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
+        node: fx.Node | None = branch
+        members = set(on_branch)
+        while node is not None and node in members and not self._is_linear(node):
+            if is_mul(node):
+                owners = self.traced.outputs.get(node)
+                return owners[0] if owners else node.name
+            node = self.traced.main_input(node)
+        return None
+
+    def _tail(self, branch: fx.Node, total: fx.Node) -> str | None:
+        if self.traced.users[branch] != [total]:
+            return None
+        depth = len(total.meta["inside"])
+        for path in self.traced.outputs.get(branch, []):
+            calls = [n for n, owners in self.traced.outputs.items() if path in owners]
+            around = (*branch.meta["inside"], path)
+            if len(calls) == 1 and around[:depth] == total.meta["inside"]:
+                return path
+        return None
+
+    def _order(self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str) -> str:
+        users = self.traced.users[total]
+        if len(users) == 1 and self.is_activation(users[0]):
+            return "post"
+        if self._is_norm(fork) or self.is_activation(fork) and container and container in fork.meta["inside"]:
+            return "pre"
+        if on_branch and (self._is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
+            return "pre"
+        return "linear"
+
+    def classifier(self) -> fx.Node | None:
+        """The last linear layer, if only parameter-free steps lie between it and the output."""
+        output = self.nodes[-1]
+        below = [node for node in self.on(self.traced.above(output)) if self._is_linear(node)]
+        if not below:
+            return None
+        last = below[-1]
+        sources = inputs(output)
+        while sources and sources[0] is not last:
+            if len(sources) != 1 or self._is_norm(sources[0]) or self._is_linear(sources[0]):
+                return None
+            sources = inputs(sources[0])
+        return last if sources else None
+
+    def dropout(self, classifier: fx.Node) -> str | None:
+        sources = inputs(classifier)
+        while len(sources) == 1 and not self._is_linear(sources[0]) and not self._is_norm(sources[0]):
+            node = sources[0]
+            if isinstance(self.traced.module(node), nn.Dropout):
+                return str(node.target)
+            if node.target is F.dropout:
+                owner = node.meta["inside"][-1] if node.meta["inside"] else ""
+                seat = f"{owner}.drop_rate" if owner else "drop_rate"
+                return seat if hasattr(self.traced.modules[owner], "drop_rate") else None
+            sources = inputs(node)
+        return None
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        module = self.traced.module(node)
+        return module is not None and affine.is_norm(module)
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        module = self.traced.module(node)
+        if module is None:
+            return False
+        return isinstance(module, LINEAR) or str(node.target) in self.traced.opaque
+
+    def is_activation(self, node: fx.Node) -> bool:
+        module = self.traced.module(node)
+        if module is not None:
+            name = type(module).__module__
+            return name == _ACT_MODULES or name.startswith("timm.layers.activations")
+        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return target.strip("_") in ("relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "hardswish")
+
+    def _changes(self, arm: list[fx.Node]) -> bool:
+        return any(self._kind(n) not in ("Identity", "Vacant", "DropPath") for n in arm)
+
+    def _kind(self, node: fx.Node) -> str:
+        module: Any = self.traced.module(node)
+        return type(module).__name__ if module is not None else str(node.target)
+
+
+def _stage(path: str) -> str:
+    """`layer1.0` -> `layer1`; `stages.0.blocks.1` -> `stages.0`."""
+    parts = path.split("+")[0].split(".")
+    if len(parts) > 1 and parts[-1].isdigit():
+        parts.pop()
+        if len(parts) > 1 and parts[-1] == "blocks":
+            parts.pop()
+    return ".".join(parts)

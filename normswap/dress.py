@@ -1,0 +1,195 @@
+"""Dress: what SkipInit-like schemes add to the canonical form, as edits on a draft that `undress` began."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from numpy.polynomial import hermite_e
+from torch import Tensor, fx, nn
+
+from normswap import affine, layers, provenance
+from normswap.anatomy import LINEAR, Anatomy, Block
+from normswap.errors import OptionError, RefusedError
+from normswap.plan import Edit
+from normswap.tracing import is_mul
+from normswap.undress import Blocked, Draft, check_linear, passes_positive, scalar_readers
+
+
+def scale_branches(draft: Draft, value: float | None, *, bias: bool = False) -> Draft:
+    """Put one scalar at the end of every residual branch.
+
+    Args:
+        value: what the scalars start from, or None for the standard deviation of the branch's output, which keeps
+            the function. In both cases the branch's last convolution is divided by that deviation.
+        bias: add a scalar bias, initially 0, where an activation follows the sum.
+
+    Raises:
+        RefusedError: no residual blocks, or a branch that ends where no module can be seated.
+    """
+    blocks = draft.anatomy.blocks
+    if not blocks:
+        raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
+    for block in blocks:
+        if block.tail is None:
+            draft.refusals[block.path] = "its branch ends in a function of the block itself, where no module can sit"
+            continue
+        deviation, dead = _normalize(draft, block)
+        alpha = deviation if value is None else value
+        if dead and value is None:
+            alpha = 0.0
+        _seat_scale(draft, block.tail, alpha, bias and block.order == "post")
+    return draft
+
+
+def drop_before_classifier(draft: Draft, p: float) -> Draft:
+    """Dropout with probability `p` before the classifier.
+
+    Raises:
+        OptionError: p is not in [0, 1).
+        RefusedError: the classifier, or a seat before it, cannot be found.
+    """
+    if not 0 <= p < 1:
+        raise OptionError(f"--dropout {p} is not in [0, 1)")
+    seat = draft.anatomy.dropout
+    if seat is None:
+        raise RefusedError("no seat for a dropout before the classifier", remedy="`--to skipinit` adds none")
+    draft.seat(seat, "Dropout", p=p)
+    return draft
+
+
+def _seat_scale(draft: Draft, path: str, alpha: float, bias: bool) -> None:
+    modules = draft.anatomy.traced.modules
+    vacated = path in draft.seats and draft.seats[path].layer == "Vacant"
+    empty = vacated or isinstance(modules[path], (nn.Identity, layers.Vacant))
+    if path in draft.takes or path in draft.seats and not vacated:
+        raise RefusedError(f"{path} would need two edits", "it is both a seat for alpha and part of a fold")
+    args: dict[str, Any] = {"alpha": alpha}
+    args |= {"bias": True} if bias else {}
+    args |= {} if empty else {"keep": True}
+    draft.seats[path] = Edit(path, "Scale", args)
+
+
+def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
+    """Divide the branch's last convolution by the deviation of its output; returns it, and whether it was dead.
+
+    Where that is impossible the branch stays as it is, with deviation 1, and a note says why.
+    """
+    try:
+        conv, readers = _last_linear(draft, block)
+        mean, deviation = _output_moments(draft.anatomy, block, conv)
+    except Blocked as why:
+        draft.notes.append(f"{block.path}: alpha = 1, because {why}")
+        return 1.0, False
+    take = draft.take(conv)
+    rms = math.sqrt(float(deviation.square().mean()))
+    if rms == 0 and not mean.any() and (block.last, "after") in take.reads:
+        draft.notes.append(f"{block.path}: its last gamma and beta are 0; alpha = 0 keeps that, and f is alive")
+        take.reads[take.reads.index((block.last, "after"))] = (block.last, "after-unit")
+        return 1.0, True
+    if not math.isfinite(rms) or rms < 1e-12:
+        draft.notes.append(f"{block.path}: alpha = 1, because the branch's output does not vary")
+        return 1.0, False
+    take.gain /= rms
+    for reader in readers:
+        draft.take(reader).in_gain *= rms
+    return rms, False
+
+
+def _last_linear(draft: Draft, block: Block) -> tuple[str, list[str]]:
+    """The convolution whose output, but for positively homogeneous steps, is the branch's; and what else reads it.
+
+    A gate x * g(x) passes a scale c if the first linear map of g is divided by c; those maps are the second result.
+    """
+    traced = draft.anatomy.traced
+    node, passed = block.branch, {block.total}
+    readers: list[str] = []
+    while not isinstance(traced.module(node), LINEAR):
+        above = traced.main_input(node)
+        if above is None or not (is_mul(node) or passes_positive(draft, node)):
+            raise Blocked(f"a scale cannot pass {node.target}")
+        passed.add(node)
+        if len(traced.users[above]) > 1:
+            readers += scalar_readers(draft, above, passed)
+        node = above
+    if len(traced.calls[id(traced.module(node))]) > 1:
+        raise Blocked(f"{node.target} is called more than once")
+    check_linear(draft, str(node.target), traced.module(node))
+    return str(node.target), list(dict.fromkeys(readers))
+
+
+def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel of the branch's output (before its gate), from the sites around `conv`.
+
+    A BatchNorm after the convolution says it directly; so does the scalar of an earlier SkipInit. A norm before
+    it (pre-activation) gives the moments of its activation, by Gaussian quadrature, and the convolution adds up
+    their variances as if inputs were independent. Only the gauge depends on this, never the function.
+    """
+    traced = anatomy.traced
+    (call,) = traced.calls[id(traced.modules[conv])]
+    node: fx.Node | None = block.branch
+    while node is not None and node is not call:
+        module = traced.module(node)
+        if isinstance(module, layers.Scale) and bool(module.alpha):
+            return module.alpha.new_zeros(1), module.alpha.detach().double().abs()
+        known = site_moments(anatomy, node)
+        if known:
+            return known
+        node = traced.main_input(node)
+    mean, variance = _input_moments(anatomy, call)
+    weight = traced.modules[conv].get_parameter("weight").detach().double()
+    if weight.shape[1] != mean.numel():
+        mean, variance = mean[: weight.shape[1]], variance[: weight.shape[1]]  # grouped: the first group stands for all
+    total = weight.flatten(2).sum(2) @ mean if weight.ndim > 2 else weight @ mean
+    spread = weight.square().flatten(2).sum(2) @ variance if weight.ndim > 2 else weight.square() @ variance
+    return total, spread.sqrt()
+
+
+def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
+    """Mean and variance per channel of a convolution's input, if a norm and elementwise activations made it."""
+    traced = anatomy.traced
+    acts: list[nn.Module] = []
+    node: fx.Node | None = traced.main_input(call)
+    while node is not None:
+        module = traced.module(node)
+        known = site_moments(anatomy, node)
+        if known:
+            act = affine.activation(module) if module is not None else None
+            return _through([*([act] if act is not None else []), *reversed(acts)], *known)
+        if module is None or len(list(module.parameters())):
+            break
+        acts.append(module)
+        node = traced.main_input(node)
+    raise Blocked("no norm says how much its output varies")
+
+
+def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of act(N(mean, deviation^2)), by 40-point Gauss-Hermite quadrature."""
+    points, weights = (torch.from_numpy(array).to(mean) for array in hermite_e.hermegauss(40))
+    weights = weights / weights.sum()
+    x = mean + deviation * points[:, None]
+    with torch.no_grad():
+        for act in acts:
+            x = copy.deepcopy(act).eval().to(x)(x[:, :, None, None].clone())[:, :, 0, 0]
+    first = weights @ x
+    return first, weights @ (x - first).square()
+
+
+def site_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
+    """Mean and deviation of the norm that `node` calls, or that once stood in its seat; before the activation."""
+    module = anatomy.traced.module(node)
+    if module is not None and affine.is_batchnorm(module):
+        return affine.moments(module)
+    record = provenance.of(anatomy.traced.modules[""])
+    if record is None:
+        return None
+    seats = (str(node.target), *reversed(node.meta["inside"]))
+    path = next((p for p in seats if f"{p}.running_mean" in record.norms), None)
+    if path is None:
+        return None
+    zeros = torch.zeros_like(record.norms[f"{path}.running_mean"])
+    beta = record.norms.get(f"{path}.bias", zeros)
+    gamma = record.norms.get(f"{path}.weight", zeros + 1)
+    return beta.double(), gamma.double().abs()

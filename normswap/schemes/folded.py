@@ -1,0 +1,23 @@
+"""The canonical form: convolutions with bias, activations and sums; no statistics, no scalars. For fast inference.
+
+W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s. Before a ReLU (pre-activation networks)
+|s| moves on into the next convolutions and a shift per channel stays; elsewhere a scale and shift stay. Nothing is
+lost but the statistics, which the checkpoint keeps beside the weights (`--to unfold` brings them back).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.undress import Draft, undress
+
+PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return undress(anatomy)

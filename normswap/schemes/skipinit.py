@@ -1,0 +1,50 @@
+"""SkipInit: no normalization, one learnable scalar at the end of every residual branch, biases on every convolution.
+
+y = skip + alpha * f(x). With `--alpha match` (the default) alpha is the standard deviation of the branch's output and
+the branch's last convolution is divided by it, so that f has unit variance, as the paper's analysis has it, and the
+function is kept exactly. A branch whose last gamma and beta are all 0 (a fresh network) gets alpha = 0 and a live f.
+`--alpha 0`, `--alpha inv-sqrt-depth`, `--alpha 1` or any number set the scalars to the paper's initial values instead:
+a reset, which changes the function.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.dress import scale_branches
+from normswap.errors import OptionError
+from normswap.undress import Draft, undress
+
+PAPER = "De & Smith 2020, arXiv:2002.10444, section 4"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return options["alpha"] == "match"
+
+
+def plan(anatomy: Anatomy, *, alpha: str | float = "match") -> Draft:
+    """Args:
+        alpha: `match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
+    """
+    return scale_branches(undress(anatomy), initial(alpha, len(anatomy.blocks)))
+
+
+def initial(alpha: str | float, depth: int) -> float | None:
+    """The value every alpha starts from, or None to match the network.
+
+    Raises:
+        OptionError: neither a rule nor a finite number.
+    """
+    if alpha == "match":
+        return None
+    if alpha == "inv-sqrt-depth":
+        return 1 / math.sqrt(max(depth, 1))
+    try:
+        value = float(alpha)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise OptionError(f"--alpha {alpha!r} is neither 'match', 'inv-sqrt-depth' nor a finite number")
+    return value

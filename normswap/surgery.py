@@ -1,0 +1,86 @@
+"""DO: carry out a plan. No decisions are made here.
+
+All newcomers are built from the untouched model; only then a copy is made in which they sit. So edits have no order,
+the source is never written to, and no tensor that is replaced is ever copied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from normswap.errors import PlanError
+from normswap.layers import SEATED
+from normswap.plan import Edit, Plan, Step
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """A new model: `model` after all steps of `plan`. It keeps its class; `model` is not changed.
+
+    Raises:
+        PlanError: an edit names a seat, a layer or an argument that does not exist.
+    """
+    for step in plan.steps:
+        model = apply_step(model, step)
+    return model
+
+
+def apply_step(model: nn.Module, step: Step) -> nn.Module:
+    """A new model: `model` after one step."""
+    like = next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
+    memo: dict[int, Any] = {}
+    attributes: list[tuple[str, Any]] = []
+    # innermost seats first, so that a kept module is copied with its own newcomers inside
+    for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
+        old = find(model, edit.path, f"step '{step.scheme}'")
+        kept = copy.deepcopy(old, memo) if edit.args.get("keep") else old
+        new = _newcomer(edit, kept, [find(model, path, f"edit of {edit.path}") for path in edit.reads], like)
+        if isinstance(old, nn.Module):
+            new.train(old.training)
+            memo[id(old)] = new
+        else:
+            attributes.append((edit.path, new))
+    result = copy.deepcopy(model, memo)
+    for path, value in attributes:
+        parent, _, name = path.rpartition(".")
+        setattr(result.get_submodule(parent), name, value)
+    return result
+
+
+def find(model: nn.Module, path: str, who: str) -> Any:
+    """What sits at a dotted path: a module, or (dropout rates) a plain number.
+
+    Raises:
+        PlanError: nothing does.
+    """
+    seat: Any = model
+    for name in path.split("."):
+        if not hasattr(seat, name):
+            raise PlanError(f"{who} names {path!r}, which is not in {type(model).__name__}")
+        seat = getattr(seat, name)
+    if not isinstance(seat, nn.Module | float | int):
+        raise PlanError(f"{who} names {path!r}, which is no module but a {type(seat).__name__}")
+    return seat
+
+
+def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
+    """(old, new) names of the tensors that a step keeps under another name."""
+    for edit in step.edits:
+        if edit.args.get("keep"):
+            for name in find(model, edit.path, "plan").state_dict():
+                yield f"{edit.path}.{name}", f"{edit.path}.inner.{name}"
+
+
+def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:
+    if edit.layer not in SEATED:
+        raise PlanError(f"edit of {edit.path} seats an unknown layer {edit.layer!r}", f"known: {', '.join(SEATED)}")
+    try:
+        with torch.no_grad():
+            return SEATED[edit.layer].replacing(old, *reads, like=like, **edit.args)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        reason = str(error).split("\n")[0]
+        raise PlanError(f"edit of {edit.path} does not fit", f"{edit.layer}.replacing: {reason}") from error
