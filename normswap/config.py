@@ -1,0 +1,85 @@
+"""What a config.json in timm's hub layout says, and the preprocessing record that normswap keeps of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from normswap.errors import SourceError
+from normswap.weights import first_line
+
+Cfg = dict[str, Any]
+
+_TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
+_PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+_STEM_AND_HEAD = ("first_conv", "classifier")
+_RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A config.json: the architecture, its arguments, and what it states about weights and preprocessing."""
+
+    architecture: str
+    model_args: Cfg
+    stated: Cfg
+
+
+def read_config(file: Path, origin: str) -> Config:
+    """Read a config.json of timm's hub layout (also the old flat one, without `pretrained_cfg`).
+
+    Raises:
+        SourceError: missing, not JSON, or not that of a timm model.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "A model directory has config.json and model.safetensors; for weights alone name the file."
+        raise SourceError(f"{origin} has no config.json", remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{origin}: config.json cannot be read", first_line(error)) from None
+    name = config.get("architecture") if isinstance(config, dict) else None
+    if not isinstance(name, str):
+        raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy="Is it a timm model?")
+    stated, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
+    if not isinstance(stated, dict) or not isinstance(args, dict):
+        raise SourceError(f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects")
+    top = {key: config[key] for key in _TOP_LEVEL if key in config}
+    return Config(name, args, {key: value for key, value in {**stated, **top}.items() if value is not None})
+
+
+def shape_of(size: Any, origin: str) -> tuple[int, int, int]:
+    """An `input_size` as `(C, H, W)`.
+
+    Raises:
+        SourceError: it is something else.
+    """
+    if isinstance(size, list | tuple) and len(size) == 3 and all(isinstance(n, int) and n > 0 for n in size):
+        return size[0], size[1], size[2]
+    raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
+
+
+def record(cfg: Mapping[str, Any], kwargs: Mapping[str, Any], classes: int) -> Cfg:
+    """The JSON-able preprocessing of a network, which may have another head and other channels than its source.
+
+    Args:
+        cfg: timm's record of the source's weights.
+        kwargs: the arguments the network was built with.
+        classes: how many classes it tells apart.
+    """
+    kept = {key: cfg[key] for key in _RECORDED if cfg.get(key) is not None}
+    if classes != kept.get("num_classes"):
+        kept = {key: value for key, value in kept.items() if not key.startswith("label_")}
+        kept["num_classes"] = classes
+    chans = kwargs.get("in_chans", kept["input_size"][0])
+    size = kwargs.get("img_size", kept["input_size"][1:])
+    kept["input_size"] = [chans, *((size, size) if isinstance(size, int) else size)]
+    for key in ("mean", "std"):  # as timm: channels the statistics do not know get their mean
+        values = kept.get(key)
+        if values is not None and len(values) != chans:
+            kept[key] = [sum(values) / len(values)] * chans
+    plain: Cfg = json.loads(json.dumps(kept))
+    return plain

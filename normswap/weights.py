@@ -1,0 +1,246 @@
+"""Weight files: read them without running them, and load them into a bare network strictly."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+
+from normswap.errors import SourceError
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
+# What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
+_WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict", "module")
+_PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
+_FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
+_SHOWN = 5
+
+State = dict[str, Tensor]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the warnings and log lines of timm and huggingface_hub off the terminal: errors say it in one line."""
+    loggers = [logging.getLogger(name) for name in ("timm", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def first_line(error: BaseException) -> str:
+    """The error's message cut to one line, or its class when it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def some(items: Iterable[str]) -> str:
+    """The first few items and a count of the rest."""
+    listed = list(items)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + more
+
+
+def hash_tensors(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the sorted names, dtypes, shapes and raw bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        if tensor.numel():
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # bytes: numpy has no bfloat16
+    return digest.hexdigest()
+
+
+def read(file: Path) -> State:
+    """Read the state dict in a weights file, unwrapped and with clean keys. No code in the file is ever run.
+
+    Raises:
+        SourceError: missing, truncated, not a state dict, a pickle of other objects, or NaN or inf inside.
+    """
+    if not file.is_file():
+        raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
+    content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    state = _clean(_unwrap(content, file), file)
+    check_finite(state, str(file))
+    return state
+
+
+def _read_safetensors(file: Path) -> State:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError) as error:
+        remedy = "It may be truncated: fetch or write it again."
+        raise SourceError(f"{file} is not a readable safetensors file", first_line(error), remedy) from None
+
+
+def _read_pickle(file: Path) -> Any:
+    try:
+        # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
+        with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+        names = _foreign_names(file)
+        if names or "weights_only" in str(error).lower():
+            why = f"it needs {some(names)}" if names else "it needs more than tensors"
+            what = f"{file} is a pickle of Python objects, and normswap never executes those"
+            raise SourceError(what, why, remedy) from None
+        raise SourceError(f"{file} is not a readable torch file", first_line(error)) from None
+    except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
+        remedy = "It may be truncated: fetch or write it again."
+        raise SourceError(f"{file} is not a readable torch file", first_line(error), remedy) from None
+
+
+def _foreign_names(file: Path) -> list[str]:
+    """The classes and functions a pickle wants to import, read without importing them."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
+    except Exception:  # not even a pickle
+        return []
+
+
+def _unwrap(content: Any, file: Path) -> Mapping[str, Any]:
+    while isinstance(content, Mapping):
+        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    if not isinstance(content, Mapping):
+        raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
+    if not any(isinstance(value, Tensor) for value in content.values()):
+        raise SourceError(f"{file} holds no tensors", f"its keys are {some(map(str, content))}" if content else "")
+    return content
+
+
+def _clean(state: Mapping[str, Any], file: Path) -> State:
+    strangers = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]
+    if strangers:
+        raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
+    cleaned: State = {}
+    for key, tensor in state.items():
+        name = str(key)
+        while name.startswith(_PREFIXES):
+            name = name.split(".", 1)[1]
+        cleaned[name] = tensor
+    if any(str(key).startswith(_PREFIXES) for key in state):
+        cleaned.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
+    return cleaned
+
+
+def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
+    """Raises SourceError naming the tensors that hold NaN or inf."""
+    bad = [name for name, t in state.items() if t.is_floating_point() and not torch.isfinite(t).all()]
+    if bad:
+        raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy="These weights are broken.")
+
+
+def load_into(model: nn.Module, state: State, origin: str, cfg: Mapping[str, Any]) -> None:
+    """Load `state` strictly, after timm's own conversions: foreign keys, another stem or head than the file's.
+
+    Args:
+        model: the bare network.
+        state: tensors by name, from `read`.
+        origin: what the error calls the weights.
+        cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
+            `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
+
+    Raises:
+        SourceError: missing or unexpected keys, or other shapes, listed.
+    """
+    own = model.state_dict()
+    if not _fits(state, own):
+        state = _rehead(_restem(_native(state, model), own, origin, cfg), own, model, cfg)
+    _demand_fit(state, own, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise SourceError(f"{origin} does not load", " ".join(str(error).split())) from None
+
+
+def _fits(state: State, own: State) -> bool:
+    return state.keys() == own.keys() and all(state[name].shape == own[name].shape for name in own)
+
+
+def _native(state: State, model: nn.Module) -> State:
+    """Translate foreign keys (torchvision's, the authors') with the filter that timm keeps beside the model."""
+    module = sys.modules[type(model).__module__]
+    convert = next((getattr(module, name) for name in _FILTERS if hasattr(module, name)), None)
+    if convert is None:
+        return state
+    try:
+        with quiet():
+            takes_model = len(inspect.signature(convert).parameters) > 1
+            return convert(dict(state), model) if takes_model else convert(dict(state))
+    except Exception:  # the filter presumes keys that are not there: the strict comparison will list them
+        return state
+
+
+def _restem(state: State, own: State, origin: str, cfg: Mapping[str, Any]) -> State:
+    """Adapt the stem to another number of input channels: the only convs whose kernels differ in that alone."""
+    base = (cfg.get("input_size") or (0,))[0]
+    for name, kernel in state.items():
+        target = own[name].shape if name in own else kernel.shape
+        if len(target) != 4 or base not in kernel.shape[1:2] or target[1] == base:
+            continue
+        if kernel.shape[:1] + kernel.shape[2:] != target[:1] + target[2:]:
+            continue
+        if base != 3:  # timm knows how to spread or sum RGB only
+            raise SourceError(f"{origin}: cannot turn a stem of {base} channels into one of {target[1]}")
+        state = {**state, name: adapt_input_conv(target[1], kernel)}
+    return state
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _rehead(state: State, own: State, model: nn.Module, cfg: Mapping[str, Any]) -> State:
+    fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
+    offset = cfg.get("label_offset") or 0
+    for name in (f"{head}.{leaf}" for head in _names(cfg.get("classifier")) for leaf in ("weight", "bias")):
+        if fresh:  # the new head keeps its random values, the old one goes
+            state = {key: tensor for key, tensor in state.items() if key != name}
+            state |= {name: own[name]} if name in own else {}
+        elif offset and name in state:
+            state = {**state, name: state[name][offset:]}
+    return state
+
+
+def _demand_fit(state: State, own: State, origin: str, name: str) -> None:
+    # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
+    missing = [key for key in own if key not in state and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in state if key not in own]
+    shapes = [
+        f"{key} is {tuple(state[key].shape)} in the file, {tuple(own[key].shape)} in the network"
+        for key in own
+        if key in state and state[key].shape != own[key].shape
+    ]
+    said = [
+        f"{len(keys)} {label}: {some(keys)}"
+        for label, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if keys
+    ]
+    if said:
+        remedy = "Check the architecture, its arguments and the number of classes."
+        raise SourceError(f"{origin} does not fit {name}", "; ".join(said), remedy)

@@ -1,0 +1,290 @@
+"""Model sources: from what the user names to a network with weights. Only this room knows timm's registry."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
+from timm.models import get_pretrained_cfg, is_model
+from torch import nn
+
+from normswap import hub, provenance
+from normswap.config import Cfg, read_config, record, shape_of
+from normswap.errors import OptionError, SourceError
+from normswap.plan import Arch
+from normswap.provenance import Provenance
+from normswap.weights import SUFFIXES, check_finite, first_line, hash_tensors, load_into, quiet, read
+
+__all__ = ["create", "data_config", "hash_tensors", "identify", "input_size", "open_source"]
+
+# Arguments of timm.create_model that would load weights or return something else than the named network.
+_FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
+_FILES = ("model.safetensors", "pytorch_model.bin")
+# timm's preprocessing where a config.json says nothing
+_GENERAL = {"input_size": (3, 224, 224), "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
+_GENERAL |= {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "num_classes": 1000}
+
+
+def create(arch: Arch) -> nn.Module:
+    """The bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file.
+
+    Raises:
+        SourceError: timm does not know the name (near ones are suggested), or rejects the arguments.
+    """
+    _demand_known(arch.name)
+    forbidden = sorted(set(arch.kwargs) & set(_FORBIDDEN))
+    if forbidden:
+        raise SourceError(f"{arch.name} cannot be built with {', '.join(forbidden)}", "not part of an architecture")
+    try:
+        with quiet(), torch.device("cpu"):
+            model = timm.create_model(arch.name, pretrained=False, **arch.kwargs)
+    except Exception as error:  # timm raises TypeError, AssertionError, KeyError, ... for arguments it cannot use
+        given = ", ".join(f"{key}={value!r}" for key, value in arch.kwargs.items()) or "its defaults"
+        raise SourceError(f"{arch.name} cannot be built with {given}", first_line(error)) from None
+    return model.eval()
+
+
+def _demand_known(name: str) -> None:
+    base, _, tag = name.partition(".")
+    if not _looks_like_path(name) and is_model(base):
+        try:
+            get_pretrained_cfg(name)
+        except RuntimeError:  # the tag is unknown
+            tags = [known.partition(".")[2] for known in timm.list_models(f"{base}.*", include_tags=True)]
+            near = difflib.get_close_matches(tag, tags, n=3, cutoff=0.4) or tags[:3]
+            remedy = f"Try {' or '.join(f'{base}.{one}' for one in near)}." if near else ""
+            raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
+        return
+    names = timm.list_models() + timm.list_models(pretrained=True)
+    near = difflib.get_close_matches(name, names, n=3)
+    raise SourceError(
+        f"unknown model '{name}'", remedy=f"Did you mean {' or '.join(near)}?" if near else "See timm.list_models()."
+    )
+
+
+def _registered(name: str) -> Cfg:
+    """timm's record of the weights that a name without a tag stands for."""
+    cfg = get_pretrained_cfg(name, allow_unregistered=False)
+    return dict(cfg.to_dict()) if cfg else {}
+
+
+def _own_cfg(model: nn.Module) -> Cfg:
+    cfg: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    return dict(cfg) if isinstance(cfg, Mapping) else {}
+
+
+def _looks_like_path(name: str) -> bool:
+    return any(mark in name for mark in "/\\:")
+
+
+def open_source(
+    source: str,
+    *,
+    weights: str = "pretrained",
+    arch: str | None = None,
+    arch_args: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+) -> nn.Module:
+    """The network that `source` names, in eval mode on the CPU, carrying its Provenance.
+
+    Args:
+        source: a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, a directory with config.json and weights,
+            or a weights file (then with `arch`). A timm name wins over a directory of that name.
+        weights: "pretrained", or "random" for the bare architecture.
+        arch: the timm architecture of a weights file.
+        arch_args: further arguments of the architecture.
+        num_classes: another head than the source's; for a weights file, the head it has.
+        in_chans: another number of input channels; for a weights file, the number it has.
+
+    Raises:
+        SourceError: the source cannot be found, read, understood or built.
+        OptionError: options that do not go together.
+    """
+    if weights not in ("pretrained", "random"):
+        raise OptionError(f"weights '{weights}'", "must be 'pretrained' or 'random'")
+    wanted = {"num_classes": num_classes, "in_chans": in_chans}
+    given = {**(arch_args or {}), **{key: value for key, value in wanted.items() if value is not None}}
+    trained = weights == "pretrained"
+    prefix, _, rest = source.partition(":")
+    if arch is None and prefix in ("hf-hub", "hf_hub"):
+        return _from_hub(rest, given, trained)
+    if arch is None and prefix == "local-dir":
+        return _from_directory(Path(rest), given, trained)
+    if arch is None and not is_model(source) and Path(source).is_dir():
+        return _from_directory(Path(source), given, trained)
+    if Path(source).is_file() or source.endswith(SUFFIXES):
+        return _from_file(Path(source), arch, given, trained)
+    if arch is not None:
+        raise OptionError(f"an architecture ({arch}) goes with a weights file, and {source} is none")
+    if _looks_like_path(source):
+        remedy = f"A hub repository is written hf-hub:{source}." if source.count("/") == 1 else ""
+        raise SourceError(f"{source} is neither a file nor a directory", remedy=remedy)
+    return _from_name(source, given, trained)
+
+
+def _from_name(name: str, given: Cfg, trained: bool) -> nn.Module:
+    model = create(Arch(name, given))
+    cfg = _own_cfg(model)
+    arch = _untagged(cfg, given)  # a deprecated name has become its current one here
+    source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
+    if trained:
+        model = _load_named(model, source, given, cfg)
+    return _carry(model, arch, source, cfg, trained)
+
+
+def _untagged(cfg: Cfg, given: Cfg) -> Arch:
+    """The architecture without a tag, with what the tag implied (classes, channels, a fixed size) as arguments."""
+    name = cfg["architecture"]
+    usual = _registered(name)
+    implied: Cfg = {}
+    if cfg["num_classes"] != usual["num_classes"]:
+        implied["num_classes"] = cfg["num_classes"]
+    if cfg["input_size"][0] != usual["input_size"][0]:
+        implied["in_chans"] = cfg["input_size"][0]
+    if cfg.get("fixed_input_size") and tuple(cfg["input_size"][1:]) != tuple(usual["input_size"][1:]):
+        implied["img_size"] = list(cfg["input_size"][1:])
+    return Arch(name, {**implied, **given})
+
+
+def _load_named(model: nn.Module, source: str, given: Cfg, cfg: Cfg) -> nn.Module:
+    name = cfg["architecture"]
+    if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
+        repo, file = cfg["hf_hub_id"], cfg.get("hf_hub_filename")
+        named = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
+        load_into(model, read(hub.fetch(repo, tuple(dict.fromkeys(named)), name)), repo, cfg)
+        return model
+    if not cfg.get("url") and not cfg.get("hf_hub_id"):
+        others = timm.list_models(f"{name}.*", pretrained=True)
+        remedy = (
+            f"Try {' or '.join(others[:3])}." if others else "Use '--weights random' or a weights file of your own."
+        )
+        raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
+    try:  # weights outside the hub, or in their authors' own format
+        with quiet(), torch.device("cpu"):
+            model = timm.create_model(source, pretrained=True, **given).eval()
+    except Exception as error:
+        remedy = f"Use '--weights random', or a weights file on this disk with '--arch {name}'."
+        raise SourceError(f"cannot get the weights of {source}", first_line(error), remedy) from None
+    check_finite(model.state_dict(), source)
+    return model
+
+
+def _from_hub(repo: str, given: Cfg, trained: bool) -> nn.Module:
+    origin = f"hf-hub:{repo}"
+    arch, cfg = _configured(hub.fetch(repo, ("config.json",)), origin, given)
+    model = create(arch)
+    if trained:
+        load_into(model, read(hub.fetch(repo, _FILES, arch.name)), origin, cfg)
+    return _carry(model, arch, origin, cfg, trained)
+
+
+def _from_directory(folder: Path, given: Cfg, trained: bool) -> nn.Module:
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is not a directory" if folder.exists() else f"{folder} does not exist")
+    arch, cfg = _configured(folder / "config.json", str(folder), given)
+    model = create(arch)
+    if trained:
+        file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+        if file is None:
+            raise SourceError(f"{folder} has no weights", f"neither {' nor '.join(_FILES)}")
+        load_into(model, read(file), str(file), cfg)
+    return _carry(model, arch, f"local-dir:{folder.resolve()}", cfg, trained)
+
+
+def _from_file(file: Path, name: str | None, given: Cfg, trained: bool) -> nn.Module:
+    if not file.is_file():
+        raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
+    if not trained:
+        raise OptionError(f"random weights and the weights of {file} exclude each other")
+    if name is None:
+        raise OptionError(f"{file} holds weights only", remedy="Say what it is: '--arch NAME' (a timm name).")
+    model = create(Arch(name, given))
+    cfg = _own_cfg(model)
+    load_into(model, read(file), str(file), {})
+    return _carry(model, _untagged(cfg, given), str(file.resolve()), cfg, trained)
+
+
+def _configured(file: Path, origin: str, given: Cfg) -> tuple[Arch, Cfg]:
+    """The architecture and timm's record of the weights that a config.json describes."""
+    config = read_config(file, origin)
+    _demand_known(config.architecture)
+    name = config.architecture.partition(".")[0]
+    kept = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
+    cfg = {**_GENERAL, **kept, **config.stated, "architecture": name}  # no preprocessing of the name's default weights
+    chans, *size = shape_of(cfg["input_size"], origin)
+    cfg["input_size"] = [config.model_args.get("in_chans", chans), *size]
+    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **config.model_args, **given}
+    return Arch(name, kwargs), cfg
+
+
+def _carry(model: nn.Module, arch: Arch, source: str, cfg: Cfg, trained: bool) -> nn.Module:
+    """Let the model carry its origin, and let timm see the same preprocessing."""
+    classes: Any = getattr(model, "num_classes", cfg["num_classes"])
+    seen = record(cfg, arch.kwargs, classes)
+    known = {**_own_cfg(model), **seen}
+    model.__dict__.update(pretrained_cfg=known, default_cfg=known)  # plain attributes, as timm sets them
+    sha256 = hash_tensors(model.state_dict()) if trained else None
+    return provenance.attach(model, Provenance(arch, source, sha256, seen))
+
+
+def identify(model: nn.Module) -> Arch | None:
+    """How to rebuild a timm network that the user made, or None when no candidate gives the same modules.
+
+    Tried: the arguments timm remembers, then the number of classes and of input channels. Tensor names and shapes
+    must agree, and so must each module's class and settings (a stride leaves no trace in the shapes).
+    """
+    name = _own_cfg(model).get("architecture")
+    if not isinstance(name, str) or not is_model(name):
+        return None
+    name = name.partition(".")[0]
+    blueprint = _blueprint(model)
+    for kwargs in _candidates(model, name):
+        arch = Arch(name, kwargs)
+        try:
+            if _blueprint(create(arch)) == blueprint:
+                return arch
+        except SourceError:
+            continue
+    return None
+
+
+def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
+    remembered = getattr(model, "_model_args", {})  # timm >= 1.0.20 or so
+    current: Cfg = {}
+    classes = getattr(model, "num_classes", None)
+    if classes is not None and classes != _registered(name)["num_classes"]:
+        current["num_classes"] = classes
+    stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+    if stem is not None and stem.in_channels != 3:
+        current["in_chans"] = stem.in_channels
+    for kwargs in ({**remembered, **current}, current):
+        try:
+            plain = json.loads(json.dumps(kwargs))
+        except (TypeError, ValueError):  # a layer class among the arguments cannot be written down
+            continue
+        yield plain
+
+
+def _blueprint(model: nn.Module) -> tuple[object, ...]:
+    layers = tuple((path, type(layer), layer.extra_repr()) for path, layer in model.named_modules())
+    return layers, tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
+
+
+def data_config(model: nn.Module) -> dict[str, Any]:
+    """The evaluation preprocessing: input_size, mean, std, interpolation, crop_pct, crop_mode."""
+    origin = provenance.of(model)
+    cfg = (origin.pretrained_cfg if origin else None) or _own_cfg(model) or _GENERAL
+    return dict(resolve_data_config(pretrained_cfg=cfg))
+
+
+def input_size(model: nn.Module) -> tuple[int, int, int]:
+    """The input `(C, H, W)` the network was made for."""
+    chans, height, width = data_config(model)["input_size"]
+    return chans, height, width
