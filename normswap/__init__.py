@@ -1,1 +1,46 @@
-"""normswap: move a pretrained vision network to another normalization scheme, keeping the function it learned."""
+"""normswap: move a pretrained vision network to another normalization scheme, keeping the function it learned.
+
+The public names, imported when first used, so that `import normswap` and `normswap --help` stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from normswap.anatomy import Anatomy as Anatomy
+    from normswap.anatomy import inspect as inspect
+    from normswap.checkpoint import load as load
+    from normswap.checkpoint import save as save
+    from normswap.convert import Conversion as Conversion
+    from normswap.convert import convert as convert
+    from normswap.errors import NormswapError as NormswapError
+    from normswap.plan import Arch as Arch
+    from normswap.plan import Plan as Plan
+    from normswap.verify import Report as Report
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Anatomy": "anatomy",
+    "Arch": "plan",
+    "Conversion": "convert",
+    "NormswapError": "errors",
+    "Plan": "plan",
+    "Report": "verify",
+    "convert": "convert",
+    "inspect": "anatomy",
+    "load": "checkpoint",
+    "save": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'normswap' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"normswap.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES, "__version__"]

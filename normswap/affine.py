@@ -7,6 +7,8 @@ of its own may compute anything, and is refused by path.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from timm.layers import norm_act, split_batchnorm
 from torch import Tensor, nn
@@ -82,14 +84,15 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     if isinstance(module, layers.ChannelBias):
         bias = module.bias.detach().double()
         return (torch.ones_like(bias) if module.sign is None else module.sign.double()), bias
-    mean, var = module.running_mean.double(), module.running_var.double()
-    scale = torch.rsqrt(var + module.eps)
+    norm: Any = module
+    mean, var = norm.running_mean.double(), norm.running_var.double()
+    scale = torch.rsqrt(var + norm.eps)
     if unit_gamma:
         return scale, -mean * scale
-    if module.weight is not None:
-        scale = scale * module.weight.detach().double()
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach().double()
     shift = -mean * scale
-    return scale, shift if module.bias is None else shift + module.bias.detach().double()
+    return scale, shift if norm.bias is None else shift + norm.bias.detach().double()
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,9 +120,9 @@ def activation(module: nn.Module) -> nn.Module | None:
 
 
 def moments(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation per channel of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy, section 3)."""
-    count = channels(module)
-    like = module.running_mean
-    gamma = torch.ones(count) if module.weight is None else module.weight.detach()
-    beta = torch.zeros(count) if module.bias is None else module.bias.detach()
-    return beta.to(like.device, torch.float64), gamma.abs().to(like.device, torch.float64)
+    """Mean and deviation per channel of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy, section 3)."""
+    norm: Any = module
+    zeros = torch.zeros_like(norm.running_mean, dtype=torch.float64)
+    gamma = zeros + 1 if norm.weight is None else norm.weight.detach().double()
+    beta = zeros if norm.bias is None else norm.bias.detach().double()
+    return beta, gamma.abs()

@@ -98,9 +98,7 @@ def inspect(model: nn.Module) -> Anatomy:
     hidden = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
-    return Anatomy(
-        tuple(blocks), norms, tuple(hidden), str(classifier.target) if classifier else None, dropout, traced
-    )
+    return Anatomy(tuple(blocks), norms, tuple(hidden), str(classifier.target) if classifier else None, dropout, traced)
 
 
 class _Reader:
@@ -188,7 +186,7 @@ class _Reader:
                 role[str(node.target)] = "stem" if before else "head" if after else "other"
         for block in blocks:
             fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
-            role.update({path: "down" for path in fork_norms})
+            role.update(dict.fromkeys(fork_norms, "down"))
             if block.last:
                 role[block.last] = "last"
         return role
@@ -243,7 +241,7 @@ class _Reader:
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
-        if self._is_norm(fork) or self.is_activation(fork) and container and container in fork.meta["inside"]:
+        if self._is_norm(fork) or (self.is_activation(fork) and container and container in fork.meta["inside"]):
             return "pre"
         if on_branch and (self._is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
             return "pre"

@@ -11,15 +11,15 @@ from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
 from normswap import affine, layers, provenance
-from normswap.anatomy import LINEAR, Anatomy, Block
+from normswap.anatomy import Anatomy, Block
 from normswap.errors import OptionError, RefusedError
 from normswap.plan import Edit
-from normswap.tracing import is_mul
-from normswap.undress import Blocked, Draft, check_linear, passes_positive, scalar_readers
+from normswap.undress import undress
+from normswap.walks import Blocked, Draft, last_linear
 
 
-def scale_branches(draft: Draft, value: float | None, *, bias: bool = False) -> Draft:
-    """Put one scalar at the end of every residual branch.
+def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> Draft:
+    """Undress the network and put one scalar at the end of every residual branch; one that is there already stays.
 
     Args:
         value: what the scalars start from, or None for the standard deviation of the branch's output, which keeps
@@ -29,19 +29,31 @@ def scale_branches(draft: Draft, value: float | None, *, bias: bool = False) -> 
     Raises:
         RefusedError: no residual blocks, or a branch that ends where no module can be seated.
     """
-    blocks = draft.anatomy.blocks
-    if not blocks:
+    if not anatomy.blocks:
         raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
-    for block in blocks:
+    modules = anatomy.traced.modules
+    scaled = {block.tail for block in anatomy.blocks if block.tail and isinstance(modules[block.tail], layers.Scale)}
+    draft = undress(anatomy, leave=scaled)
+    for block in anatomy.blocks:
         if block.tail is None:
             draft.refusals[block.path] = "its branch ends in a function of the block itself, where no module can sit"
             continue
+        with_bias = bias and block.order == "post"
+        if block.tail in scaled:
+            _rescale(draft, block.tail, value, with_bias)
+            continue
         deviation, dead = _normalize(draft, block)
-        alpha = deviation if value is None else value
-        if dead and value is None:
-            alpha = 0.0
-        _seat_scale(draft, block.tail, alpha, bias and block.order == "post")
+        alpha = (0.0 if dead else deviation) if value is None else value
+        _seat_scale(draft, block.tail, alpha, with_bias)
     return draft
+
+
+def _rescale(draft: Draft, path: str, value: float | None, bias: bool) -> None:
+    old: Any = draft.anatomy.traced.modules[path]
+    alpha = old.alpha.item() if value is None else value
+    bias = bias or old.bias is not None
+    if alpha != old.alpha.item() or bias != (old.bias is not None):
+        draft.seats[path] = Edit(path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})})
 
 
 def drop_before_classifier(draft: Draft, p: float) -> Draft:
@@ -63,8 +75,8 @@ def drop_before_classifier(draft: Draft, p: float) -> Draft:
 def _seat_scale(draft: Draft, path: str, alpha: float, bias: bool) -> None:
     modules = draft.anatomy.traced.modules
     vacated = path in draft.seats and draft.seats[path].layer == "Vacant"
-    empty = vacated or isinstance(modules[path], (nn.Identity, layers.Vacant))
-    if path in draft.takes or path in draft.seats and not vacated:
+    empty = vacated or isinstance(modules[path], nn.Identity | layers.Vacant)
+    if path in draft.takes or (path in draft.seats and not vacated):
         raise RefusedError(f"{path} would need two edits", "it is both a seat for alpha and part of a fold")
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
@@ -78,14 +90,14 @@ def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
     Where that is impossible the branch stays as it is, with deviation 1, and a note says why.
     """
     try:
-        conv, readers = _last_linear(draft, block)
+        conv, readers = last_linear(draft, block.branch, block.total)
         mean, deviation = _output_moments(draft.anatomy, block, conv)
     except Blocked as why:
         draft.notes.append(f"{block.path}: alpha = 1, because {why}")
         return 1.0, False
     take = draft.take(conv)
     rms = math.sqrt(float(deviation.square().mean()))
-    if rms == 0 and not mean.any() and (block.last, "after") in take.reads:
+    if rms == 0 and not mean.any() and block.last and (block.last, "after") in take.reads:
         draft.notes.append(f"{block.path}: its last gamma and beta are 0; alpha = 0 keeps that, and f is alive")
         take.reads[take.reads.index((block.last, "after"))] = (block.last, "after-unit")
         return 1.0, True
@@ -98,42 +110,16 @@ def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
     return rms, False
 
 
-def _last_linear(draft: Draft, block: Block) -> tuple[str, list[str]]:
-    """The convolution whose output, but for positively homogeneous steps, is the branch's; and what else reads it.
-
-    A gate x * g(x) passes a scale c if the first linear map of g is divided by c; those maps are the second result.
-    """
-    traced = draft.anatomy.traced
-    node, passed = block.branch, {block.total}
-    readers: list[str] = []
-    while not isinstance(traced.module(node), LINEAR):
-        above = traced.main_input(node)
-        if above is None or not (is_mul(node) or passes_positive(draft, node)):
-            raise Blocked(f"a scale cannot pass {node.target}")
-        passed.add(node)
-        if len(traced.users[above]) > 1:
-            readers += scalar_readers(draft, above, passed)
-        node = above
-    if len(traced.calls[id(traced.module(node))]) > 1:
-        raise Blocked(f"{node.target} is called more than once")
-    check_linear(draft, str(node.target), traced.module(node))
-    return str(node.target), list(dict.fromkeys(readers))
-
-
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel of the branch's output (before its gate), from the sites around `conv`.
 
-    A BatchNorm after the convolution says it directly; so does the scalar of an earlier SkipInit. A norm before
-    it (pre-activation) gives the moments of its activation, by Gaussian quadrature, and the convolution adds up
+    A BatchNorm after the convolution says it directly. A norm before it (pre-activation) gives the moments of its activation, by Gaussian quadrature, and the convolution adds up
     their variances as if inputs were independent. Only the gauge depends on this, never the function.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]
     node: fx.Node | None = block.branch
     while node is not None and node is not call:
-        module = traced.module(node)
-        if isinstance(module, layers.Scale) and bool(module.alpha):
-            return module.alpha.new_zeros(1), module.alpha.detach().double().abs()
         known = site_moments(anatomy, node)
         if known:
             return known

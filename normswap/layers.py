@@ -1,4 +1,4 @@
-"""What can sit in a seat. Every class has `replacing(old, *reads, like, **args)`, which builds it from what it replaces.
+"""What can sit in a seat. Each class has `replacing(old, *reads, like, **args)`, which builds it from what it replaces.
 
 `like` is a tensor of the model's dtype and device, for newcomers that replace nothing with a dtype of its own.
 `replacing` never branches on tensor values: the same plan gives the same structure on any weights.
@@ -64,6 +64,8 @@ class Scale(nn.Module):
         scale = cls(alpha, bias=bias, like=like)
         if keep:
             return Chain(old, scale)
+        if isinstance(old, Scale) and old.bias is not None and scale.bias is not None:
+            scale.bias.copy_(old.bias)
         act = _activation(old)
         return scale if act is None else Chain(Vacant(act), scale)
 
@@ -208,6 +210,4 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor) -> Linearity:
     return new
 
 
-SEATED: dict[str, Any] = {
-    cls.__name__: cls for cls in (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout)
-}
+SEATED: dict[str, Any] = {cls.__name__: cls for cls in (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout)}

@@ -141,8 +141,8 @@ def trace(model: nn.Module) -> Traced:
         twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()  # the values are only passed by
     except Exception as error:
         raise TraceError(f"{type(model).__name__} cannot be copied", str(error)) from None
-    if isinstance(getattr(twin, "drop_rate", None), float | int) and not isinstance(twin.drop_rate, nn.Module):
-        twin.drop_rate = 0.5  # timm hides F.dropout behind `if self.drop_rate`: make it show
+    if isinstance(getattr(twin, "drop_rate", None), float | int):
+        twin.__dict__["drop_rate"] = 0.5  # timm hides F.dropout behind `if self.drop_rate`: make it show
     tracer = _Tracer()
     parameters = inspect.signature(twin.forward).parameters.values()
     pinned = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from normswap.anatomy import Anatomy
-from normswap.undress import Draft, undress
+from normswap.undress import undress
+from normswap.walks import Draft
 
 PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1"
 

@@ -11,7 +11,7 @@ from typing import Any
 from normswap.anatomy import Anatomy
 from normswap.dress import drop_before_classifier, scale_branches
 from normswap.schemes.skipinit import initial
-from normswap.undress import Draft, undress
+from normswap.walks import Draft
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, appendix F"
 
@@ -22,8 +22,8 @@ def exact(options: dict[str, Any]) -> bool:
 
 def plan(anatomy: Anatomy, *, alpha: str | float = "match", dropout: float = 0.2) -> Draft:
     """Args:
-        alpha: as in `skipinit`.
-        dropout: probability of dropping a feature before the classifier, in [0, 1).
+    alpha: as in `skipinit`.
+    dropout: probability of dropping a feature before the classifier, in [0, 1).
     """
-    draft = scale_branches(undress(anatomy), initial(alpha, len(anatomy.blocks)), bias=True)
+    draft = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(draft, dropout)

@@ -15,7 +15,7 @@ from typing import Any
 from normswap.anatomy import Anatomy
 from normswap.dress import scale_branches
 from normswap.errors import OptionError
-from normswap.undress import Draft, undress
+from normswap.walks import Draft
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, section 4"
 
@@ -26,9 +26,9 @@ def exact(options: dict[str, Any]) -> bool:
 
 def plan(anatomy: Anatomy, *, alpha: str | float = "match") -> Draft:
     """Args:
-        alpha: `match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
+    alpha: `match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
     """
-    return scale_branches(undress(anatomy), initial(alpha, len(anatomy.blocks)))
+    return scale_branches(anatomy, initial(alpha, len(anatomy.blocks)))
 
 
 def initial(alpha: str | float, depth: int) -> float | None:

@@ -1,0 +1,161 @@
+"""The main job: plan, carry out, prove; for a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import affine, anatomy, provenance, schemes, surgery, verify
+from normswap.anatomy import Anatomy
+from normswap.errors import PlanError, RefusedError, VerificationError
+from normswap.plan import Plan, Step
+from normswap.provenance import Provenance
+from normswap.verify import Report
+from normswap.walks import Draft
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted network.
+
+    Args:
+        model: the result, in the mode, dtype and device of the source.
+        plan: everything done since the bare architecture; its last step is this conversion.
+        report: what was measured.
+        verdicts: for every norm, by path, what happened to it.
+        notes: what the user should know (a branch whose alpha could not be matched ...).
+        renames: (old, new) names of tensors that live on under another name.
+    """
+
+    model: nn.Module
+    plan: Plan
+    report: Report
+    verdicts: dict[str, str]
+    notes: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+
+
+def draft(seen: Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
+    """What `convert` would do: the step, and the draft with its verdicts and notes.
+
+    Raises:
+        OptionError: unknown scheme or option.
+        RefusedError: something cannot be converted, or there is nothing to do.
+    """
+    options = schemes.resolve(to, options)
+    sketch: Draft = schemes.get(to).plan(seen, **options)
+    if sketch.refusals:
+        listed = [f"{path}: {why}" for path, why in list(sketch.refusals.items())[:3]]
+        more = f"; and {len(sketch.refusals) - 3} more" if len(sketch.refusals) > 3 else ""
+        raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
+    if not sketch.seats and not sketch.takes:
+        kinds = sorted({norm.kind for norm in seen.norms})
+        raise RefusedError(
+            f"nothing to convert to {to}",
+            f"the network's norms are {', '.join(kinds)}" if kinds else "the network has no norm",
+            f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion",
+        )
+    return Step(to, options, sketch.edits()), sketch
+
+
+def convert(
+    model: nn.Module,
+    to: str,
+    *,
+    inputs: Sequence[Tensor] | Tensor | None = None,
+    size: Sequence[int] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Conversion:
+    """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
+
+    Args:
+        to: a scheme (`normswap schemes` lists them).
+        inputs: batches (N, C, H, W) to verify on; by default N(0, 1) noise of `size`.
+        size: (C, H, W); by default what the model's timm configuration says, else (3, 224, 224).
+        options: those of the scheme.
+
+    Raises:
+        TraceError, OptionError, RefusedError: it cannot be done; says where and why.
+        VerificationError: it was done and the result is wrong.
+    """
+    seen = anatomy.inspect(model)
+    step, sketch = draft(seen, to, **options)
+    done = carry_out(model, step, seen, inputs=inputs, size=size, seed=seed)
+    return replace(done, verdicts=sketch.verdicts, notes=tuple(sketch.notes))
+
+
+def carry_out(
+    model: nn.Module,
+    step: Step,
+    seen: Anatomy | None = None,
+    *,
+    inputs: Sequence[Tensor] | Tensor | None = None,
+    size: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Conversion:
+    """Apply one step, also one edited by hand, and measure the result.
+
+    Raises:
+        PlanError: the step does not fit the model.
+        VerificationError: the result is wrong.
+    """
+    seen = seen or anatomy.inspect(model)
+    described = "given inputs"
+    if inputs is None:
+        inputs, described = verify.noise(model, size or _size(model), seed=seed), f"N(0, 1) noise, seed {seed}"
+    batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
+    doubles = _doubles(model, step)
+    result = surgery.apply_step(model, step)
+    report = verify.compare(model, result, batches, exact=exact, anatomy=seen, doubles=doubles, described=described)
+    del doubles
+    if not report.passed:
+        raise VerificationError(
+            f"the result of {step.scheme} is wrong: relative L2 error {report.worst.relative_l2:.1e} at the logits",
+            f"allowed: {report.tolerance[report.worst.precision]:.0e}" if exact else "it is not finite",
+            "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+        )
+    _count(model, result, step)
+    record = _record(model, step)
+    provenance.attach(result, record)
+    return Conversion(result, record.plan, report, {}, (), tuple(surgery.renames(model, step)))
+
+
+def _doubles(model: nn.Module, step: Step) -> tuple[nn.Module, nn.Module] | None:
+    double = verify.to_double(model)
+    return None if double is None else (double, surgery.apply_step(double, step))
+
+
+def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
+    """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
+    gone = {edit.path for edit in step.edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
+    still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
+             and affine.is_batchnorm(result.get_submodule(path))]  # fmt: skip
+    if still:
+        raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
+
+
+def _record(model: nn.Module, step: Step) -> Provenance:
+    """The provenance of the result: the model's own, one step longer, with the norms that are gone now."""
+    record = provenance.of(model) or Provenance(source=type(model).__name__)
+    norms = dict(record.norms)
+    for path, module in model.named_modules():
+        if affine.is_batchnorm(module):
+            state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+            norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
+    return replace(record, plan=record.plan.then(step), norms=norms)
+
+
+def _size(model: nn.Module) -> tuple[int, int, int]:
+    record = provenance.of(model)
+    for config in (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {}):
+        size = config.get("test_input_size") or config.get("input_size")
+        if size:
+            return tuple(size)  # type: ignore[return-value]
+    first = next((p for p in model.parameters() if p.ndim == 4), torch.empty(0))
+    return (first.shape[1] if first.ndim == 4 else 3, 224, 224)

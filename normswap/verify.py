@@ -1,0 +1,234 @@
+"""PROVE: run source and result on the same inputs, and say by how much they differ, where, and whether that is enough.
+
+Exact conversions must agree to a relative L2 error of 1e-5 in float32 at the logits, and of 1e-12 in float64, where
+a correct fold is off by 1e-14 and a wrong eps by 1e-4. Networks in half precision get the float32 tolerance times
+the ratio of the machine epsilons. Where the source itself strays from its own float64 values by more than the
+tolerance (a chaotic network), four times that is allowed in float32, and float64 decides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from normswap.anatomy import Anatomy
+from normswap.errors import VerificationError
+
+FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
+_HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a result is from its reference: at the logits, or at the output of the module `site`.
+
+    Args:
+        relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|; cosine: of the flattened tensors.
+        agreement: fraction of inputs with the same argmax (logits only).
+    """
+
+    site: str
+    precision: str
+    size: tuple[int, ...]
+    relative_l2: float
+    largest: float
+    cosine: float
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured, and the verdict.
+
+    Args:
+        exact: whether the conversion claims to keep the function.
+        passed: an exact one keeps it within tolerance; an approximate one gives finite numbers.
+        inputs: what the networks were run on.
+        logits: one error per precision and input size.
+        sites: errors at the residual blocks' outputs, in float32.
+        tolerance: the largest relative L2 error allowed, by precision.
+        vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
+        accuracy: top-1 in percent of source and result on labelled data, where given.
+    """
+
+    exact: bool
+    passed: bool
+    inputs: str
+    logits: tuple[Error, ...]
+    sites: tuple[Error, ...] = ()
+    tolerance: dict[str, float] = field(default_factory=dict)
+    vacuous: tuple[str, ...] = ()
+    accuracy: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> Error:
+        """The largest relative L2 error at the logits in the network's own precision."""
+        own = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
+        return max(own, key=lambda error: error.relative_l2)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(body: dict[str, Any]) -> Report:
+        errors = {
+            name: tuple(Error(**{**e, "size": tuple(e["size"])}) for e in body[name]) for name in ("logits", "sites")
+        }
+        return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"])})
+
+
+def noise(model: nn.Module, size: Sequence[int], *, batch: int = 4, seed: int = 0) -> list[Tensor]:
+    """Batches of N(0, 1) inputs (batch, C, H, W) on the model's device: at 64 and at 97 pixels where the model accepts
+    that, else at its own `size` (C, H, W).
+
+    Raises:
+        VerificationError: the model runs on none of them.
+    """
+    like = next(model.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    channels, height, width = size
+    found, why = [], ""
+    for side in (64, 97, max(height, width)):
+        if found and side not in (64, 97):
+            break
+        x = torch.randn(batch, channels, min(height, side), min(width, side), generator=generator).to(like)
+        try:
+            _run(model, x, ())
+        except (RuntimeError, AssertionError, ValueError) as error:
+            why = str(error).split("\n")[0]
+        else:
+            found.append(x)
+    if not found:
+        raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
+    return found
+
+
+def compare(
+    source: nn.Module,
+    result: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    exact: bool = True,
+    anatomy: Anatomy | None = None,
+    doubles: tuple[nn.Module, nn.Module] | None = None,
+    described: str = "given inputs",
+) -> Report:
+    """Run both networks in eval mode and compare them.
+
+    Args:
+        inputs: batches (N, C, H, W) in the networks' dtype.
+        exact: whether the result claims to compute what the source computes.
+        anatomy: of the source: errors are then measured at every block too, and branches checked for life.
+        doubles: both networks again, in float64; without them float64 is not measured.
+        described: what the inputs are, for the report.
+    """
+    own = _precision(source)
+    blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
+    tails = tuple(b.tail for b in blocks if b.tail)
+    logits: list[Error] = []
+    sites: list[Error] = []
+    vacuous: list[str] = []
+    stray = 0.0
+    for i, x in enumerate(inputs):
+        # float64 first: its networks are the larger ones
+        reference = None
+        if doubles is not None and i == 0:
+            reference, _ = _run(doubles[0], x.double(), ())
+            other, _ = _run(doubles[1], x.double(), ())
+            logits.append(_error("logits", "float64", x, reference, other))
+        paths = tuple(b.path for b in blocks)
+        a, at = _run(source, x, (*paths, *tails) if i == 0 else paths)
+        b, bt = _run(result, x, paths)
+        logits.append(_error("logits", own, x, a, b))
+        if reference is not None:
+            stray = _error("", own, x, reference, a).relative_l2
+        if i == 0:
+            sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]
+            vacuous = _vacuous(a, at, blocks)
+    tolerance = {own: max(FLOAT32_TOLERANCE * max(1.0, _coarseness(own)), 4 * stray), "float64": FLOAT64_TOLERANCE}
+    finite = all(e.relative_l2 < float("inf") for e in logits)
+    within = all(e.relative_l2 <= tolerance[e.precision] for e in logits)
+    return Report(exact, within if exact else finite, described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
+
+
+def to_double(model: nn.Module) -> nn.Module | None:
+    """A float64 copy of `model`, or None where there is no float64 (MPS), or the model is in float64 already."""
+    parameter = next(model.parameters())
+    if parameter.device.type == "mps" or parameter.dtype == torch.float64:
+        return None
+    return copy.deepcopy(model).double()
+
+
+def _precision(model: nn.Module) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def _coarseness(precision: str) -> float:
+    return torch.finfo(getattr(torch, precision)).eps / torch.finfo(torch.float32).eps
+
+
+@torch.no_grad()
+def _run(model: nn.Module, x: Tensor, paths: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The flattened outputs in eval mode, and those of the modules at `paths`; the model is left as it was."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(path: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen[path] = output.clone()  # in-place activations would overwrite it
+
+        return hook
+
+    modes = {module: module.training for module in model.modules()}
+    present = dict(model.named_modules())
+    handles = [present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present]
+    try:
+        output = model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    leaves = [leaf.flatten(1) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.cat(leaves, 1), seen
+
+
+def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
+    logits = site == "logits"
+    agreement = float((a.argmax(1) == b.argmax(1)).float().mean()) if logits else None
+    a, b = a.double().flatten(), b.double().flatten()
+    if a.shape != b.shape or not bool(torch.isfinite(b).all()) or not bool(torch.isfinite(a).all()):
+        return Error(site, precision, tuple(x.shape), float("inf"), float("inf"), 0.0, agreement)
+    difference, norm = a - b, a.norm()
+    if not norm:
+        zero = float(b.norm())
+        return Error(site, precision, tuple(x.shape), zero, zero, 1.0 if not zero else 0.0, agreement)
+    return Error(
+        site,
+        precision,
+        tuple(x.shape),
+        float(difference.norm() / norm),
+        float(difference.abs().max() / a.abs().max()),
+        float((a @ b) / (norm * b.norm()).clamp_min(1e-300)),
+        agreement,
+    )
+
+
+def _vacuous(logits: Tensor, seen: dict[str, Tensor], blocks: Sequence[Any]) -> list[str]:
+    found = []
+    if len(logits) > 1:
+        moves = (logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30)
+        if not moves > _HARDLY:
+            found.append(f"the input moves the output by {float(moves):.0e} of its size only")
+    for block in blocks:
+        if block.tail in seen and block.path in seen:
+            share = seen[block.tail].norm() / seen[block.path].norm().clamp_min(1e-30)
+            if not share > _HARDLY:
+                found.append(f"{block.path}: the branch is {float(share):.0e} of the block's output")
+    return found

@@ -1,0 +1,257 @@
+"""Walks over the graph that ask whether an affine map can move: the draft they write to, and the rules of passage."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm import layers as timm_layers
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from normswap import affine, layers
+from normswap.anatomy import LINEAR, Anatomy
+from normswap.plan import Edit
+from normswap.tracing import inputs, is_mul
+
+_LINEAR_FORWARDS = {
+    nn.Linear.forward,
+    nn.Conv1d.forward,
+    nn.Conv2d.forward,
+    nn.Conv3d.forward,
+    nn.ConvTranspose1d.forward,
+    nn.ConvTranspose2d.forward,
+    nn.ConvTranspose3d.forward,
+    timm_layers.Conv2dSame.forward,
+    timm_layers.Linear.forward,
+}
+_SILENT = (
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d,
+)  # fmt: skip
+_POOLS = (
+    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, timm_layers.BlurPool2d,
+)  # fmt: skip
+_RELUS = (nn.ReLU, nn.LeakyReLU)
+_RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, F.leaky_relu, "relu", "relu_")
+_SCALAR_FUNCTIONS = (
+    *_RELU_FUNCTIONS, torch.mean, torch.flatten, torch.amax, F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d,
+    "mean", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "unsqueeze", "squeeze", "amax",
+)  # fmt: skip
+
+
+@dataclass
+class Take:
+    """What one convolution takes in, collected until its single edit is written."""
+
+    reads: list[tuple[str, str]] = field(default_factory=list)
+    gain: float = 1.0
+    in_gain: float = 1.0
+
+    def edit(self, path: str) -> Edit:
+        # what comes before the convolution is taken in first; among those after it, the nearest first
+        reads = sorted(self.reads, key=lambda read: not read[1].startswith("before"))
+        args: dict[str, Any] = {"takes": [how for _, how in reads]} if reads else {}
+        args |= {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
+        return Edit(path, "Folded", args, tuple(read for read, _ in reads))
+
+
+@dataclass
+class Draft:
+    """Edits in the making, and for every site what happens to it and why (`verdicts`)."""
+
+    anatomy: Anatomy
+    takes: dict[str, Take] = field(default_factory=dict)
+    seats: dict[str, Edit] = field(default_factory=dict)
+    verdicts: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, path: str) -> Take:
+        return self.takes.setdefault(path, Take())
+
+    def seat(self, path: str, layer: str, **args: Any) -> None:
+        self.seats[path] = Edit(path, layer, args)
+
+    def edits(self) -> tuple[Edit, ...]:
+        return (*(take.edit(path) for path, take in self.takes.items()), *self.seats.values())
+
+    def silent(self, node: fx.Node) -> bool:
+        """Whether `node` passes its input on unchanged in eval mode, once the draft is carried out."""
+        module = self.anatomy.traced.module(node)
+        if module is None:
+            asleep = node.target is F.dropout and node.kwargs.get("training") is False
+            return asleep or (node.op == "call_method" and node.target == "contiguous")
+        if isinstance(module, _SILENT) or (isinstance(module, layers.Vacant) and module.act is None):
+            return True
+        edit = self.seats.get(str(node.target))
+        return edit is not None and edit.layer == "Vacant" and affine.activation(module) is None
+
+
+class Blocked(Exception):
+    """Why one way of folding is not open, in a few words."""
+
+
+def consumers(draft: Draft, module: nn.Module, passes: Callable[[fx.Node], bool]) -> list[str]:
+    """Paths of the convolutions that read this site, and nothing else reads it."""
+    traced = draft.anatomy.traced
+    ends = [end for call in traced.calls[id(module)] for end in _ends(draft, call, passes)]
+    for node in ends:
+        conv = traced.module(node)
+        if not isinstance(conv, LINEAR):
+            raise Blocked(f"{name(node)} reads it, not a convolution")
+        if str(node.target) == draft.anatomy.classifier:
+            raise Blocked(f"the features that {node.target} reads would change")
+        check_linear(draft, str(node.target), conv)
+        if any(call not in ends for call in traced.calls[id(conv)]):
+            raise Blocked(f"{node.target} is called elsewhere too, on another input")
+        if isinstance(conv, nn.Linear):
+            raise Blocked(f"{node.target} is a Linear: which of its inputs a channel becomes is not known")
+    if not ends:
+        raise Blocked("nothing reads it")
+    return distinct(traced.modules, [str(node.target) for node in ends])
+
+
+def _ends(draft: Draft, start: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    for user in draft.anatomy.traced.users[start]:
+        if user.op == "output":
+            raise Blocked("the model returns it")
+        if passes(user) and len(inputs(user)) == 1:
+            yield from _ends(draft, user, passes)
+        else:
+            yield user
+
+
+def passes_positive(draft: Draft, node: fx.Node) -> bool:
+    """Whether f(c x) = c f(x) for a positive scale c per channel (once the draft is carried out)."""
+    module = draft.anatomy.traced.module(node)
+    if module is None:
+        return node.target in _RELU_FUNCTIONS or draft.silent(node)
+    edit = draft.seats.get(str(node.target))
+    if edit is not None and edit.layer == "Vacant":
+        return is_relu(affine.activation(module))
+    return draft.silent(node) or isinstance(module, _POOLS) or is_relu(module) or _is_vacant_relu(module)
+
+
+def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str]:
+    """Convolutions that read `start` beside the `main` path, through steps that commute with a positive scalar.
+
+    Raises:
+        Blocked: something else reads it.
+    """
+    traced = draft.anatomy.traced
+
+    def passes(node: fx.Node) -> bool:
+        constant = node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1
+        return node.target in _SCALAR_FUNCTIONS or constant or passes_positive(draft, node)
+
+    found = []
+    for user in traced.users[start]:
+        if user in main:
+            continue
+        for end in [*_ends(draft, user, passes)] if passes(user) else [user]:
+            conv = traced.module(end)
+            if end in main or not isinstance(conv, LINEAR):
+                raise Blocked(f"{name(end)} reads it")
+            check_linear(draft, str(end.target), conv)
+            if len(traced.calls[id(conv)]) > 1:
+                raise Blocked(f"{end.target} is called more than once")
+            found.append(str(end.target))
+    return list(dict.fromkeys(found))
+
+
+def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
+    if type(conv).forward not in _LINEAR_FORWARDS:
+        raise Blocked(f"{path} ({type(conv).__name__}) has a forward of its own")
+    if parametrize.is_parametrized(conv):
+        raise Blocked(f"{path} has a parametrized weight")
+    if any((conv._forward_hooks, conv._forward_pre_hooks)):
+        raise Blocked(f"{path} has forward hooks, which see its output")
+    traced = draft.anatomy.traced
+    weight: Any = conv.weight
+    owners = {id(m) for m in traced.modules.values() if any(p is weight for p in m._parameters.values())}
+    if len(owners) > 1:
+        raise Blocked(f"{path}.weight is shared with another module")
+    if any(node.op == "get_attr" and traced.users[node] and _attribute(traced.modules[""], node) is weight
+           for node in traced.graph.nodes):  # fmt: skip
+        raise Blocked(f"{path}.weight is read elsewhere in forward")
+
+
+def _attribute(root: nn.Module, node: fx.Node) -> Any:
+    value: Any = root
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
+    """One path per module, in order."""
+    return list({id(modules[path]): path for path in reversed(paths)}.values())[::-1]
+
+
+def is_flat(node: fx.Node) -> bool:
+    """Whether a Linear surely sees (N, features): its input was flattened from dimension 1."""
+    above = inputs(node)
+    while len(above) == 1:
+        node = above[0]
+        start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
+        if node.target in (torch.flatten, "flatten"):
+            return bool(start == 1 and node.kwargs.get("end_dim", -1) == -1 and len(node.args) < 3)
+        if node.op == "call_module":
+            return False
+        above = inputs(node)
+    return False
+
+
+def pads(conv: Any) -> bool:
+    if isinstance(conv.padding, str):
+        return conv.padding != "valid"
+    return any(conv.padding) or isinstance(conv, timm_layers.Conv2dSame)
+
+
+def is_relu(act: nn.Module | None) -> bool:
+    if isinstance(act, nn.Sequential):
+        return all(is_relu(part) for part in act)
+    return act is None or type(act) in _RELUS or isinstance(act, _SILENT)
+
+
+def _is_vacant_relu(module: nn.Module) -> bool:
+    return isinstance(module, layers.Vacant) and is_relu(module.act)
+
+
+def name(node: fx.Node) -> str:
+    return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+
+
+def last_linear(draft: Draft, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
+    """The convolution whose output, but for positively homogeneous steps, is that of `node`; and what else reads it.
+
+    A gate x * g(x) passes a scale c if the first linear map of g is divided by c; those maps are the second result.
+
+    Args:
+        before: the one node that reads `node`.
+
+    Raises:
+        Blocked: a scale cannot pass.
+    """
+    traced = draft.anatomy.traced
+    passed = {before}
+    readers: list[str] = []
+    while not isinstance(traced.module(node), LINEAR):
+        above = traced.main_input(node)
+        if above is None or not (is_mul(node) or passes_positive(draft, node)):
+            raise Blocked(f"a scale cannot pass {name(node)}")
+        passed.add(node)
+        if len(traced.users[above]) > 1:
+            readers += scalar_readers(draft, above, passed)
+        node = above
+    path = str(node.target)
+    conv = traced.modules[path]
+    if len(traced.calls[id(conv)]) > 1:
+        raise Blocked(f"{path} is called more than once")
+    check_linear(draft, path, conv)
+    return path, list(dict.fromkeys(readers))
