@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub as client
 from huggingface_hub import constants
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
 
 from normswap.errors import SourceError
 from normswap.weights import first_line, quiet
@@ -75,6 +75,8 @@ def _cached(repo: str, filename: str, revision: str | None) -> Path | None:
 
 
 def _explained(error: Exception, repo: str, arch: str | None) -> SourceError:
+    if isinstance(error, RevisionNotFoundError):
+        return SourceError(f"hub repository {repo} has no such revision", f"asked {endpoint()}")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403, 404):
         why = f"{endpoint()} answers {status}"

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import inspect
 import logging
-import pickle
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -99,24 +99,36 @@ def _read_pickle(file: Path) -> Any:
         # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
         with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
-        names = _foreign_names(file)
-        if names or "weights_only" in str(error).lower():
-            why = f"it needs {some(names)}" if names else "it needs more than tensors"
-            what = f"{file} is a pickle of Python objects, and normswap never executes those"
-            raise SourceError(what, why, remedy) from None
-        raise SourceError(f"{file} is not a readable torch file", first_line(error)) from None
     except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
-        remedy = "It may be truncated: fetch or write it again."
-        raise SourceError(f"{file} is not a readable torch file", first_line(error), remedy) from None
+        raise _unread(file, error) from None
+
+
+def _unread(file: Path, error: Exception) -> SourceError:
+    """Why torch's loader for plain tensors refuses the file: foreign objects, or not a torch file at all."""
+    names = _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error))
+    if names or "TorchScript" in str(error) or _head(file)[:1] == b"\x80":  # so begins a bare pickle
+        what = f"{file} is a pickle of Python objects, and normswap never executes those"
+        why = f"it needs {some(names)}" if names else "it was not written by torch.save"
+        remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+        return SourceError(what, why, remedy)
+    why = "" if "Weights only load failed" in str(error) else first_line(error)
+    remedy = "It may be truncated, or something else under this name: fetch or write it again."
+    return SourceError(f"{file} is not a readable torch file", why, remedy)
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(8)
+    except OSError:
+        return b""
 
 
 def _foreign_names(file: Path) -> list[str]:
-    """The classes and functions a pickle wants to import, read without importing them."""
+    """The classes and functions that an archive wants to import, read without importing them."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
-    except Exception:  # not even a pickle
+    except Exception:  # no archive of torch.save
         return []
 
 

@@ -256,7 +256,7 @@ def identify(model: nn.Module) -> Arch | None:
 
 
 def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
-    remembered = getattr(model, "_model_args", {})  # timm >= 1.0.20 or so
+    remembered = getattr(model, "_model_args", {})  # only newer timm does
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
     if classes is not None and classes != _registered(name)["num_classes"]:

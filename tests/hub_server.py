@@ -1,0 +1,143 @@
+"""A small Hugging Face hub on localhost: enough of its protocol for huggingface_hub to download a model.
+
+    with hub_server({"timm/resnet18.a1_in1k": folder}) as url: ...   # then HF_ENDPOINT=url in a subprocess
+
+Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server says it); "break"
+(each transfer of weights starts at the beginning, whatever was asked, and stops half way); "stall" (half a file comes,
+resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODES = ("ok", "404", "plain-404", "break", "stall", "500", "garbage")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    repos: dict[str, Path]
+    mode: str
+    seen: list[str]
+
+    def log_message(self, *_: Any) -> None:
+        """Stay quiet."""
+
+    def do_HEAD(self) -> None:
+        self._serve(body=False)
+
+    def do_GET(self) -> None:
+        self._serve(body=True)
+
+    def _serve(self, body: bool) -> None:
+        self.seen.append(f"{self.command} {self.path}")
+        resolved = re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", self.path.partition("?")[0])
+        listed = re.fullmatch(r"/api/models/(.+?)(?:/(?:revision|tree)/.+)?", self.path.partition("?")[0])
+        repo = resolved[1] if resolved else listed[1] if listed else ""
+        if self.mode == "500":
+            return self._refuse(500, "")
+        if self.mode == "plain-404":
+            return self._refuse(404, "")
+        if repo not in self.repos or self.mode == "404":
+            return self._refuse(404, "RepoNotFound")
+        if listed and not resolved:
+            return self._send(json.dumps(self._info(repo)).encode(), "application/json", body)
+        assert resolved is not None
+        if resolved[2] not in ("main", COMMIT):
+            return self._refuse(404, "RevisionNotFound")
+        file = self.repos[repo] / resolved[3]
+        if not file.is_file():
+            return self._refuse(404, "EntryNotFound")
+        return self._file(file, body)
+
+    def _info(self, repo: str) -> dict[str, Any]:
+        files = [{"rfilename": file.name} for file in sorted(self.repos[repo].iterdir())]
+        return {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "siblings": files, "tags": ["timm"]}
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send(self, content: bytes, kind: str, body: bool) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def _file(self, file: Path, body: bool) -> None:
+        content = file.read_bytes()
+        etag = hashlib.sha256(content).hexdigest()
+        weights = file.suffix == ".safetensors"
+        if self.mode == "garbage" and weights:
+            content = bytes(len(content))
+        size, start = len(content), 0
+        if (asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) and self.mode != "break":
+            start = int(asked[1])
+        self.send_response(206 if start else 200)
+        for name, value in {
+            "ETag": f'"{etag}"',
+            "X-Repo-Commit": COMMIT,
+            "X-Linked-ETag": f'"{etag}"',
+            "X-Linked-Size": str(size),
+            "Accept-Ranges": "bytes",
+            "Content-Length": str(size - start),
+            "Content-Type": "application/octet-stream",
+        }.items():
+            self.send_header(name, value)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.end_headers()
+        broken = weights and self.mode in ("break", "stall")
+        self.close_connection = body and broken
+        if body:
+            with contextlib.suppress(ConnectionError):  # a client that gave up
+                self.wfile.write(content[start : size // 2 if broken else size])
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
+    """Let huggingface_hub in this process talk to `url`, its cache under `home`: it reads the environment only once."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+
+
+@contextmanager
+def hub_server(repos: dict[str, Path], mode: str = "ok", seen: list[str] | None = None) -> Iterator[str]:
+    """Serve folders as hub repositories; yields the address for HF_ENDPOINT.
+
+    Args:
+        repos: folder by repository name.
+        mode: one of MODES.
+        seen: collects "METHOD path" of every request, if given.
+    """
+    assert mode in MODES, mode
+    handler = type("Handler", (_Handler,), {"repos": repos, "mode": mode, "seen": [] if seen is None else seen})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
