@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, anatomy, provenance, schemes, surgery, verify
+from normswap import affine, anatomy, provenance, restore, schemes, surgery, verify
 from normswap.anatomy import Anatomy
-from normswap.errors import PlanError, RefusedError, VerificationError
+from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.verify import Report
@@ -83,6 +83,8 @@ def convert(
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
+    if to == "unfold":
+        return _unfold(model, inputs, size, seed, options)
     seen = anatomy.inspect(model)
     step, sketch = draft(seen, to, **options)
     done = carry_out(model, step, seen, inputs=inputs, size=size, seed=seed)
@@ -105,10 +107,7 @@ def carry_out(
         VerificationError: the result is wrong.
     """
     seen = seen or anatomy.inspect(model)
-    described = "given inputs"
-    if inputs is None:
-        inputs, described = verify.noise(model, size or _size(model), seed=seed), f"N(0, 1) noise, seed {seed}"
-    batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    batches, described = _batches(model, inputs, size, seed)
     exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
     doubles = _doubles(model, step)
     result = surgery.apply_step(model, step)
@@ -124,6 +123,36 @@ def carry_out(
     record = _record(model, step)
     provenance.attach(result, record)
     return Conversion(result, record.plan, report, {}, (), tuple(surgery.renames(model, step)))
+
+
+def _unfold(
+    model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int, options: dict[str, Any]
+) -> Conversion:
+    if options:
+        raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
+    batches, described = _batches(model, inputs, size, seed)
+    result = restore.unfold(model)
+    report = verify.compare(model, result, batches, anatomy=anatomy.inspect(model), described=described)
+    _demand(report, "unfold")
+    norms = {path: "restored" for path, module in result.named_modules() if affine.is_batchnorm(module)}
+    return Conversion(result, Plan(), report, norms)
+
+
+def _batches(model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int) -> tuple[list[Tensor], str]:
+    if inputs is None:
+        return verify.noise(model, size or _size(model), seed=seed), f"N(0, 1) noise, seed {seed}"
+    return ([inputs] if isinstance(inputs, Tensor) else list(inputs)), "given inputs"
+
+
+def _demand(report: Report, scheme: str) -> None:
+    if report.passed:
+        return
+    worst = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
+    raise VerificationError(
+        f"the result of {scheme} is wrong: relative L2 error {worst.relative_l2:.1e} at the logits ({worst.precision})",
+        f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
+        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+    )
 
 
 def _doubles(model: nn.Module, step: Step) -> tuple[nn.Module, nn.Module] | None:

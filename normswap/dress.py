@@ -113,8 +113,9 @@ def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel of the branch's output (before its gate), from the sites around `conv`.
 
-    A BatchNorm after the convolution says it directly. A norm before it (pre-activation) gives the moments of its activation, by Gaussian quadrature, and the convolution adds up
-    their variances as if inputs were independent. Only the gauge depends on this, never the function.
+    A BatchNorm after the convolution says it directly. A norm before it (pre-activation) gives the moments of its
+    activation, by Gaussian quadrature, and the convolution adds up their variances as if its inputs were independent.
+    Only the gauge depends on this, never the function.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]

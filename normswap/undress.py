@@ -149,16 +149,19 @@ def _move_scale(draft: Draft, path: str, module: nn.Module) -> str:
 
 
 def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> str:
-    """A positive scalar after a gate: through the gate into the convolution before it."""
-    if not isinstance(module, layers.Scale) or module.bias is not None or not module.alpha.item() > 0:
-        raise Blocked("only a positive scalar can pass a gate")
+    """A scalar after a gate: through the gate into the convolution before it."""
+    if not isinstance(module, layers.Scale):
+        raise Blocked("it is no scalar")
+    alpha = module.alpha.item()
+    if not alpha >= 0 or (module.bias is not None and module.bias.any()):
+        raise Blocked("only a scalar that is not negative, without a bias, can pass a gate")
     calls = draft.anatomy.traced.calls[id(module)]
     if len(calls) > 1:
         raise Blocked("it is called more than once")
-    (above,), alpha = inputs(calls[0]), module.alpha.item()
+    (above,) = inputs(calls[0])
     conv, readers = last_linear(draft, above, calls[0])
     draft.take(conv).gain *= alpha
-    for reader in readers:
+    for reader in readers if alpha else ():  # what a gate makes of a dead branch does not matter
         draft.take(reader).in_gain /= alpha
     draft.seat(path, "Vacant")
     return f"folds into {conv}, through the gate"

@@ -93,11 +93,13 @@ def noise(model: nn.Module, size: Sequence[int], *, batch: int = 4, seed: int = 
     like = next(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = size
-    found, why = [], ""
-    for side in (64, 97, max(height, width)):
-        if found and side not in (64, 97):
+    found: list[Tensor] = []
+    why = ""
+    shapes = dict.fromkeys((min(height, side), min(width, side)) for side in (64, 97, max(height, width)))
+    for i, shape in enumerate(shapes):
+        if found and i == 2:
             break
-        x = torch.randn(batch, channels, min(height, side), min(width, side), generator=generator).to(like)
+        x = torch.randn(batch, channels, *shape, generator=generator).to(like)
         try:
             _run(model, x, ())
         except (RuntimeError, AssertionError, ValueError) as error:

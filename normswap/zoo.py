@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from normswap import hub, provenance
 from normswap.config import Cfg, read_config, record, shape_of
-from normswap.errors import OptionError, SourceError
+from normswap.errors import OptionError, PlanError, SourceError
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 from normswap.weights import SUFFIXES, check_finite, first_line, hash_tensors, load_into, quiet, read
@@ -234,8 +234,10 @@ def _carry(model: nn.Module, arch: Arch, source: str, cfg: Cfg, trained: bool) -
     return provenance.attach(model, Provenance(arch, source, sha256, seen))
 
 
-def identify(model: nn.Module) -> Arch | None:
+def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
     """How to rebuild a timm network that the user made, or None when no candidate gives the same modules.
+
+    `rebuild` does to a skeleton what has been done to the network since (replays a plan).
 
     Tried: the arguments timm remembers, then the number of classes and of input channels. Tensor names and shapes
     must agree, and so must each module's class and settings (a stride leaves no trace in the shapes).
@@ -248,9 +250,9 @@ def identify(model: nn.Module) -> Arch | None:
     for kwargs in _candidates(model, name):
         arch = Arch(name, kwargs)
         try:
-            if _blueprint(create(arch)) == blueprint:
+            if _blueprint(rebuild(create(arch))) == blueprint:
                 return arch
-        except SourceError:
+        except (SourceError, PlanError):
             continue
     return None
 

@@ -1,0 +1,66 @@
+"""The model card that stands beside converted weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.provenance import Provenance
+from normswap.verify import Report
+
+_MARK = "<!-- written by normswap -->"
+
+
+def render(record: Provenance, report: Report | None) -> str:
+    """Markdown: what this is, what was done, what was measured, how to use it."""
+    steps = [f"{step.scheme}{_options(step.options)}" for step in record.plan.steps]
+    arch = record.arch.name if record.arch else "network"
+    lines = [
+        "---",
+        "library_name: timm",
+        "tags: [image-classification, timm, normswap]",
+        "---",
+        _MARK,
+        f"# {arch}{' converted to ' + steps[-1] if steps else ''}",
+        "",
+        f"- Source: `{record.source}`" + (f" (tensors' SHA-256 `{record.sha256}`)" if record.sha256 else ""),
+        f"- Conversion: {' -> '.join(['source', *steps])}",
+        "",
+        *_measured(report),
+        "## Use",
+        "",
+        "```python",
+        "import normswap",
+        'model = normswap.load("path/to/this/directory")  # a timm model in eval mode',
+        "```",
+        "",
+        "`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here"
+        + ("; `--to unfold` brings the BatchNorm network back." if record.norms else "."),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def is_card(text: str) -> bool:
+    """Whether `render` wrote this."""
+    return _MARK in text
+
+
+def _options(options: dict[str, Any]) -> str:
+    return f" ({', '.join(f'{key} = {value}' for key, value in options.items())})" if options else ""
+
+
+def _measured(report: Report | None) -> list[str]:
+    if report is None:
+        return ["Not verified since the last change to its weights.", ""]
+    rows = [
+        f"| {e.precision} | {'x'.join(map(str, e.size))} | {e.relative_l2:.1e} | {e.largest:.1e} | {e.agreement:.1%} |"
+        for e in report.logits
+    ]
+    claim = "keeps the function of its source" if report.exact else "changes the function of its source"
+    return [
+        f"Measured against the source on {report.inputs} (this conversion {claim}):",
+        "",
+        "| precision | input | relative L2 | largest | same argmax |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+    ]

@@ -1,0 +1,256 @@
+"""Save and load: a directory whose weights, plan and measured proof cannot be separated. Nothing is pickled.
+
+`model.safetensors` holds the tensors, and in its header the schema version, source and hash, architecture, plan,
+report and library versions; `config.json` is timm's hub layout; `norms.safetensors` the source's norm tensors;
+`README.md` a model card. The directory is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from normswap import __version__, card, provenance, surgery, weights, zoo
+from normswap.convert import Conversion
+from normswap.errors import OutputError, PlanError, SourceError
+from normswap.plan import Arch, Plan
+from normswap.provenance import Provenance
+from normswap.verify import Report
+
+VERSION = 1
+_WEIGHTS, _CONFIG, _NORMS, _CARD = "model.safetensors", "config.json", "norms.safetensors", "README.md"
+
+
+def open_model(
+    source: str,
+    *,
+    weights: str = "pretrained",
+    arch: str | None = None,
+    arch_args: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+) -> nn.Module:
+    """Any MODEL: what `zoo.open_source` opens, or a directory that `save` wrote.
+
+    Raises:
+        SourceError: it cannot be found, read or understood.
+    """
+    folder = Path(source.removeprefix("local-dir:"))
+    if folder.is_dir() and is_checkpoint(folder):
+        given = {"--weights random": weights != "pretrained", "--arch": arch, "--arch-arg": arch_args,
+                 "--num-classes": num_classes, "--in-chans": in_chans}  # fmt: skip
+        useless = [name for name, value in given.items() if value]
+        if useless:
+            raise SourceError(
+                f"{folder} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}"
+            )
+        return load(folder)
+    return zoo.open_source(
+        source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans
+    )
+
+
+def save(
+    result: Conversion | nn.Module, directory: str | Path, *, arch: Arch | None = None, force: bool = False
+) -> Path:
+    """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`.
+
+    Args:
+        arch: how to build the bare architecture, where the network does not know it itself.
+        force: replace a directory that normswap, or timm, wrote before.
+
+    Raises:
+        OutputError: the place is taken or cannot be written, or the architecture is not known.
+    """
+    place = Path(directory)
+    model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
+    claim(place, force=force)
+    record = provenance.of(model) or Provenance(source=type(model).__name__)
+    record = replace(record, arch=arch or record.arch or _identify(model, record.plan))
+    if record.arch is None:
+        raise OutputError(
+            f"cannot save a {type(model).__name__}", "how to rebuild it is not known", "Pass arch=Arch(name, kwargs)"
+        )
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    except OSError as error:
+        raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
+    try:
+        aside.chmod(0o777 & ~_umask())
+        _write(aside, model, record, report)
+        _swap(aside, place)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write {place}", str(error), "Nothing was changed there") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return place
+
+
+def load(directory: str | Path) -> nn.Module:
+    """The network in a directory that `save` wrote: in eval mode, on the CPU, carrying its provenance.
+
+    The architecture is built without weights, the plan replayed, the tensors loaded strictly.
+
+    Raises:
+        SourceError: it is no such directory, or is damaged.
+        PlanError: the plan does not fit the architecture (another version of timm may build it differently).
+    """
+    folder = Path(directory)
+    header = read_header(folder)
+    arch = Arch(**header["arch"])
+    plan = Plan.from_json(json.dumps(header["plan"]), f"{folder / _WEIGHTS}: plan")
+    if header["plan"].get("digest") != plan.digest:
+        raise PlanError(f"{folder / _WEIGHTS}: the plan does not have the digest it was saved with")
+    state = weights.read(folder / _WEIGHTS)
+    weights.check_finite(state, str(folder / _WEIGHTS))
+    model = surgery.apply(zoo.create(arch), plan).to(_dtype(state))
+    weights.load_into(model, state, str(folder / _WEIGHTS), {})
+    model.eval()
+    norms = load_file(folder / _NORMS) if (folder / _NORMS).is_file() else {}
+    cfg = header["pretrained_cfg"]
+    known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
+    model.__dict__.update(pretrained_cfg=known, default_cfg=known)
+    record = Provenance(arch, header["source"], header["sha256"], cfg, plan, norms)
+    return provenance.attach(model, record)
+
+
+def read_report(directory: str | Path) -> Report | None:
+    """What was measured when the directory was written."""
+    body = read_header(Path(directory))["report"]
+    return None if body is None else Report.from_dict(body)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether normswap wrote this directory."""
+    try:
+        with safe_open(folder / _WEIGHTS, "pt") as opened:
+            return "normswap" in (opened.metadata() or {})
+    except (OSError, SafetensorError):
+        return (folder / _CARD).is_file() and card.is_card((folder / _CARD).read_text(errors="replace"))
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The record in the header of the weights.
+
+    Raises:
+        SourceError: missing, truncated, not ours, or from a later normswap.
+    """
+    file = folder / _WEIGHTS
+    if not file.is_file():
+        raise SourceError(f"{folder} has no {_WEIGHTS}", remedy="Name a directory that normswap wrote")
+    try:
+        with safe_open(file, "pt") as opened:
+            text = (opened.metadata() or {}).get("normswap")
+    except (OSError, SafetensorError) as error:
+        reason = str(error).split("\n")[0]
+        raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
+    if text is None:
+        raise SourceError(f"{file} was not written by normswap", "its header holds no plan")
+    try:
+        header = json.loads(text)
+        version, _ = header["version"], [header[key] for key in ("arch", "plan", "source", "sha256", "pretrained_cfg")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{file}: the header cannot be read", repr(error)) from None
+    if version != VERSION:
+        raise SourceError(f"{file} has schema version {version}, this normswap reads {VERSION}", remedy="Upgrade it")
+    return header
+
+
+def claim(place: Path, *, force: bool) -> None:
+    """See, before any work, that `place` may be written.
+
+    Raises:
+        OutputError: it exists (without `force`), or holds something that normswap did not write.
+    """
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise OutputError(f"{place} is a file", remedy="Name a directory")
+    if not any(place.iterdir()):
+        return
+    if not force:
+        raise OutputError(f"{place} exists", remedy="Give another -o, or --force to replace it")
+    if not (place / _WEIGHTS).is_file() or not (place / _CONFIG).is_file():
+        raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another -o")
+
+
+def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+    assert record.arch is not None
+    header = {
+        "version": VERSION,
+        "source": record.source,
+        "sha256": record.sha256,
+        "arch": asdict(record.arch),
+        "pretrained_cfg": record.pretrained_cfg,
+        "plan": json.loads(record.plan.to_json()),
+        "report": None if report is None else report.to_dict(),
+        "versions": {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__,
+                     "python": platform.python_version()},
+    }  # fmt: skip
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    _save(state, folder / _WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
+    if record.norms:
+        norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
+        _save(norms, folder / _NORMS, {"format": "pt"})
+    config = {
+        "architecture": record.arch.name,
+        "num_classes": getattr(model, "num_classes", None),
+        "model_args": record.arch.kwargs,
+        "pretrained_cfg": record.pretrained_cfg,
+        "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
+    }
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / _CARD).write_text(card.render(record, report), encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """safetensors refuses tensors that share memory: those are copied."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen and tensor.numel():
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    save_file(tensors, file, metadata)
+
+
+def _swap(aside: Path, place: Path) -> None:
+    """Put `aside` at `place`; what was there lives until the new directory has its name."""
+    if not place.exists():
+        os.replace(aside, place)
+        return
+    old = place.with_name(f".{place.name}.old-{os.getpid()}")
+    os.replace(place, old)
+    try:
+        os.replace(aside, place)
+    except OSError:
+        os.replace(old, place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _identify(model: nn.Module, plan: Plan) -> Arch | None:
+    return zoo.identify(model, lambda skeleton: surgery.apply(skeleton, plan))
+
+
+def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
+    return next((t.dtype for t in state.values() if t.is_floating_point()), torch.float32)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,136 @@
+"""Unfold: back to the source's BatchNorm, from the norm tensors that a checkpoint keeps beside its weights.
+
+The converted network is first brought to its canonical form C. The bare source architecture, with its old norms, has
+the same canonical form, by a plan that is linear in its convolutions: W_C = s W, b_C = s b + t. So W = W_C / s, and
+whatever fine-tuning did to b_C goes to beta. A channel with s = 0 keeps the value t and gets fresh weights, which are
+exact (they are multiplied by 0) and alive.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import affine, anatomy, layers, provenance, surgery, zoo
+from normswap.errors import RefusedError
+from normswap.plan import Edit, Step
+from normswap.provenance import Provenance
+from normswap.undress import undress
+
+
+@torch.no_grad()
+def unfold(model: nn.Module) -> nn.Module:
+    """The BatchNorm network that `model` was converted from, with what it has learned since.
+
+    Raises:
+        RefusedError: the model carries no original norms, or was changed in a way BatchNorm cannot express.
+    """
+    record = provenance.of(model)
+    if record is None or record.arch is None or not record.norms:
+        raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
+    canonical = _canonical(model)
+    like = next(model.parameters())
+    source = zoo.create(record.arch).to(like)
+    state = source.state_dict()
+    _copy(state, _tensors(canonical))
+    _copy(state, record.norms)  # last: a ChannelBias has a `bias` where its norm had one
+    draft = undress(anatomy.inspect(source))
+    modules, ours = dict(source.named_modules()), _by_old_path(canonical)
+    for edit in draft.edits():
+        if edit.path not in ours:
+            raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
+        _invert(edit, modules, ours[edit.path])
+    known: Any = {name: value for name, value in model.__dict__.items() if name in ("pretrained_cfg", "default_cfg")}
+    source.__dict__.update(known)
+    source.train(model.training)
+    return provenance.attach(source, Provenance(record.arch, record.source, record.sha256, record.pretrained_cfg))
+
+
+def _canonical(model: nn.Module) -> nn.Module:
+    """`model` without scalars."""
+    draft = undress(anatomy.inspect(model))
+    kept = [path for path, module in draft.anatomy.traced.modules.items()
+            if isinstance(module, layers.Scale) and path not in draft.seats]  # fmt: skip
+    if draft.refusals or kept:
+        path = next(iter([*draft.refusals, *kept]))
+        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or draft.verdicts.get(path, ""))
+    return surgery.apply_step(model, Step("folded", {}, draft.edits()))
+
+
+def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by the paths they had before `Chain` put an `inner` into them."""
+    chains = [path for path, module in model.named_modules() if isinstance(module, layers.Chain)]
+    found = {}
+    for path, module in model.named_modules():
+        old = path
+        for chain in reversed(chains):
+            if old == f"{chain}.inner" or old.startswith(f"{chain}.inner."):
+                old = chain + old[len(chain) + len(".inner") :]
+        if path not in chains:
+            found[old] = module
+    return found
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    tensors = {}
+    for path, module in _by_old_path(model).items():
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in own.items()})
+    return tensors
+
+
+def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name in state and state[name].shape == tensor.shape:
+            state[name].copy_(tensor)
+
+
+def _invert(edit: Edit, modules: dict[str, nn.Module], now: Any) -> None:
+    """Set the tensors at the seat of `edit`, in the source, so that the edit would give `now`."""
+    old: Any = modules[edit.path]
+    if edit.layer == "Folded":
+        _invert_fold(edit, modules, old, now)
+    elif edit.layer == "ChannelBias":
+        if not isinstance(now, layers.ChannelBias):
+            raise RefusedError(f"cannot unfold {edit.path}", f"a {type(now).__name__} sits there")
+        magnitude, sign, shift = affine.split(old, old.weight.dtype)
+        if not torch.equal(shift.to(now.bias), now.bias):
+            _set_shift(old, magnitude * now.bias.double(), magnitude * sign)
+    elif edit.layer == "ChannelAffine":
+        scale, shift = affine.read(old)
+        if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
+            return
+        old.weight.copy_(now.weight.double() * torch.sqrt(old.running_var.double() + old.eps))
+        _set_shift(old, now.bias.double(), now.weight.double())
+
+
+def _invert_fold(edit: Edit, modules: dict[str, nn.Module], old: Any, now: Any) -> None:
+    takes = list(zip(edit.args.get("takes", ()), edit.reads, strict=True))
+    after = [modules[path] for how, path in takes if how == "after"]
+    if len(after) > 1 or any(how == "before" for how, _ in takes):
+        raise RefusedError(f"cannot unfold {edit.path}", "it took in more than one norm")
+    # what the plan would do to weights of 1 is the factor that W was multiplied with
+    fresh, bias = old.weight.clone(), None if old.bias is None else old.bias.clone()
+    old.weight.fill_(1)
+    reads = [modules[path] for path in edit.reads]
+    factor = layers.Folded.replacing(copy.deepcopy(old).double(), *reads, like=old.weight, **edit.args).weight
+    dead = factor == 0
+    weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
+    old.weight.copy_(torch.where(dead, fresh.double(), weight))
+    if bias is not None:
+        old.bias.copy_(bias)
+    for norm in after:
+        scale, shift = affine.read(norm)
+        offset = 0 if old.bias is None else scale * old.bias.double()
+        if not torch.equal((offset + shift).to(now.bias), now.bias):
+            _set_shift(norm, now.bias.double() - offset, scale)
+
+
+def _set_shift(norm: Any, shift: Tensor, scale: Tensor) -> None:
+    """Set beta so that the norm's t is `shift`."""
+    if norm.bias is None:
+        raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
+    norm.bias.copy_(shift + norm.running_mean.double() * scale)
