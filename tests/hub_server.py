@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODES = ("ok", "404", "plain-404", "break", "stall", "500", "garbage")
@@ -116,7 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
     """Let huggingface_hub in this process talk to `url`, its cache under `home`: it reads the environment only once."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    for module in (constants, file_download):  # older clients keep a copy of the template
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
 
 

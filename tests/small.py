@@ -1,0 +1,44 @@
+"""A small network, written in every way a model source can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from normswap import provenance
+from normswap.provenance import Provenance
+
+ARGS: dict[str, Any] = {"channels": [8, 16, 32, 64]}
+SMALL = {"arch": "resnet18", "arch_args": ARGS, "num_classes": 10}
+State = dict[str, torch.Tensor]
+
+
+def small(**kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("resnet18", **{**ARGS, "num_classes": 10, **kwargs}).eval()
+
+
+def origin(model: nn.Module) -> Provenance:
+    record = provenance.of(model)
+    assert record is not None
+    return record
+
+
+def same(model: nn.Module, state: State) -> bool:
+    own = model.state_dict()
+    return own.keys() == state.keys() and all(torch.equal(own[key], state[key]) for key in own)
+
+
+def write_folder(folder: Path, state: State, **config: Any) -> None:
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    names = [f"class{i}" for i in range(10)]
+    cfg = {"input_size": [3, 48, 48], "mean": [0.5, 0.4, 0.3], "crop_pct": 1.0, "label_names": names}
+    layout = {"architecture": "resnet18", "num_classes": 10, "model_args": ARGS, "pretrained_cfg": cfg}
+    (folder / "config.json").write_text(json.dumps({**layout, **config}))

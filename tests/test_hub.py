@@ -1,0 +1,99 @@
+"""The hub: downloads through the real client from a local server, and every way it can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import timm
+from hub_server import hub_server, use_hub
+from small import origin, small, write_folder
+
+from normswap.errors import SourceError
+from normswap.zoo import open_source
+
+
+@pytest.fixture(scope="module")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A hub with timm's resnet18 (random values), a small network of someone's, and a repository without weights."""
+    root = tmp_path_factory.mktemp("hub")
+    full = timm.create_model("resnet18").state_dict()
+    write_folder(root / "full", full, num_classes=1000, model_args={})
+    write_folder(root / "small", small().state_dict())
+    write_folder(root / "bare", {})
+    (root / "bare" / "model.safetensors").unlink()
+    return {"timm/resnet18.a1_in1k": root / "full", "some/small": root / "small", "some/bare": root / "bare"}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No pauses between the client's attempts, and no socket left open."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    yield
+    getattr(huggingface_hub, "close_session", lambda: None)()
+
+
+@pytest.mark.parametrize("source", ["resnet18", "hf-hub:some/small", "hf_hub:some/small@main"])
+def test_hub(repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, source: str) -> None:
+    with hub_server(repos) as url:
+        use_hub(monkeypatch, url, tmp_path)
+        model = open_source(source)
+    folder = repos["timm/resnet18.a1_in1k" if source == "resnet18" else "some/small"]
+    assert origin(model).sha256 == origin(open_source(str(folder))).sha256
+    assert origin(model).source == {"resnet18": "resnet18.a1_in1k"}.get(source, source.replace("hf_hub", "hf-hub"))
+    again = open_source(source)  # the server is gone: from the cache
+    assert origin(again) == origin(model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "source", "said"),
+    [
+        ("404", "resnet18", "timm/resnet18.a1_in1k does not exist"),
+        ("plain-404", "resnet18", "timm/resnet18.a1_in1k does not exist"),
+        ("404", "hf-hub:some/small", "some/small does not exist"),
+        ("ok", "hf-hub:some/bare", "has no model.safetensors or pytorch_model.bin"),
+        ("ok", "hf-hub:some/small@v9", "some/small has no such revision"),
+        ("ok", "hf-hub:a b", "'a b' is not a hub repository"),
+        ("500", "resnet18", "answers 500"),
+        ("break", "resnet18", "the transfer of model.safetensors"),
+        ("stall", "hf-hub:some/small", "the transfer of model.safetensors"),
+        ("garbage", "hf-hub:some/small", "not a readable safetensors file"),
+    ],
+)
+def test_hub_fails(
+    repos: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick: None,
+    mode: str,
+    source: str,
+    said: str,
+) -> None:
+    with hub_server(repos, mode) as url:
+        use_hub(monkeypatch, url, tmp_path)
+        with pytest.raises(SourceError) as caught:
+            open_source(source)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["resnet18", "hf-hub:some/small"])
+def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, source: str) -> None:
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    with pytest.raises(SourceError) as caught:
+        open_source(source)
+    assert all(way in str(caught.value) for way in ("--weights random", "local-dir:", "--arch", "HF_ENDPOINT"))
+
+
+def test_hub_from_the_environment(repos: dict[str, Path], tmp_path: Path) -> None:
+    code = "import sys; from normswap.zoo import open_source; open_source(sys.argv[1]); print('opened')"
+    with hub_server(repos) as url:
+        env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-W", "error", "-c", code, "hf-hub:some/small"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("opened\n", "", 0)

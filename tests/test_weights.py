@@ -1,0 +1,153 @@
+"""Weight files: whatever wraps them, the tensors come out; nothing in them runs; bad ones say why in one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small import SMALL, State, same, small
+
+from normswap.errors import SourceError
+from normswap.zoo import hash_tensors, open_source
+
+
+@pytest.fixture
+def state() -> State:
+    return dict(small().state_dict())
+
+
+WRAPPERS: dict[str, Callable[[State], Any]] = {
+    "plain": lambda state: state,
+    "state_dict": lambda state: {"epoch": 3, "state_dict": state, "args": argparse.Namespace(lr=0.1)},
+    "model": lambda state: {"model": state, "optimizer": {"state": {}}},
+    "ddp": lambda state: {"state_dict": {f"module.{key}": value for key, value in state.items()}},
+    "compiled": lambda state: {f"_orig_mod.{key}": value for key, value in state.items()},
+    "both": lambda state: {f"module._orig_mod.{key}": value for key, value in state.items()},
+    "ema first": lambda state: {"state_dict": _noise(state), "state_dict_ema": state},
+    "model_ema": lambda state: {"model": _noise(state), "model_ema": state},
+    "ema": lambda state: {"model": _noise(state), "ema": {"decay": 0.9, "module": state}},
+    "no ema": lambda state: {"state_dict": state, "state_dict_ema": None},
+    "averaged": lambda state: {"n_averaged": torch.tensor(3), **{f"module.{k}": v for k, v in state.items()}},
+    "old torch": lambda state: {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")},
+}
+
+
+def _noise(state: State) -> State:
+    return {key: value + 1 for key, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "suffix"),
+    [*((wrapper, ".pth") for wrapper in WRAPPERS), *(("ddp", suffix) for suffix in (".pt", ".bin", ".pth.tar"))],
+)
+def test_torch_file(tmp_path: Path, state: State, wrapper: str, suffix: str) -> None:
+    file = tmp_path / f"weights{suffix}"
+    torch.save(WRAPPERS[wrapper](state), file)
+    assert same(open_source(str(file), **SMALL), state)
+
+
+class Evil:
+    """Makes a directory when unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def _poison(state: State, name: str, value: float) -> State:
+    broken = {key: tensor.clone() for key, tensor in state.items()}
+    broken[name].view(-1)[3] = value
+    return broken
+
+
+def _pickled(content: Callable[[State, Path], Any], zipped: bool = True) -> Callable[[State, Path], Path]:
+    def write(state: State, folder: Path) -> Path:
+        torch.save(content(state, folder), folder / "w.pth", _use_new_zipfile_serialization=zipped)
+        return folder / "w.pth"
+
+    return write
+
+
+def _cut(name: str, share: float) -> Callable[[State, Path], Path]:
+    def write(state: State, folder: Path) -> Path:
+        file = folder / name
+        save_file(state, file) if name.endswith(".safetensors") else torch.save(state, file)
+        content = file.read_bytes()
+        file.write_bytes(content[: int(share * len(content))])
+        return file
+
+    return write
+
+
+def _raw(name: str, content: bytes) -> Callable[[State, Path], Path]:
+    def write(_: State, folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def _without(state: State) -> State:
+    return {key: value for key, value in state.items() if not key.startswith("layer1.0.")}
+
+
+BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
+    "missing": (lambda _, folder: folder / "none.safetensors", ["none.safetensors does not exist"]),
+    "directory": (lambda _, folder: folder.with_suffix(".pth"), ["does not exist"]),
+    "truncated": (_cut("w.safetensors", 0.5), ["not a readable safetensors", "truncated"]),
+    "truncated header": (_cut("w.safetensors", 0.001), ["not a readable safetensors"]),
+    "empty": (_cut("w.safetensors", 0), ["not a readable safetensors"]),
+    "garbage": (_raw("w.safetensors", b"\x07" * 999), ["not a readable safetensors"]),
+    "html": (_raw("w.pth", b"<!DOCTYPE html><html>not found</html>"), ["not a readable torch file"]),
+    "garbage pth": (_raw("w.pth", bytes(range(256))), ["not a readable torch file"]),
+    "empty pth": (_raw("w.pth", b""), ["not a readable torch file"]),
+    "truncated pth": (_cut("w.pth", 0.5), ["not a readable torch file"]),
+    "evil": (_pickled(lambda _, folder: Evil(str(folder / "ran"))), ["never executes", "mkdir"]),
+    "evil legacy": (_pickled(lambda _, f: Evil(str(f / "ran")), zipped=False), ["never executes", "mkdir"]),
+    "bare pickle": (_raw("w.pth", pickle.dumps({"a": 1})), ["never executes", "torch.save"]),
+    "evil inside": (_pickled(lambda s, folder: {**s, "x": Evil(str(folder / "ran"))}), ["never executes", "mkdir"]),
+    "module": (_pickled(lambda *_: small()), ["never executes", "ResNet", "state_dict()"]),
+    "list": (_pickled(lambda s, _: list(s.values())), ["a list, not a state dict"]),
+    "tensorless": (_pickled(lambda *_: {"lr": 0.1}), ["no tensors", "lr"]),
+    "strangers": (_pickled(lambda s, _: {**s, "lr": 0.1}), ["not a state dict", "lr"]),
+    "nan": (_pickled(lambda s, _: _poison(s, "layer2.0.bn1.bias", float("nan"))), ["NaN", "layer2.0.bn1.bias"]),
+    "inf": (_pickled(lambda s, _: _poison(s, "fc.weight", float("inf"))), ["inf", "fc.weight"]),
+    "missing keys": (_pickled(lambda s, _: _without(s)), ["15 missing: layer1.0.conv1.weight", "and 10 more"]),
+    "unexpected": (_pickled(lambda s, _: {**s, "head.a": s["fc.bias"]}), ["1 unexpected: head.a"]),
+    "shapes": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}), ["fc.bias is (4,)", "(10,) in the network"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file(tmp_path: Path, state: State, case: str) -> None:
+    write, said = BAD_FILES[case]
+    file = write(state, tmp_path)
+    with pytest.raises(SourceError) as caught:
+        open_source(str(file), **SMALL)
+    assert all(word in str(caught.value) for word in said), str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_hash_tensors() -> None:
+    base = {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3), "e": torch.ones(0)}
+    digest = hash_tensors(base)
+    assert digest == hash_tensors(dict(reversed(base.items())))
+    assert digest == hash_tensors({**base, "a": torch.arange(4.0).reshape(2, 2).T.T.reshape(4)})
+    changed: list[State] = [
+        {**base, "a": torch.arange(4.0).reshape(2, 2)},
+        {**base, "a": torch.arange(4.0).double()},
+        {**base, "b": torch.full((2,), 1.0078125, dtype=torch.bfloat16)},
+        {**base, "n": torch.tensor(4)},
+        {("c" if key == "a" else key): value for key, value in base.items()},
+    ]
+    assert len({digest, *map(hash_tensors, changed)}) == len(changed) + 1
