@@ -250,8 +250,9 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambd
     for kwargs in _candidates(model, name):
         arch = Arch(name, kwargs)
         try:
-            if _blueprint(rebuild(create(arch))) == blueprint:
-                return arch
+            with torch.random.fork_rng(devices=[]):  # trying must not shift the user's random numbers
+                if _blueprint(rebuild(create(arch))) == blueprint:
+                    return arch
         except (SourceError, PlanError):
             continue
     return None
@@ -261,7 +262,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
     remembered = getattr(model, "_model_args", {})  # only newer timm does
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
-    if classes is not None and classes != _registered(name)["num_classes"]:
+    if classes is not None and (classes != _registered(name)["num_classes"] or "num_classes" in remembered):
         current["num_classes"] = classes
     stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     if stem is not None and stem.in_channels != 3:

@@ -233,9 +233,9 @@ def _converted() -> nn.Module:
     return model
 
 
-def _new_head() -> nn.Module:
+def _new_head(classes: int) -> nn.Module:
     model = small()
-    model.reset_classifier(3)
+    model.reset_classifier(classes)
     return model
 
 
@@ -248,7 +248,8 @@ def _new_head() -> nn.Module:
         (lambda: small(output_stride=8), Arch("resnet18", {**ARGS, "num_classes": 10, "output_stride": 8})),
         (lambda: timm.create_model("resnet10t", num_classes=7), Arch("resnet10t", {"num_classes": 7})),
         (lambda: timm.create_model("resnet10t"), Arch("resnet10t")),
-        (_new_head, Arch("resnet18", {**ARGS, "num_classes": 3})),
+        (lambda: _new_head(3), Arch("resnet18", {**ARGS, "num_classes": 3})),
+        (lambda: _new_head(1000), Arch("resnet18", {**ARGS, "num_classes": 1000})),
         (lambda: small(act_layer=nn.SiLU), None),  # a class cannot be written down
         (lambda: small(features_only=True), None),
         (_converted, None),
