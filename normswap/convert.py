@@ -109,10 +109,9 @@ def carry_out(
     seen = seen or anatomy.inspect(model)
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
-    doubles = _doubles(model, step)
+    doubles = (lambda: surgery.to_double(model)), (lambda: surgery.apply_step(model, step, double=True))
     result = surgery.apply_step(model, step)
     report = verify.compare(model, result, batches, exact=exact, anatomy=seen, doubles=doubles, described=described)
-    del doubles
     if not report.passed:
         raise VerificationError(
             f"the result of {step.scheme} is wrong: relative L2 error {report.worst.relative_l2:.1e} at the logits",
@@ -153,11 +152,6 @@ def _demand(report: Report, scheme: str) -> None:
         f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
         "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
     )
-
-
-def _doubles(model: nn.Module, step: Step) -> tuple[nn.Module, nn.Module] | None:
-    double = verify.to_double(model)
-    return None if double is None else (double, surgery.apply_step(double, step))
 
 
 def _count(source: nn.Module, result: nn.Module, step: Step) -> None:

@@ -152,26 +152,31 @@ class Folded:
         """
         from normswap import affine
 
-        weight, restore = _by_group(old, old.weight.detach().double() * in_gain)
+        weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
         groups, out_per_group = weight.shape[0], weight.shape[1]
         rest = (1,) * (weight.ndim - 3)
         bias = weight.new_zeros(groups * out_per_group) if old.bias is None else old.bias.detach().double()
+        if in_gain != 1:
+            weight *= in_gain
         for module, how in zip(reads, takes, strict=True):
             if how in ("after", "after-unit"):
                 scale, shift = affine.read(module, unit_gamma=how == "after-unit")
-                weight = weight * scale.expand(bias.numel()).reshape(groups, out_per_group, 1, *rest)
+                weight *= scale.expand(bias.numel()).reshape(groups, out_per_group, 1, *rest)
                 bias = scale * bias + shift
             elif how == "before":
                 scale, shift = (value.expand(groups * weight.shape[2]) for value in affine.read(module))
                 scale, shift = (value.reshape(groups, 1, -1, *rest) for value in (scale, shift))
                 bias = bias + (weight * shift).flatten(2).sum(2).flatten()
-                weight = weight * scale
+                weight *= scale
             elif how == "before-magnitude":
                 magnitude, _, _ = affine.split(module, like.dtype)
-                weight = weight * magnitude.reshape(groups, 1, -1, *rest)
+                weight *= magnitude.reshape(groups, 1, -1, *rest)
             else:
                 raise ValueError(f"unknown way to take in a neighbour: {how!r}")
-        return _with(old, restore(weight * gain), bias * gain)
+        if gain != 1:
+            weight *= gain
+        born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
+        return _with(old, restore(weight), bias * gain if born or old.bias is not None else None)
 
 
 class Dropout:
@@ -197,15 +202,15 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Any]:
     return grouped, lambda w: w.reshape(weight.shape)
 
 
-def _with(old: Linearity, weight: Tensor, bias: Tensor) -> Linearity:
-    """A copy of `old` with these tensors; the old ones are never copied."""
+def _with(old: Linearity, weight: Tensor, bias: Tensor | None) -> Linearity:
+    """A copy of `old` with these tensors (None: it has no bias and gets none); the old ones are never copied."""
     grad = old.weight.requires_grad
     parameter = nn.Parameter(weight.to(old.weight).contiguous(), requires_grad=grad)
     memo: dict[int, Any] = {id(old.weight): parameter}
-    if old.bias is not None:
+    if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(old.weight), requires_grad=old.bias.requires_grad)
     new = copy.deepcopy(old, memo)
-    if old.bias is None:
+    if old.bias is None and bias is not None:
         new.bias = nn.Parameter(bias.to(old.weight), requires_grad=grad)
     return new
 

@@ -29,26 +29,46 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def apply_step(model: nn.Module, step: Step) -> nn.Module:
-    """A new model: `model` after one step."""
+def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
+    """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
     like = next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
+    like = like.double() if double else like
+    duplicate = to_double if double else copy.deepcopy
     memo: dict[int, Any] = {}
     attributes: list[tuple[str, Any]] = []
     # innermost seats first, so that a kept module is copied with its own newcomers inside
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
-        kept = copy.deepcopy(old, memo) if edit.args.get("keep") else old
-        new = _newcomer(edit, kept, [find(model, path, f"edit of {edit.path}") for path in edit.reads], like)
-        if isinstance(old, nn.Module):
-            new.train(old.training)
-            memo[id(old)] = new
-        else:
-            attributes.append((edit.path, new))
-    result = copy.deepcopy(model, memo)
+        reads = [find(model, path, f"edit of {edit.path}") for path in edit.reads]
+        if not isinstance(old, nn.Module):
+            attributes.append((edit.path, _newcomer(edit, old, reads, like)))
+            continue
+        seat = id(old)
+        if double or edit.args.get("keep"):
+            old = duplicate(old, memo if edit.args.get("keep") else {})
+        new = _newcomer(edit, old, reads, like)
+        new.train(old.training)
+        memo[seat] = new
+    result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
         setattr(result.get_submodule(parent), name, value)
     return result
+
+
+def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        if id(module) in memo:
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point() and id(tensor) not in memo:
+                double: Any = tensor.detach().double()
+                if isinstance(tensor, nn.Parameter):
+                    double = nn.Parameter(double, tensor.requires_grad)
+                memo[id(tensor)] = double
+    return copy.deepcopy(model, memo)
 
 
 def find(model: nn.Module, path: str, who: str) -> Any:

@@ -1,0 +1,88 @@
+"""Time and peak memory of `normswap convert` against the least that any tool must do: create, load and save.
+
+    python tests/benchmarks/convert.py [--arch resnet50] [--to skipinit] [--runs 5]
+
+Each run is a process of its own (peak memory is per process), A B A B ...; imports are not counted. Prints the ratio
+of the times pair by pair, and by how many times the checkpoint's size the peak exceeds the baseline's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def baseline(arch: str, file: Path, out: Path, _to: str) -> None:
+    import timm
+    from safetensors.torch import load_file, save_file
+
+    model = timm.create_model(arch).eval()
+    model.load_state_dict(load_file(file))
+    save_file(dict(model.state_dict()), out / "model.safetensors")
+
+
+def ours(arch: str, file: Path, out: Path, to: str) -> None:
+    from normswap import checkpoint
+    from normswap.convert import convert
+
+    checkpoint.save(convert(checkpoint.open_model(str(file), arch=arch), to), out / "converted")
+
+
+def child(which: str, arch: str, file: Path, to: str) -> None:
+    import timm  # noqa: F401 - both sides have imported everything before the clock starts
+    import torch  # noqa: F401
+
+    import normswap.checkpoint
+    import normswap.convert  # noqa: F401
+
+    with tempfile.TemporaryDirectory(dir=file.parent) as out:
+        start = time.perf_counter()
+        (ours if which == "ours" else baseline)(arch, file, Path(out), to)
+        seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="resnet50")
+    parser.add_argument("--to", default="skipinit")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--child", nargs=2, metavar=("WHICH", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(args.child[0], args.arch, Path(args.child[1]), args.to)
+
+    import timm
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "weights.safetensors"
+        save_file(dict(timm.create_model(args.arch).state_dict()), file)
+        size = file.stat().st_size
+        pairs = []
+        for _ in range(args.runs):
+            pair = {}
+            for which in ("baseline", "ours"):
+                command = [sys.executable, __file__, "--arch", args.arch, "--to", args.to, "--child", which, str(file)]
+                pair[which] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            pairs.append(pair)
+    times = [pair["ours"]["seconds"] / pair["baseline"]["seconds"] for pair in pairs]
+    extra = [(pair["ours"]["peak"] - pair["baseline"]["peak"]) / size for pair in pairs]
+    seconds = {which: statistics.median(pair[which]["seconds"] for pair in pairs) for which in ("baseline", "ours")}
+    print(f"{args.arch} --to {args.to}: checkpoint {size / 1e6:.0f} MB, {args.runs} pairs")
+    print(f"  create + load + save   {seconds['baseline']:.2f} s (median)")
+    print(f"  normswap convert       {seconds['ours']:.2f} s (median)")
+    print(f"  time ratio             median {statistics.median(times):.2f}, {min(times):.2f} to {max(times):.2f}")
+    print(f"  peak above baseline    median {statistics.median(extra):.2f} x the checkpoint, at most {max(extra):.2f}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
