@@ -1,0 +1,99 @@
+"""Networks that look as if they had been trained, and the yardstick the tests measure with.
+
+A fresh timm network zeroes the last gamma of every branch and knows nothing of its statistics: whole branches can be
+lost in it unseen. Here every gamma and beta is random, some gammas are negative or zero, and each norm's statistics are
+measured on what reaches it (as training mode would) and then perturbed, so that the input moves the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers.norm_act import FrozenBatchNormAct2d
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from normswap import anatomy, schemes, surgery
+from normswap.plan import Step
+from normswap.walks import Draft
+
+BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, FrozenBatchNormAct2d)
+NEGATIVE, ZERO = 0.2, 0.1  # fractions of the gammas
+
+
+def lived_in(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
+    """`model` itself, now in float64 and eval mode, its norms (any BatchNorm class) as if they had been trained on `x`.
+
+    Args:
+        x: an input (N, C, H, W) of the network; its statistics become the network's.
+    """
+    model.double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    norms = [module for module in model.modules() if isinstance(module, BATCHNORMS)]
+    for norm in norms:
+        _randomize(norm, generator)
+    handles = [norm.register_forward_pre_hook(_measure(generator)) for norm in norms if norm.running_var is not None]
+    with torch.no_grad():
+        model(x.double())
+    for handle in handles:
+        handle.remove()
+    return model
+
+
+def _randomize(norm: Any, generator: torch.Generator) -> None:
+    gamma, beta = norm.weight, norm.bias
+    if gamma is None:
+        return
+    lots = torch.rand(gamma.shape, generator=generator, dtype=torch.float64)
+    lots[:2] = torch.tensor([0.0, NEGATIVE])[: len(lots)]  # at least one of each kind, however narrow the network
+    value = torch.rand(gamma.shape, generator=generator, dtype=torch.float64) + 0.5
+    value = torch.where(lots < NEGATIVE + ZERO, -value, value)
+    with torch.no_grad():
+        gamma.copy_(torch.where(lots < ZERO, torch.zeros_like(value), value))
+        beta.copy_(0.3 * torch.randn(beta.shape, generator=generator, dtype=torch.float64))
+
+
+def _measure(generator: torch.Generator) -> Any:
+    def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
+        values = args[0].transpose(0, 1).flatten(1)
+        noise = torch.randn(len(values), generator=generator, dtype=torch.float64)
+        spread = torch.rand(len(values), generator=generator, dtype=torch.float64) * 0.5 + 0.75
+        variance = values.var(1, correction=0).clamp_min(1e-3)
+        norm.running_mean.copy_(values.mean(1) + 0.1 * noise * variance.sqrt())
+        norm.running_var.copy_(variance * spread)
+
+    return hook
+
+
+def batchnorms(model: nn.Module) -> list[str]:
+    """Paths of every module that is, by its class, a BatchNorm."""
+    return [path for path, module in model.named_modules() if isinstance(module, BATCHNORMS)]
+
+
+def step(model: nn.Module, to: str, **options: Any) -> tuple[Step, Draft]:
+    """The plan of one conversion, and the draft it comes from."""
+    options = schemes.resolve(to, options)
+    draft = schemes.get(to).plan(anatomy.inspect(model), **options)
+    return Step(to, options, draft.edits()), draft
+
+
+def swapped(model: nn.Module, to: str, **options: Any) -> nn.Module:
+    """The converted network, without the library's own verification."""
+    planned, draft = step(model, to, **options)
+    assert not draft.refusals, draft.refusals
+    return surgery.apply_step(model, planned)
+
+
+@torch.no_grad()
+def run(model: nn.Module, *x: Any) -> Tensor:
+    """The unfused forward in eval mode: the oracle. The model is left in eval mode."""
+    return model.eval()(*x)
+
+
+def distance(reference: Tensor, value: Tensor) -> float:
+    """Relative L2 distance; infinite for another shape or for anything not finite."""
+    if reference.shape != value.shape or not bool(torch.isfinite(value).all()):
+        return float("inf")
+    return float((value - reference).norm() / reference.norm())

@@ -1,0 +1,264 @@
+"""The laws that hold for every row of test_schemes.py, on small networks of every kind."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import batchnorms, distance, lived_in, run, step
+from test_schemes import EXACT, ROWS, Row
+from torch import Tensor, nn
+
+from normswap import anatomy, convert, layers, surgery
+from normswap.errors import RefusedError
+from normswap.plan import Plan, Step
+
+NARROW: dict[str, dict[str, Any]] = {
+    "resnet18": {"channels": (8, 16, 24, 32)},
+    "resnet26d": {"channels": (8, 16, 24, 32), "stem_width": 8, "layers": (1, 2, 1, 1)},
+    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8},
+    "resnetv2_50d": {"channels": (32, 32, 64, 96), "stem_chs": 8, "layers": (1, 2, 1, 1)},
+    "seresnet18": {"channels": (8, 16, 24, 32)},
+    "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
+}
+rows = pytest.mark.parametrize("row", ROWS, ids=str)
+exact_rows = pytest.mark.parametrize("row", EXACT, ids=str)
+architectures = pytest.mark.parametrize("arch", NARROW)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A lived-in source, one input with what the source makes of it, the step, and the result."""
+
+    source: nn.Module
+    x: Tensor
+    reference: Tensor
+    step: Step
+    result: nn.Module
+
+
+def skeleton(arch: str, **kwargs: Any) -> nn.Module:
+    return timm.create_model(arch, num_classes=10, **{**NARROW[arch], **kwargs}).double().eval()
+
+
+@functools.cache
+def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
+    model = lived_in(skeleton(arch), seen)
+    return model, x, run(model, x)
+
+
+@functools.cache
+def _case(arch: str, index: int) -> Case:
+    model, x, reference = source(arch)
+    planned, draft = step(model, ROWS[index].scheme, **ROWS[index].options)
+    assert not draft.refusals
+    return Case(model, x, reference, planned, surgery.apply_step(model, planned))
+
+
+def case(arch: str, row: Row) -> Case:
+    """Shared between tests, so no test may change what is in it."""
+    return _case(arch, ROWS.index(row))
+
+
+def twin(arch: str, row: Row) -> Any:
+    """A result of one's own."""
+    own = case(arch, row)
+    return surgery.apply_step(own.source, own.step)
+
+
+def fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    for name, module in model.named_modules():
+        digest.update(f"{name} {type(module)} {module.training}".encode())
+    digest.update(str([(name, p.requires_grad) for name, p in model.named_parameters()]).encode())
+    return digest.hexdigest()
+
+
+@rows
+@architectures
+def test_exact_or_measurably_different(arch: str, row: Row) -> None:
+    own = case(arch, row)
+    error = distance(own.reference, run(own.result, own.x))
+    assert error <= 1e-12 if row.exact else 1e-3 < error < float("inf")
+
+
+@rows
+@architectures
+def test_edits_have_no_order(arch: str, row: Row) -> None:
+    own = case(arch, row)
+    expected = own.result.state_dict()
+    for seed in range(2):
+        edits = list(own.step.edits)
+        random.Random(seed).shuffle(edits)
+        shuffled = surgery.apply_step(own.source, Step(own.step.scheme, own.step.options, tuple(edits)))
+        state = shuffled.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        assert torch.equal(run(shuffled, own.x), run(own.result, own.x))
+
+
+@rows
+@architectures
+def test_replay_on_a_fresh_skeleton(arch: str, row: Row) -> None:
+    """Plan time decides, apply time obeys: on other weights the same plan leads to the same structure."""
+    own = case(arch, row)
+    plan = Plan().then(own.step)
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    assert read.digest == plan.digest
+    fresh = surgery.apply(skeleton(arch), read)
+    assert distance(own.reference, run(fresh, own.x)) > 1e-3
+    fresh.load_state_dict(own.result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, own.x), run(own.result, own.x))
+
+
+@rows
+@architectures
+def test_source_is_never_touched(arch: str, row: Row) -> None:
+    model = skeleton(arch).float().train()
+    model.get_submodule("fc" if hasattr(model, "fc") else "head").requires_grad_(False)
+    before = fingerprint(model)
+    done = convert.convert(model, row.scheme, inputs=torch.randn(2, 3, 33, 33), **row.options)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        for parameter in done.model.parameters():
+            parameter.add_(1)
+    assert fingerprint(model) == before, "the result shares tensors with the source"
+    assert all(module.training for module in done.model.modules())
+
+
+@rows
+@architectures
+def test_timm_methods_live_on(arch: str, row: Row) -> None:
+    own, result = case(arch, row), twin(arch, row)
+    before: Any = own.source
+    assert type(result) is type(before)
+    kept = row.exact
+    with torch.no_grad():
+        assert result.forward_features(own.x).shape == before.forward_features(own.x).shape
+        final, maps = result.forward_intermediates(own.x)
+        reference, expected = before.forward_intermediates(own.x)
+        for a, b in zip([reference, *expected], [final, *maps], strict=True):
+            assert a.shape == b.shape
+            assert not kept or distance(a, b) <= 1e-12
+    result.reset_classifier(7)
+    assert run(result, own.x).shape == (3, 7)
+    result.reset_classifier(0)
+    features = run(result, own.x)
+    assert features.shape == (3, result.num_features)
+    with torch.no_grad():
+        expected = before.forward_head(before.forward_features(own.x), pre_logits=True)
+    assert not kept or distance(expected, features) <= 1e-12
+
+
+@exact_rows
+@architectures
+def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
+    for checkpointing in (False, True):
+        result = twin(arch, row)
+        result.set_grad_checkpointing(checkpointing)
+        result.train()
+        result(case(arch, row).x).square().sum().backward()
+        lost = [name for name, p in result.named_parameters() if p.grad is None or not float(p.grad.abs().max()) > 0]
+        assert lost == []
+
+
+@rows
+@architectures
+def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
+    own = case(arch, row)
+    before, after = own.source.state_dict(), own.result.state_dict()
+    renamed = dict(surgery.renames(own.source, own.step))
+    norms = tuple(f"{path}." for path in batchnorms(own.source))
+    seats = {edit.path: edit.layer for edit in own.step.edits}
+    for name, tensor in before.items():
+        path = name.rpartition(".")[0]
+        if name.startswith(norms):
+            continue
+        assert renamed.get(name, name) in after
+        if seats.get(path) != "Folded":
+            assert torch.equal(tensor, after[renamed.get(name, name)])
+    for name in after.keys() - before.keys() - set(renamed.values()):
+        path, _, leaf = name.rpartition(".")
+        home = own.result.get_submodule(path)
+        known = isinstance(home, layers.Scale | layers.ChannelBias) or (leaf == "bias" and seats.get(path) == "Folded")
+        assert known, f"{name} is new"
+
+
+@rows
+@architectures
+def test_the_plan_counts(arch: str, row: Row) -> None:
+    """Planned = seated = gone; every read is a module; verdicts name every norm."""
+    own = case(arch, row)
+    _, draft = step(own.source, row.scheme, **row.options)
+    assert set(draft.verdicts) == set(batchnorms(own.source))
+    assert len({edit.path for edit in own.step.edits}) == len(own.step.edits)
+    assert set(batchnorms(own.source)) <= {edit.path for edit in own.step.edits}
+
+
+@architectures
+def test_a_second_fold_refuses(arch: str) -> None:
+    folded = case(arch, ROWS[0]).result
+    with pytest.raises(RefusedError, match="nothing to convert"):
+        convert.draft(anatomy.inspect(folded), "folded")
+
+
+@exact_rows
+@architectures
+def test_conversions_chain(arch: str, row: Row) -> None:
+    """From any exact scheme to any other: still the source's function, and folding gives back the folded structure."""
+    own = case(arch, row)
+    for then in EXACT:
+        if then.scheme == "folded" and row.scheme == "folded":
+            continue
+        planned, draft = step(own.result, then.scheme, **then.options)
+        assert not draft.refusals
+        result = surgery.apply_step(own.result, planned)
+        assert distance(own.reference, run(result, own.x)) <= 1e-12
+
+
+@rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
+    for arch in ("seresnet18", "resnetv2_18"):
+        model = skeleton(arch)
+        model.load_state_dict(source(arch)[0].state_dict())
+        model.to(dtype)
+        planned, _ = step(model, row.scheme, **row.options)
+        result = surgery.apply_step(model, planned)
+        assert {tensor.dtype for tensor in result.state_dict().values() if tensor.is_floating_point()} == {dtype}
+        if row.exact:  # the same function as the narrow source has in exact arithmetic, to the narrow type's rounding
+            x = source(arch)[1]
+            error = distance(run(model.double(), x), run(result.double(), x))
+            assert error <= 300 * torch.finfo(dtype).eps
+
+
+@exact_rows
+def test_compile_without_graph_breaks(row: Row) -> None:
+    own = case("seresnet18", row)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(own.result.eval(), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert distance(own.reference, compiled(own.x)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["seresnet18", "resnetv2_18"])
+def test_compile_to_machine_code(arch: str) -> None:
+    own = case(arch, ROWS[1])
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(own.result.eval())
+    with torch.no_grad():
+        assert distance(own.reference, compiled(own.x)) <= 1e-12
