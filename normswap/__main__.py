@@ -1,0 +1,8 @@
+"""`python -m normswap` is `normswap`."""
+
+import sys
+
+from normswap.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

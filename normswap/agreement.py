@@ -1,0 +1,40 @@
+"""Networks on labelled images, one by one, with what each of them answered: how often do two agree?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from normswap.evaluate import Evaluation, Progress, evaluate
+
+
+def classify(
+    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *, progress: Progress | None = None
+) -> tuple[Evaluation, Tensor]:
+    """The evaluation of `model`, and its answers (N,) in the order of the loader.
+
+    Args:
+        loader: batches of images (N, C, H, W) and labels (N,).
+        progress: as in `evaluate`.
+
+    Raises:
+        SourceError: no images, or a label that is no class of the network.
+    """
+    answers: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: object, logits: Tensor) -> None:
+        answers.append(logits.argmax(1).cpu())
+
+    handle = model.register_forward_hook(keep)
+    try:
+        result = evaluate(model, loader, progress=progress)
+    finally:
+        handle.remove()
+    return result, torch.cat(answers)
+
+
+def agreement(one: Tensor, two: Tensor) -> float:
+    """The fraction of images with the same answer."""
+    return float((one == two).double().mean())

@@ -1,0 +1,277 @@
+"""What each command does: open, work, and hand the record to `render`, or print it as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from normswap import progress, render
+from normswap.errors import OptionError, OutputError, PlanError
+from normswap.plan import Plan, Step
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A MODEL and the options that go with it."""
+
+    name: str
+    weights: str = "pretrained"
+    arch: str | None = None
+    arch_args: list[str] = field(default_factory=list)
+    num_classes: int | None = None
+    in_chans: int | None = None
+
+    def open(self) -> Any:
+        """The network.
+
+        Raises:
+            SourceError, OptionError: it cannot be had.
+        """
+        args = dict(_pair(text) for text in self.arch_args)
+        return _open(
+            self.name, weights=self.weights, arch=self.arch, arch_args=args,
+            num_classes=self.num_classes, in_chans=self.in_chans,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images and how to load them."""
+
+    data: str
+    batch_size: int
+    workers: int
+    samples: int | None
+    split: str
+
+    def loader(self, model: Any) -> Any:
+        from normswap.data import make_loader
+
+        rest = {"batch_size": self.batch_size, "workers": self.workers, "samples": self.samples, "split": self.split}
+        return make_loader(model, self.data, **rest)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `convert` shall do."""
+
+    to: str | None
+    options: dict[str, Any]
+    from_plan: Path | None
+    output: Path | None
+    plan: Path | None
+    dry_run: bool
+    force: bool
+
+
+def parse(text: str) -> Any:
+    """An option's value: int, float, true, false, none, a comma list of those, or the text itself."""
+    if "," in text:
+        return [parse(part.strip()) for part in text.split(",") if part.strip()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign or not key.isidentifier():
+        raise OptionError(f"--arch-arg {text!r} is not KEY=VALUE", remedy="For instance channels=16,32,64,128")
+    return key, parse(value)
+
+
+def _open(name: str, **options: Any) -> Any:
+    # downloads show a bar of their own
+    local = Path(name.removeprefix("local-dir:")).exists() or options.get("weights") == "random"
+    with progress.working(f"opening {name}", spin=local):
+        from normswap import checkpoint
+
+        return checkpoint.open_model(name, **options)
+
+
+def _show(body: Body | list[Body], as_json: bool, show: Callable[[Any], None]) -> None:
+    from normswap import summary
+
+    if as_json:
+        print(json.dumps(summary.plain(body), indent=2, allow_nan=False))
+    else:
+        show(body)
+
+
+def inspect(source: Source, as_json: bool) -> int:
+    model = source.open()
+    from normswap import summary
+
+    with progress.working("inspecting"):
+        body = summary.of_network(model, source.name)
+    _show(body, as_json, render.network)
+    return 0
+
+
+def convert(source: Source, wanted: Wanted, as_json: bool) -> int:
+    from normswap import checkpoint
+
+    plan = _planned(wanted)
+    scheme = plan.steps[-1].scheme if plan else str(wanted.to)
+    place = wanted.output or Path(f"{last_part(source.name)}-{scheme}")
+    if not wanted.dry_run:
+        checkpoint.claim(place, force=wanted.force)
+    if wanted.plan is not None and wanted.plan.exists() and not wanted.force:
+        raise OutputError(f"{wanted.plan} exists", remedy="Give another --plan, or --force to replace it")
+    model = source.open()
+    with progress.working(f"converting to {scheme}, verifying"):
+        done, steps, todo = _carry_out(model, wanted, plan)
+    if done is not None:
+        with progress.working(f"writing {place}"):
+            checkpoint.save(done, place, force=wanted.force)
+    if wanted.plan is not None:
+        _write(wanted.plan, Plan(tuple(todo)).to_json(indent=2) + "\n")
+    body = {
+        "source": source.name,
+        "output": None if done is None else str(place),
+        "plan": None if wanted.plan is None else str(wanted.plan),
+        "steps": steps,
+    }
+    _show(body, as_json, render.conversion)
+    return 0
+
+
+def _planned(wanted: Wanted) -> Plan | None:
+    """The plan that --from-plan names, if it does; else see that scheme and options exist."""
+    from normswap import schemes
+
+    if wanted.from_plan is None:
+        if wanted.to is None:
+            raise OptionError("convert to what?", remedy=f"--to {'|'.join(schemes.names())}, or --from-plan FILE")
+        if wanted.to == "unfold" and (wanted.dry_run or wanted.plan):
+            raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
+        if wanted.to != "unfold":
+            schemes.resolve(wanted.to, wanted.options)
+        return None
+    given = [f"--{name}" for name in wanted.options] + (["--to"] if wanted.to is not None else [])
+    if given:
+        raise OptionError(f"{' and '.join(given)} cannot go with --from-plan", "the plan says it")
+    try:
+        text = wanted.from_plan.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "") or "it is no text"
+        raise PlanError(f"cannot read the plan {wanted.from_plan}", why) from None
+    plan = Plan.from_json(text, str(wanted.from_plan))
+    if not any(step.edits for step in plan.steps):
+        raise PlanError(f"{wanted.from_plan} has no edits", "there is nothing to do")
+    return plan
+
+
+def _carry_out(model: Any, wanted: Wanted, plan: Plan | None) -> tuple[Any, list[Body], list[Step]]:
+    """The conversion (None for a dry run), what to say of each step, and the steps."""
+    from normswap import summary
+    from normswap.anatomy import inspect as look
+    from normswap.convert import carry_out, draft
+    from normswap.convert import convert as run
+
+    if plan is not None:
+        steps: list[Body] = []
+        for step in plan.steps:
+            done = carry_out(model, step)
+            model = done.model
+            steps.append(summary.of_conversion(done))
+        return None if wanted.dry_run else done, steps, list(plan.steps)
+    scheme = str(wanted.to)
+    if wanted.dry_run:
+        step, sketch = draft(look(model), scheme, **wanted.options)
+        return None, [summary.of_step(step, sketch)], [step]
+    done = run(model, scheme, **wanted.options)
+    return done, [summary.of_conversion(done, scheme)], list(done.plan.steps[-1:])
+
+
+def last_part(name: str) -> str:
+    """What a network is called: the last part of its source."""
+    prefix, _, rest = name.partition(":")
+    if prefix in ("hf-hub", "hf_hub"):
+        return rest.partition("@")[0].rpartition("/")[2]
+    path = Path(rest if prefix == "local-dir" else name)
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.is_file() else path.name
+
+
+def _write(file: Path, text: str) -> None:
+    """Write beside, then rename: a file is there whole or not at all."""
+    try:
+        handle, aside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}", error.strerror or "") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.chmod(aside, 0o644)
+        os.replace(aside, file)
+    except OSError as error:
+        os.unlink(aside)
+        raise OutputError(f"cannot write {file}", error.strerror or "") from None
+
+
+def verify(directory: Path, against: str | None, images: Images | None, as_json: bool) -> int:
+    with progress.working(f"loading {directory}"):
+        from normswap import checkpoint, prove, summary
+
+        result = checkpoint.load(directory)
+    name = against or prove.recorded(result, directory)
+    source = _open(name, **({} if against else prove.how(result)))
+    with progress.working("comparing"):
+        report = prove.again(source, result)
+    body: Body = {
+        "directory": str(directory),
+        "against": name,
+        "passed": report.passed,
+        "source_unchanged": None if against else prove.unchanged(source, result),
+        "report": summary.of_report(report),
+        "data": None,
+    }
+    if images is not None:
+        loader = images.loader(result)
+        with progress.bar("comparing on images") as advance:
+            body["data"] = prove.on_images(source, result, loader, advance)
+    _show(body, as_json, render.verification)
+    return 0 if report.passed else 1
+
+
+def evaluate(source: Source, images: Images, as_json: bool) -> int:
+    model = source.open()
+    from normswap.evaluate import evaluate as run
+
+    loader = images.loader(model)
+    with progress.bar(f"evaluating {source.name}") as advance:
+        result = run(model, loader, progress=advance)
+    _show({"source": source.name, "data": images.data, **dataclasses.asdict(result)}, as_json, render.evaluation)
+    return 0
+
+
+def schemes(as_json: bool) -> int:
+    with progress.working("looking"):
+        from normswap import summary
+
+        body = list(summary.of_schemes())
+    _show(body, as_json, render.schemes)
+    return 0
+
+
+def demo(as_json: bool) -> int:
+    with progress.working("starting"):
+        from normswap import demo as shipped
+    with progress.stages() as say:
+        result = shipped.run(say)
+    body: Mapping[str, Any] = dataclasses.asdict(result)
+    _show(dict(body), as_json, render.demo)
+    return 0 if result.passed else 1

@@ -1,0 +1,87 @@
+"""PROVE, later: a converted network that was loaded from disk against its source, opened again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from normswap import anatomy, provenance, schemes, verify, zoo
+from normswap.agreement import agreement, classify
+from normswap.data import Loader
+from normswap.errors import SourceError
+from normswap.evaluate import Progress
+from normswap.verify import Report
+from normswap.weights import SUFFIXES
+
+_REMEDY = "Say what to compare with: '--against MODEL'."
+
+
+def recorded(result: nn.Module, directory: Path) -> str:
+    """The source that a converted network was made from.
+
+    Raises:
+        SourceError: it cannot be had again.
+    """
+    record = provenance.of(result)
+    if record is None or not record.source:
+        raise SourceError(f"{directory} does not say what it was made from", remedy=_REMEDY)
+    if record.sha256 is None:
+        raise SourceError(f"{directory} was made from random weights", "they cannot be had again", _REMEDY)
+    return record.source
+
+
+def how(result: nn.Module) -> dict[str, Any]:
+    """The options that `recorded` must be opened with."""
+    record = provenance.of(result)
+    if record is None or record.arch is None:
+        return {}
+    name = record.arch.name if record.source.endswith(SUFFIXES) else None
+    return {"arch": name, "arch_args": record.arch.kwargs}
+
+
+def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
+    """Whether the source has the tensors it had then; None if that was not recorded."""
+    then, now = provenance.of(result), provenance.of(source)
+    if then is None or now is None or then.sha256 is None:
+        return None
+    return now.sha256 == then.sha256
+
+
+def again(source: nn.Module, result: nn.Module) -> Report:
+    """Compare on N(0, 1) noise of the source's input size.
+
+    Raises:
+        TraceError, VerificationError: the source cannot be traced, or does not run.
+    """
+    record = provenance.of(result)
+    steps = record.plan.steps if record else ()
+    exact = all(schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options)) for step in steps)
+    inputs = verify.noise(source, zoo.input_size(source))
+    seen = anatomy.inspect(source)
+    return verify.compare(source, result, inputs, exact=exact, anatomy=seen, described="N(0, 1) noise, seed 0")
+
+
+def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> dict[str, Any]:
+    """Top-1 in percent of both on labelled images, and the fraction of equal answers.
+
+    Raises:
+        SourceError: no images, or labels that are no classes of the networks.
+    """
+    half = _halves(progress)
+    one, answers = classify(source, loader, progress=half(0))
+    two, others = classify(result, loader, progress=half(1))
+    same = agreement(answers, others)
+    return {"source": one.top1, "result": two.top1, "agreement": same, "count": one.count}
+
+
+def _halves(progress: Progress | None) -> Any:
+    """The progress of two passes as one."""
+
+    def part(index: int) -> Progress | None:
+        if progress is None:
+            return None
+        return lambda done, total: progress(done + index * total, 2 * total)
+
+    return part

@@ -1,0 +1,150 @@
+"""What the commands say about networks, conversions and schemes: plain JSON-able records, which `render` lays out."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect as python
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from normswap import affine, layers, provenance, restore, schemes, zoo
+from normswap.anatomy import Anatomy, Block, Norm, inspect
+from normswap.convert import Conversion
+from normswap.plan import Step
+from normswap.undress import undress
+from normswap.verify import Report
+from normswap.walks import Draft
+
+Body = dict[str, Any]
+_ROLES = ("stem", "last", "down", "other", "head")
+
+
+def of_network(model: nn.Module, source: str) -> Body:
+    """The anatomy of a network, every residual block (`blocks`) and every norm (`sites`).
+
+    Raises:
+        TraceError: the network cannot be traced.
+    """
+    seen = inspect(model)
+    folding = undress(seen)
+    record = provenance.of(model)
+    roles = Counter(norm.role for norm in seen.norms)
+    return {
+        "source": source,
+        "class": type(model).__name__,
+        "architecture": record.arch.name if record and record.arch else None,
+        "parameters": parameters(model),
+        "input_size": list(zoo.input_size(model)),
+        "plan": [step.scheme for step in record.plan.steps] if record else [],
+        "classifier": seen.classifier,
+        "dropout": seen.dropout,
+        "norms": dict(Counter(norm.kind for norm in seen.norms)),
+        "roles": {role: roles[role] for role in _ROLES},
+        "blocks": [_block(block, seen) for block in seen.blocks],
+        "sites": [_site(norm, seen, folding) for norm in seen.norms],
+        "refusals": [{"path": path, "reason": why} for path, why in seen.refusals],
+    }
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of trainable values, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def norms(model: nn.Module) -> int:
+    """Number of normalization layers."""
+    return sum(affine.is_norm(module) for module in model.modules())
+
+
+def _block(block: Block, seen: Anatomy) -> Body:
+    fields = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
+    tail = seen.traced.modules[block.tail] if block.tail else None
+    alpha = tail.alpha.item() if isinstance(tail, layers.Scale) else None
+    return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
+
+
+def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
+    module = seen.traced.modules[norm.path]
+    mean, std = affine.moments(module) if _has_statistics(module) else (None, None)
+    refused = folding.refusals.get(norm.path) or (None if affine.is_batchnorm(module) else affine.refusal(module))
+    return {
+        "path": norm.path,
+        "class": norm.kind,
+        "channels": norm.channels,
+        "role": norm.role,
+        "block": norm.block,
+        "mean": _range(mean),
+        "std": _range(std),
+        "folding": folding.verdicts.get(norm.path),
+        "refused": refused,
+    }
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return affine.is_batchnorm(module) and getattr(module, "running_mean", None) is not None
+
+
+def _range(values: Tensor | None) -> list[float] | None:
+    return None if values is None or not values.numel() else [values.min().item(), values.max().item()]
+
+
+def of_step(step: Step, draft: Draft | None = None) -> Body:
+    """One step of a plan, not carried out."""
+    return {
+        "scheme": step.scheme,
+        "options": step.options,
+        "edits": [dataclasses.asdict(edit) for edit in step.edits],
+        "verdicts": dict(draft.verdicts) if draft else {},
+        "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
+        "notes": list(draft.notes) if draft else [],
+        "renames": [],
+        "report": None,
+    }
+
+
+def of_conversion(done: Conversion, scheme: str = "") -> Body:
+    """The last step of a plan, as it was carried out; a conversion without a plan (`unfold`) goes by its name."""
+    step = done.plan.steps[-1] if done.plan.steps else Step(scheme, {}, ())
+    return of_step(step) | {
+        "verdicts": done.verdicts,
+        "notes": list(done.notes),
+        "renames": [list(pair) for pair in done.renames],
+        "report": of_report(done.report),
+    }
+
+
+def of_report(report: Report) -> Body:
+    """A report, with its verdict on each measurement (`within`)."""
+    body = report.to_dict()
+    for error in body["logits"]:
+        error["within"] = bool(error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf))
+    return body
+
+
+def of_schemes() -> Iterator[Body]:
+    """Every scheme: what it is, where it is from, its options."""
+    for name in schemes.names():
+        scheme, options = schemes.get(name), schemes.options(name)
+        yield {
+            "name": name,
+            "summary": (python.getdoc(scheme) or name).split("\n")[0],
+            "paper": scheme.PAPER,
+            "options": options,
+            "exact_only_with": [option for option in options if not scheme.exact({**options, option: "another"})],
+            "exact": bool(scheme.exact(options)),
+        }
+    first = (python.getdoc(restore) or "").split("\n")[0]
+    yield {"name": "unfold", "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON has it: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
