@@ -1,0 +1,270 @@
+"""Which parameters decay: optimizer groups by the role of every parameter.
+
+The policy `kim2022` follows Kim et al. 2022, "Guidelines for the Regularization of Gammas in Batch Normalization for
+Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). Guidelines 1-4 sort the gammas of a
+residual network into four classes, and say of each whether L2 regularization applies (the classes and the answers are
+the paper's; nothing here relies on which number belongs to which class):
+
+- gamma_last, of the last norm of a residual branch: yes. A small one brings the block near the identity (variance
+  control, the analysis of De & Smith 2020, arXiv:2002.10444).
+- gamma_down, of the norm on a projection skip, in pre-activation networks (v2) the first norm of the downsampling
+  block: no. It is what the variance of the skip path is reset to; a small one takes the signal away.
+- gamma_0, of a norm in the stem: no. A stem without a norm has none (v2).
+- gamma_other: yes. A norm follows, so its size changes nothing but the effective learning rate, which goes as
+  1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3; measured in tests/measurements).
+
+Weights decay; betas and biases do not. Guidelines 1T, 3T and 4T carry this over to the LayerNorms of transformers,
+which have no projection skip, hence no 2T. There a branch that begins with its norm (ViT, DeiT, Swin) ends in a
+linear layer, so its gammas are `gamma_other`; one that ends in its norm has a `gamma_last`; a norm before the first
+block (Swin's patch embedding, BERT's embeddings) is gamma_0. `gamma_head`, after the last block, decays like the
+others. Position and class embeddings, and bias tables, are spared where the model's `no_weight_decay()` names them.
+
+Converted networks: SkipInit's alpha and its scalar biases do not decay (De & Smith 2020), nor do the gains and
+`skipinit_gain` of NF networks (Brock et al. 2021, arXiv:2102.06171: neither gains nor biases); timm's own grouping
+does decay NF gains, whose shape is (C, 1, 1, 1). A `ChannelAffine` decays by the role of the norm it replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from timm.models import group_parameters
+from timm.optim import auto_group_layers, param_groups_weight_decay
+from torch import fx, nn
+
+from normswap import affine, anatomy, layers, provenance
+from normswap.anatomy import LINEAR, Anatomy, Block
+from normswap.errors import OptionError, TraceError
+
+POLICIES = ("kim2022", "timm", "all", "weights-only")
+GAMMAS = ("gamma_last", "gamma_down", "gamma_0", "gamma_other", "gamma_head")
+SCALARS = ("alpha", "scalar_bias", "skipinit_gain")
+_GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
+_KIM = {
+    "weight": (True, "weights decay"),
+    "gamma_last": (True, "ends a residual branch: a small one brings the block near the identity"),
+    "gamma_down": (False, "sets the variance of the skip path: it must not shrink"),
+    "gamma_0": (False, "in the stem, before the first block"),
+    "gamma_other": (True, "a small one raises the effective learning rate"),
+    "gamma_head": (True, "after the last block, as the other gammas"),
+    "gamma_unknown": (False, "it is not known which norm it replaced"),
+    "beta": (False, "shifts do not decay"),
+    "bias": (False, "biases do not decay"),
+    "alpha": (False, "SkipInit's scalars do not decay"),
+    "scalar_bias": (False, "SkipInit's scalar biases do not decay"),
+    "skipinit_gain": (False, "SkipInit's scalars do not decay"),
+    "gain": (False, "the gains of scaled or weight normalized filters do not decay"),
+    "embedding": (False, "the model's no_weight_decay() names it"),
+    "vector": (False, "neither a weight nor a gamma; 1-D"),
+}
+_REASONS = {
+    "timm": ("more than one dimension", "at most one dimension, a bias, or named by no_weight_decay()"),
+    "all": ("everything decays", ""),
+    "weights-only": ("weights decay", "nothing but weights decays"),
+}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What becomes of one trainable parameter.
+
+    Args:
+        path: its dotted name.
+        role: `weight`, `bias`, `gamma_last`, `alpha` ... (see the module).
+        decay: whether weight decay applies.
+        reason: why, in a few words.
+    """
+
+    path: str
+    role: str
+    decay: bool
+    reason: str
+
+
+def roles(model: nn.Module, policy: str = "kim2022") -> list[Assignment]:
+    """What becomes of every trainable parameter, in the order of `named_parameters`.
+
+    Raises:
+        OptionError: unknown policy.
+    """
+    if policy not in POLICIES:
+        raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join(POLICIES)}")
+    named = [(path, role) for path, role in _roles(model) if model.get_parameter(path).requires_grad]
+    if policy == "kim2022":
+        return [Assignment(path, role, *_KIM[role]) for path, role in named]
+    decays = _decided(model, policy)
+    yes, no = _REASONS[policy]
+    return [Assignment(path, role, d := decays(path, role), yes if d else no) for path, role in named]
+
+
+def param_groups(
+    model: nn.Module,
+    weight_decay: float = 1e-4,
+    policy: str = "kim2022",
+    *,
+    lr: float | None = None,
+    layer_decay: float | None = None,
+    min_scale: float = 0.0,
+    scalar_lr_scale: float | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for any torch or timm optimizer: every trainable parameter in exactly one, frozen ones in none.
+
+    Args:
+        policy: `kim2022`, `timm` (none for 1-D parameters, as `timm.optim.param_groups_weight_decay`), `all`,
+            or `weights-only` (no gamma).
+        lr: given, a group's `lr` is `lr` times its scale. Without it a group carries its scale as `lr_scale`, which
+            timm's schedulers multiply by; the two are never combined.
+        layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i); layers as timm groups them.
+        min_scale: lower bound of that scale.
+        scalar_lr_scale: scale for SkipInit's scalars (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
+
+    Returns:
+        Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.
+
+    Raises:
+        OptionError: unknown policy, or a number out of range.
+    """
+    for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scalar_lr_scale", scalar_lr_scale)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise OptionError(f"{name} {value} is not a number >= 0")
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise OptionError(f"layer_decay {layer_decay} is not in (0, 1]")
+    scale_of = _layer_scales(model, layer_decay, min_scale)
+    groups: dict[str, dict[str, Any]] = {}
+    for one in roles(model, policy):
+        layer, scale = scale_of(one.path)
+        parts = ["decay" if one.decay else "no-decay"] + ([] if layer is None else [f"layer{layer}"])
+        if scalar_lr_scale is not None and one.role in SCALARS:
+            parts, scale = [*parts, "scalars"], scale * scalar_lr_scale
+        name = "/".join(parts)
+        if name not in groups:
+            groups[name] = {"params": [], "weight_decay": weight_decay if one.decay else 0.0, "name": name}
+            groups[name] |= {"lr": lr * scale} if lr is not None else {"lr_scale": scale} if scale != 1 else {}
+        groups[name]["params"].append(model.get_parameter(one.path))
+    return list(groups.values())
+
+
+def counts(assignments: list[Assignment]) -> dict[str, int]:
+    """Number of parameter tensors by role."""
+    return dict(Counter(one.role for one in assignments))
+
+
+def _layer_scales(
+    model: nn.Module, layer_decay: float | None, min_scale: float
+) -> Callable[[str], tuple[int | None, float]]:
+    """Layer and learning rate scale by parameter path, as `timm.optim.param_groups_layer_decay` has them."""
+    if layer_decay is None:
+        return lambda path: (None, 1.0)
+    matcher = getattr(model, "group_matcher", None)
+    found: dict[str, int] = (
+        group_parameters(model, matcher(coarse=False), reverse=True) if matcher else auto_group_layers(model)
+    )
+    top = max(found.values())
+
+    def scale_of(path: str) -> tuple[int, float]:
+        layer = found.get(path, top)
+        return layer, max(min_scale, layer_decay ** (top - layer))
+
+    return scale_of
+
+
+def _decided(model: nn.Module, policy: str) -> Callable[[str, str], bool]:
+    if policy == "all":
+        return lambda path, role: True
+    if policy == "weights-only":
+        return lambda path, role: role == "weight"
+    groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    return lambda path, role: id(model.get_parameter(path)) in decayed
+
+
+def _spared(model: nn.Module) -> tuple[str, ...]:
+    ask = getattr(model, "no_weight_decay", None)
+    return tuple(ask()) if callable(ask) else ()
+
+
+def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(path, role) of every parameter; a shared one counts where `named_parameters` meets it first."""
+    of_norms = _norm_roles(model)
+    spared = _spared(model)
+    for path, parameter in model.named_parameters():
+        home, _, name = path.rpartition(".")
+        owner = model.get_submodule(home)
+        role = _own_role(owner, name, of_norms.get(home, "gamma_unknown"))
+        if role is None:
+            named = any(fnmatch(path, pattern) for pattern in spared)
+            weight = parameter.ndim > 1 and parameter.numel() > max(parameter.shape)
+            role = "embedding" if named else "bias" if name.endswith("bias") else "weight" if weight else "vector"
+        yield path, role
+
+
+def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
+    """The role that the class of the owner says; None if it does not."""
+    if affine.is_norm(owner) or isinstance(owner, layers.ChannelAffine | layers.ChannelBias):
+        return {"weight": gamma, "bias": "beta"}.get(name)
+    if isinstance(owner, layers.Scale):
+        return {"alpha": "alpha", "bias": "scalar_bias"}.get(name)
+    if name in ("gain", "skipinit_gain"):
+        return name
+    if isinstance(owner, (*LINEAR, nn.Embedding)):
+        return {"weight": "weight", "bias": "bias"}.get(name)
+    if name == "original0" and type(owner).__name__ == "ParametrizationList":
+        return "gain"  # torch's weight norm: original0 is g, original1 is v
+    return None
+
+
+def _norm_roles(model: nn.Module) -> dict[str, str]:
+    """The gamma's role of every norm, or of the norm that once stood in a seat, by module path."""
+    twin = _with_its_norms(model)
+    try:
+        seen = anatomy.inspect(twin)
+    except TraceError:
+        return {path: _by_name(path) for path, module in twin.named_modules() if affine.is_norm(module)}
+    found = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
+    for block in seen.blocks:
+        for path in block.norms:
+            if isinstance(seen.traced.modules[path], nn.LayerNorm | nn.RMSNorm) and found[path] == "gamma_last":
+                found[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
+    shared = {id(twin.get_submodule(path)): role for path, role in found.items()}  # a norm may have several paths
+    return {path: shared[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in shared}
+
+
+def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
+    """Whether no linear layer stands between the norm and the residual sum."""
+    node: fx.Node | None = block.branch
+    while node is not None and str(node.target) != path:
+        if isinstance(seen.traced.module(node), LINEAR):
+            return False
+        node = seen.traced.main_input(node)
+    return node is not None
+
+
+def _with_its_norms(model: nn.Module) -> nn.Module:
+    """`model` itself, or, if some norms were replaced by a `ChannelAffine`, a copy with norms in all those seats."""
+    record = provenance.of(model)
+    affines = any(isinstance(module, layers.ChannelAffine) for module in model.modules())
+    if record is None or not affines:
+        return model
+    tensors = [*model.parameters(), *model.buffers()]
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for key, mean in record.norms.items():
+        path, _, name = key.rpartition(".")
+        if name == "running_mean":
+            home, _, seat = path.rpartition(".")
+            twin.get_submodule(home).register_module(seat, nn.BatchNorm2d(mean.numel()))
+    return twin
+
+
+def _by_name(path: str) -> str:
+    """A guess for networks that cannot be traced, by the names that timm's models use."""
+    parts = path.split(".")
+    if parts[0] in ("stem", "patch_embed", "embeddings", "norm_pre", "bn1"):
+        return "gamma_0"
+    if any(part in ("shortcut", "downsample") for part in parts[1:-1]) and not parts[-1].startswith("norm"):
+        return "gamma_down"
+    return "gamma_head" if len(parts) == 1 else "gamma_other"
