@@ -1,6 +1,7 @@
 """normswap: move a pretrained vision network to another normalization scheme, keeping the function it learned.
 
-The public names, imported when first used, so that `import normswap` and `normswap --help` stay fast.
+The public names, imported when first used, so that `import normswap` and `normswap --help` stay fast. No file of the
+package has the name of a public function: importing it would put the module in the function's place.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ if TYPE_CHECKING:
     from normswap.anatomy import inspect as inspect
     from normswap.checkpoint import load as load
     from normswap.checkpoint import save as save
-    from normswap.convert import Conversion as Conversion
-    from normswap.convert import convert as convert
+    from normswap.conversion import Conversion as Conversion
+    from normswap.conversion import convert as convert
+    from normswap.decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
-    from normswap.verify import Report as Report
+    from normswap.verification import Report as Report
+    from normswap.verification import verify as verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Anatomy": "anatomy",
     "Arch": "plan",
-    "Conversion": "convert",
+    "Conversion": "conversion",
     "NormswapError": "errors",
     "Plan": "plan",
-    "Report": "verify",
-    "convert": "convert",
+    "Report": "verification",
+    "convert": "conversion",
     "inspect": "anatomy",
     "load": "checkpoint",
+    "param_groups": "decay",
     "save": "checkpoint",
+    "verify": "verification",
 }
 
 

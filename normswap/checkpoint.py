@@ -7,6 +7,7 @@ report and library versions; `config.json` is timm's hub layout; `norms.safetens
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import platform
@@ -20,15 +21,15 @@ from typing import Any
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normswap import __version__, card, provenance, surgery, weights, zoo
-from normswap.convert import Conversion
+from normswap import __version__, card, provenance, restore, surgery, weights, zoo
+from normswap.conversion import Conversion
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
-from normswap.verify import Report
+from normswap.verification import Report
 
 VERSION = 1
 _WEIGHTS, _CONFIG, _NORMS, _CARD = "model.safetensors", "config.json", "norms.safetensors", "README.md"
@@ -68,22 +69,20 @@ def save(
 ) -> Path:
     """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`.
 
+    A network that timm cannot build is saved too; `load` then needs its skeleton.
+
     Args:
-        arch: how to build the bare architecture, where the network does not know it itself.
+        arch: how to build the bare architecture, where a timm network does not know it itself.
         force: replace a directory that normswap, or timm, wrote before.
 
     Raises:
-        OutputError: the place is taken or cannot be written, or the architecture is not known.
+        OutputError: the place is taken or cannot be written.
     """
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
     claim(place, force=force)
     record = provenance.of(model) or Provenance(source=type(model).__name__)
-    record = replace(record, arch=arch or record.arch or _identify(model, record.plan))
-    if record.arch is None:
-        raise OutputError(
-            f"cannot save a {type(model).__name__}", "how to rebuild it is not known", "Pass arch=Arch(name, kwargs)"
-        )
+    record = replace(record, arch=arch or restore.architecture(model))
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
@@ -100,27 +99,30 @@ def save(
     return place
 
 
-def load(directory: str | Path) -> nn.Module:
+def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
     """The network in a directory that `save` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
+    Args:
+        skeleton: the source architecture with any weights, for a network that timm cannot build; it is not changed.
+
     Raises:
-        SourceError: it is no such directory, or is damaged.
+        SourceError: it is no such directory, or is damaged, or needs a skeleton.
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     folder = Path(directory)
     header = read_header(folder)
-    arch = Arch(**header["arch"])
+    arch = Arch(**header["arch"]) if header["arch"] else None
     plan = Plan.from_json(json.dumps(header["plan"]), f"{folder / _WEIGHTS}: plan")
     if header["plan"].get("digest") != plan.digest:
         raise PlanError(f"{folder / _WEIGHTS}: the plan does not have the digest it was saved with")
     state = weights.read(folder / _WEIGHTS)
     weights.check_finite(state, str(folder / _WEIGHTS))
-    model = surgery.apply(zoo.create(arch), plan).to(_dtype(state))
+    model = surgery.apply(_bare(folder, arch, skeleton), plan).to(_dtype(state))
     weights.load_into(model, state, str(folder / _WEIGHTS), {})
     model.eval()
-    norms = load_file(folder / _NORMS) if (folder / _NORMS).is_file() else {}
+    norms = weights.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
     cfg = header["pretrained_cfg"]
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)
@@ -189,12 +191,11 @@ def claim(place: Path, *, force: bool) -> None:
 
 
 def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    assert record.arch is not None
     header = {
         "version": VERSION,
         "source": record.source,
         "sha256": record.sha256,
-        "arch": asdict(record.arch),
+        "arch": asdict(record.arch) if record.arch else None,
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
         "report": None if report is None else report.to_dict(),
@@ -207,9 +208,9 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
         _save(norms, folder / _NORMS, {"format": "pt"})
     config = {
-        "architecture": record.arch.name,
+        "architecture": record.arch.name if record.arch else type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
-        "model_args": record.arch.kwargs,
+        "model_args": record.arch.kwargs if record.arch else {},
         "pretrained_cfg": record.pretrained_cfg,
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
@@ -242,8 +243,13 @@ def _swap(aside: Path, place: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _identify(model: nn.Module, plan: Plan) -> Arch | None:
-    return zoo.identify(model, lambda skeleton: surgery.apply(skeleton, plan))
+def _bare(folder: Path, arch: Arch | None, skeleton: nn.Module | None) -> nn.Module:
+    if skeleton is not None:
+        return copy.deepcopy(skeleton)
+    if arch is None:
+        remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
+        raise SourceError(f"{folder} holds a network that timm cannot build", remedy=remedy)
+    return zoo.create(arch)
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:

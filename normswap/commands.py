@@ -177,13 +177,17 @@ def _carry_out(model: Any, wanted: Wanted, plan: Plan | None) -> tuple[Any, list
     """The conversion (None for a dry run), what to say of each step, and the steps."""
     from normswap import summary
     from normswap.anatomy import inspect as look
-    from normswap.convert import carry_out, draft
-    from normswap.convert import convert as run
+    from normswap.conversion import carry_out, draft
+    from normswap.conversion import convert as run
 
     if plan is not None:
         steps: list[Body] = []
         for step in plan.steps:
-            done = carry_out(model, step)
+            try:
+                done = carry_out(model, step)
+            except RuntimeError as error:  # torch's, when layers do not fit each other
+                why = str(error).split("\n")[0]
+                raise PlanError(f"{wanted.from_plan} gives a network that does not run", why) from error
             model = done.model
             steps.append(summary.of_conversion(done))
         return None if wanted.dry_run else done, steps, list(plan.steps)

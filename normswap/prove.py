@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from normswap import anatomy, provenance, schemes, verify, zoo
+from normswap import anatomy, provenance, schemes, verification, zoo
 from normswap.agreement import agreement, classify
 from normswap.data import Loader
 from normswap.errors import SourceError
 from normswap.evaluate import Progress
-from normswap.verify import Report
+from normswap.verification import Report
 from normswap.weights import SUFFIXES
 
 _REMEDY = "Say what to compare with: '--against MODEL'."
@@ -58,9 +58,9 @@ def again(source: nn.Module, result: nn.Module) -> Report:
     record = provenance.of(result)
     steps = record.plan.steps if record else ()
     exact = all(schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options)) for step in steps)
-    inputs = verify.noise(source, zoo.input_size(source))
+    inputs = verification.noise(source, zoo.input_size(source))
     seen = anatomy.inspect(source)
-    return verify.compare(source, result, inputs, exact=exact, anatomy=seen, described="N(0, 1) noise, seed 0")
+    return verification.compare(source, result, inputs, exact=exact, anatomy=seen, described=verification.described(0))
 
 
 def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normswap import affine, anatomy, layers, provenance, surgery, zoo
 from normswap.errors import RefusedError
-from normswap.plan import Edit, Step
+from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.undress import undress
 
@@ -29,11 +29,14 @@ def unfold(model: nn.Module) -> nn.Module:
         RefusedError: the model carries no original norms, or was changed in a way BatchNorm cannot express.
     """
     record = provenance.of(model)
-    if record is None or record.arch is None or not record.norms:
+    if record is None or not record.norms:
         raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
+    arch = architecture(model)
+    if arch is None:
+        raise RefusedError("cannot unfold", "timm cannot build the source architecture", "Keep the source network")
     canonical = _canonical(model)
     like = next(model.parameters())
-    source = zoo.create(record.arch).to(like)
+    source = zoo.create(arch).to(like)
     state = source.state_dict()
     _copy(state, _tensors(canonical))
     _copy(state, record.norms)  # last: a ChannelBias has a `bias` where its norm had one
@@ -46,7 +49,13 @@ def unfold(model: nn.Module) -> nn.Module:
     known: Any = {name: value for name, value in model.__dict__.items() if name in ("pretrained_cfg", "default_cfg")}
     source.__dict__.update(known)
     source.train(model.training)
-    return provenance.attach(source, Provenance(record.arch, record.source, record.sha256, record.pretrained_cfg))
+    return provenance.attach(source, Provenance(arch, record.source, record.sha256, record.pretrained_cfg))
+
+
+def architecture(model: nn.Module) -> Arch | None:
+    """How timm builds the network that `model` was converted from, if it can."""
+    record = provenance.of(model) or Provenance()
+    return record.arch or zoo.identify(model, lambda skeleton: surgery.apply(skeleton, record.plan))
 
 
 def _canonical(model: nn.Module) -> nn.Module:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from normswap import affine, layers, provenance, restore, schemes, zoo
 from normswap.anatomy import Anatomy, Block, Norm, inspect
-from normswap.convert import Conversion
+from normswap.conversion import Conversion
 from normswap.plan import Step
 from normswap.undress import undress
-from normswap.verify import Report
+from normswap.verification import Report
 from normswap.walks import Draft
 
 Body = dict[str, Any]

@@ -14,7 +14,7 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from torch import Tensor, nn
 
 from normswap import decay
-from normswap.convert import convert
+from normswap.conversion import convert
 from normswap.decay import POLICIES, SCALARS, counts, param_groups, roles
 from normswap.errors import OptionError, TraceError
 

@@ -15,7 +15,7 @@ from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, nn
 
-from normswap import anatomy, convert, layers, surgery
+from normswap import anatomy, conversion, layers, surgery
 from normswap.errors import RefusedError
 from normswap.plan import Plan, Step
 
@@ -129,7 +129,7 @@ def test_source_is_never_touched(arch: str, row: Row) -> None:
     model = skeleton(arch).float().train()
     model.get_submodule("fc" if hasattr(model, "fc") else "head").requires_grad_(False)
     before = fingerprint(model)
-    done = convert.convert(model, row.scheme, inputs=torch.randn(2, 3, 33, 33), **row.options)
+    done = conversion.convert(model, row.scheme, inputs=torch.randn(2, 3, 33, 33), **row.options)
     assert fingerprint(model) == before
     with torch.no_grad():
         for parameter in done.model.parameters():
@@ -211,7 +211,7 @@ def test_the_plan_counts(arch: str, row: Row) -> None:
 def test_a_second_fold_refuses(arch: str) -> None:
     folded = case(arch, ROWS[0]).result
     with pytest.raises(RefusedError, match="nothing to convert"):
-        convert.draft(anatomy.inspect(folded), "folded")
+        conversion.draft(anatomy.inspect(folded), "folded")
 
 
 @exact_rows

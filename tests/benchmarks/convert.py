@@ -30,7 +30,7 @@ def baseline(arch: str, file: Path, out: Path, _to: str) -> None:
 
 def ours(arch: str, file: Path, out: Path, to: str) -> None:
     from normswap import checkpoint
-    from normswap.convert import convert
+    from normswap.conversion import convert
 
     checkpoint.save(convert(checkpoint.open_model(str(file), arch=arch), to), out / "converted")
 
@@ -40,7 +40,7 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
     import torch  # noqa: F401
 
     import normswap.checkpoint
-    import normswap.convert  # noqa: F401
+    import normswap.conversion  # noqa: F401
 
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
         start = time.perf_counter()

@@ -110,6 +110,31 @@ def noise(model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 
     return found
 
 
+def verify(
+    source: nn.Module,
+    result: nn.Module,
+    inputs: Sequence[Tensor] | Tensor | None = None,
+    *,
+    size: Sequence[int] = (3, 224, 224),
+    exact: bool = True,
+    seed: int = 0,
+) -> Report:
+    """Measure how far `result` is from `source`, in their own precision; neither is changed.
+
+    Args:
+        inputs: batches (N, C, H, W); by default N(0, 1) noise of at most `size`, from `seed`.
+        exact: whether they should agree; else the report passes if the numbers are finite.
+    """
+    if inputs is None:
+        return compare(source, result, noise(source, size, seed=seed), exact=exact, described=described(seed))
+    return compare(source, result, [inputs] if isinstance(inputs, Tensor) else inputs, exact=exact)
+
+
+def described(seed: int) -> str:
+    """How reports call the default inputs."""
+    return f"N(0, 1) noise, seed {seed}"
+
+
 def compare(
     source: nn.Module,
     result: nn.Module,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, anatomy, provenance, restore, schemes, surgery, verify
+from normswap import affine, anatomy, provenance, restore, schemes, surgery, verification
 from normswap.anatomy import Anatomy
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.verify import Report
+from normswap.verification import Report
 from normswap.walks import Draft
 
 
@@ -111,13 +111,10 @@ def carry_out(
     exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
     doubles = (lambda: surgery.to_double(model)), (lambda: surgery.apply_step(model, step, double=True))
     result = surgery.apply_step(model, step)
-    report = verify.compare(model, result, batches, exact=exact, anatomy=seen, doubles=doubles, described=described)
-    if not report.passed:
-        raise VerificationError(
-            f"the result of {step.scheme} is wrong: relative L2 error {report.worst.relative_l2:.1e} at the logits",
-            f"allowed: {report.tolerance[report.worst.precision]:.0e}" if exact else "it is not finite",
-            "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
-        )
+    report = verification.compare(
+        model, result, batches, exact=exact, anatomy=seen, doubles=doubles, described=described
+    )
+    _demand(report, step.scheme)
     _count(model, result, step)
     record = _record(model, step)
     provenance.attach(result, record)
@@ -131,7 +128,7 @@ def _unfold(
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = _batches(model, inputs, size, seed)
     result = restore.unfold(model)
-    report = verify.compare(model, result, batches, anatomy=anatomy.inspect(model), described=described)
+    report = verification.compare(model, result, batches, anatomy=anatomy.inspect(model), described=described)
     _demand(report, "unfold")
     norms = {path: "restored" for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)
@@ -139,7 +136,7 @@ def _unfold(
 
 def _batches(model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int) -> tuple[list[Tensor], str]:
     if inputs is None:
-        return verify.noise(model, size or _size(model), seed=seed), f"N(0, 1) noise, seed {seed}"
+        return verification.noise(model, size or _size(model), seed=seed), verification.described(seed)
     return ([inputs] if isinstance(inputs, Tensor) else list(inputs)), "given inputs"
 
 

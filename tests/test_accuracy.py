@@ -1,0 +1,64 @@
+"""The trained networks, on all 10,000 test images: folded and SkipInit classify each as the source does.
+
+    pytest -m slow tests/test_accuracy.py -s      # prints the README's table
+
+Needs `../shared` (images and checkpoints); the demo's network ships with the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normswap
+from normswap import data
+from normswap.checkpoint import open_model
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
+NETWORKS = {
+    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
+    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
+    "demo": Path(normswap.__file__).parent / "demo_data",
+}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}"),
+]
+
+
+@torch.inference_mode()
+def logits(models: list[nn.Module], loader: Iterator[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """The logits of each model on the same images, and the labels."""
+    found: list[list[Tensor]] = [[] for _ in models]
+    labels = []
+    for images, targets in loader:
+        labels.append(targets)
+        for model, outputs in zip(models, found, strict=True):
+            outputs.append(model(images))
+    return [torch.cat(outputs) for outputs in found], torch.cat(labels)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_image_is_classified_as_by_the_source(name: str) -> None:
+    if not NETWORKS[name].is_dir():
+        pytest.skip(f"the checkpoint is not there: {NETWORKS[name]}")
+    source = open_model(str(NETWORKS[name]))
+    schemes = ("folded", "skipinit")
+    results = [normswap.convert(source, to).model for to in schemes]
+    loader = data.make_loader(source, str(IMAGES), batch_size=250, workers=2)
+    (reference, *others), labels = logits([source, *results], loader)
+    assert len(labels) == 10_000
+    right = (reference.argmax(1) == labels).sum().item()
+    for to, result in zip(schemes, others, strict=True):
+        error = ((result - reference).double().norm() / reference.double().norm()).item()
+        agree = (result.argmax(1) == reference.argmax(1)).sum().item()
+        accuracy = (result.argmax(1) == labels).sum().item()
+        print(f"\n| `{name}` | `{to}` | {right / 100:.2f} | {accuracy / 100:.2f} | {agree} of 10000 | {error:.1e} |")
+        assert agree == 10_000
+        assert accuracy == right
+        assert error <= 1e-5

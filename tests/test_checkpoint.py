@@ -1,0 +1,231 @@
+"""Checkpoints: what is loaded computes what was saved; nothing is lost or half written; damage is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from normswap import checkpoint, provenance
+from normswap.conversion import convert
+from normswap.errors import OutputError, PlanError, RefusedError, SourceError
+from normswap.plan import Arch
+from tests.lived import lived_in
+
+CHANNELS = (8, 16, 24, 32)
+NETWORKS = {
+    "resnet18": {"channels": CHANNELS},
+    "seresnet18": {"channels": CHANNELS},
+    "resnetv2_18": {"channels": CHANNELS, "stem_chs": 8},
+}
+
+
+def lived(name: str, **kwargs: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **NETWORKS[name], **kwargs)
+    return lived_in(model, torch.randn(4, 3, 64, 64)).float().eval()
+
+
+def images() -> torch.Tensor:
+    return torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def relative(model: nn.Module, reference: nn.Module) -> float:
+    a, b = reference(images()).double(), model(images()).double()
+    return ((a - b).norm() / a.norm()).item()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("to", ["folded", "skipinit", "regularized-skipinit"])
+def test_loaded_is_saved(name: str, to: str, tmp_path: Path) -> None:
+    source = lived(name)
+    conversion = convert(source, to)
+    folder = checkpoint.save(conversion, tmp_path / "out")
+    loaded = checkpoint.load(folder)
+    assert type(loaded) is type(source)
+    assert torch.equal(loaded(images()), conversion.model(images()))
+    record = provenance.of(loaded)
+    assert record is not None
+    assert record.plan == conversion.plan
+    assert checkpoint.read_report(folder) == conversion.report
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "norms.safetensors",
+    ]
+    assert not loaded.training
+    assert checkpoint.open_model(str(folder)).state_dict().keys() == loaded.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("chain", [["folded"], ["skipinit"], ["regularized-skipinit"], ["skipinit", "folded"]])
+def test_unfold_brings_the_batchnorm_network_back(name: str, chain: list[str], tmp_path: Path) -> None:
+    source = lived(name)
+    model = source
+    for i, to in enumerate(chain):
+        model = checkpoint.load(checkpoint.save(convert(model, to), tmp_path / str(i)))
+    folder = checkpoint.save(convert(model, "unfold"), tmp_path / "back")
+    back = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()  # timm alone reads it, strictly
+    state, original = back.state_dict(), source.state_dict()
+    assert state.keys() == original.keys()
+    assert relative(back, source) <= 1e-5
+    for key, tensor in original.items():
+        if key.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            assert torch.equal(state[key], tensor), key
+    for path in (key.removesuffix(".running_mean") for key in original if key.endswith(".running_mean")):
+        for key in (f"{path}.weight", f"{path}.bias"):  # exact but for the rounding of a chain
+            torch.testing.assert_close(state[key], original[key], rtol=1e-5, atol=1e-5)
+
+
+def test_unfold_keeps_what_was_learned_since() -> None:
+    folded = convert(lived("resnet18"), "folded").model
+    with torch.no_grad():
+        for parameter in folded.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    back = convert(folded, "unfold").model
+    assert relative(back, folded) <= 1e-5
+    assert any(isinstance(module, nn.BatchNorm2d) for module in back.modules())
+
+
+def test_unfold_without_norms_is_refused() -> None:
+    with pytest.raises(RefusedError, match="nothing to unfold"):
+        convert(lived("resnet18"), "unfold")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
+    conversion = convert(lived("resnet18").to(dtype), "folded")
+    loaded = checkpoint.load(checkpoint.save(conversion, tmp_path / "out"))
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    assert torch.equal(loaded(images().to(dtype)), conversion.model(images().to(dtype)))
+
+
+def test_a_users_own_network_needs_its_skeleton(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.bn(self.conv(x)).relu().mean((2, 3)))
+
+    own = lived_in(Own(), torch.randn(4, 3, 16, 16)).float().eval()
+    conversion = convert(own, "folded", size=(3, 16, 16))
+    folder = checkpoint.save(conversion, tmp_path / "own")
+    assert torch.equal(checkpoint.load(folder, skeleton=Own())(images()), conversion.model(images()))
+    with pytest.raises(SourceError, match="timm cannot build"):
+        checkpoint.load(folder)
+
+
+def test_arguments_that_timm_does_not_remember_can_be_given(tmp_path: Path) -> None:
+    conversion = convert(lived("resnet18"), "folded")
+    arch = Arch("resnet18", {"num_classes": 5, "channels": list(CHANNELS)})
+    loaded = checkpoint.load(checkpoint.save(conversion, tmp_path / "out", arch=arch))
+    assert torch.equal(loaded(images()), conversion.model(images()))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return checkpoint.save(convert(lived("resnet18"), "skipinit"), tmp_path / "out")
+
+
+def test_the_place_is_respected(saved: Path, tmp_path: Path) -> None:
+    conversion = convert(lived("resnet18"), "folded")
+    before = (saved / "model.safetensors").read_bytes()
+    with pytest.raises(OutputError, match="exists"):
+        checkpoint.save(conversion, saved)
+    assert (saved / "model.safetensors").read_bytes() == before
+    checkpoint.save(conversion, saved, force=True)
+    assert (saved / "model.safetensors").read_bytes() != before
+    other = tmp_path / "letters"
+    other.mkdir()
+    (other / "love.txt").write_text("dear")
+    with pytest.raises(OutputError, match="not a model directory"):
+        checkpoint.save(conversion, other, force=True)
+    with pytest.raises(OutputError, match="is a file"):
+        checkpoint.save(conversion, other / "love.txt", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["letters", "out"]
+
+
+@pytest.mark.parametrize("what", ["model.safetensors", "norms.safetensors"])
+def test_a_full_disk_loses_nothing(saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full(tensors: object, file: Path, metadata: object) -> None:
+        if file.name == what:
+            file.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OutputError, match="No space left"):
+        checkpoint.save(convert(lived("resnet18"), "folded"), saved, force=True)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def rewrite(folder: Path, *, header: dict | None = None, drop: str = "", add: str = "", nan: str = "") -> None:
+    """Write the weights again with another header or other tensors."""
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        body = json.loads(opened.metadata()["normswap"])
+    tensors = load_file(file)
+    if drop:
+        del tensors[drop]
+    if add:
+        tensors[add] = torch.zeros(1)
+    if nan:
+        tensors[nan].fill_(float("nan"))
+    save_file(tensors, file, {"normswap": json.dumps({**body, **(header or {})})})
+
+
+DAMAGE = {
+    "a tensor is missing": ({"drop": "fc.bias"}, SourceError, "fc.bias"),
+    "a tensor is too many": ({"add": "extra"}, SourceError, "extra"),
+    "NaN": ({"nan": "fc.weight"}, SourceError, "fc.weight"),
+    "a later schema": ({"header": {"version": 99}}, SourceError, "version 99"),
+    "an edited plan": (
+        {"header": {"plan": {"version": 1, "steps": [], "digest": "0"}}},
+        PlanError,
+        "digest",
+    ),
+    "another architecture": (
+        {"header": {"arch": {"name": "resnet18", "kwargs": {}}}},
+        PlanError,
+        "layer1.0.downsample.0",
+    ),
+    "an unknown architecture": ({"header": {"arch": {"name": "resnet1800", "kwargs": {}}}}, SourceError, "resnet1800"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(saved: Path, case: str) -> None:
+    change, error, match = DAMAGE[case]
+    rewrite(saved, **change)
+    with pytest.raises(error, match=match):
+        checkpoint.load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 50_000])
+def test_truncation_is_named(saved: Path, keep: int) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(SourceError, match="not a readable safetensors file"):
+        checkpoint.load(saved)
+    with pytest.raises(SourceError, match="not a readable safetensors file"):
+        checkpoint.open_model(str(saved))
+
+
+@pytest.mark.parametrize("given", [{"weights": "random"}, {"arch": "resnet18"}, {"num_classes": 3}])
+def test_options_that_a_checkpoint_makes_useless(saved: Path, given: dict) -> None:
+    with pytest.raises(SourceError, match="knows its architecture"):
+        checkpoint.open_model(str(saved), **given)
