@@ -58,11 +58,13 @@ def channels(module: nn.Module) -> int:
 
 def refusal(module: nn.Module) -> str | None:
     """Why the eval-mode affine map of this norm cannot be read, or None when it can."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which would be lost with it"
     if isinstance(module, _OURS):
         return None
     if not is_batchnorm(module):
         return f"{type(module).__name__} computes its statistics per sample"
-    if type(module).forward not in _BATCHNORM_FORWARDS:
+    if type(module).forward not in _BATCHNORM_FORWARDS or "forward" in vars(module):
         return f"{type(module).__name__} is an unknown BatchNorm subclass with a forward of its own"
     if module.running_mean is None or module.running_var is None:
         return "it has no running statistics (track_running_stats=False), so eval mode depends on the batch"

@@ -28,6 +28,7 @@ from normswap.walks import (
     name,
     pads,
     passes_positive,
+    read_directly,
 )
 
 
@@ -59,8 +60,9 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
 
 def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
     why = affine.refusal(module)
-    if why:
-        draft.refusals[path] = why
+    read = read_directly(draft.anatomy.traced, module)
+    if why or read:
+        draft.refusals[path] = why or f"{read} is read in forward, not only by the norm itself"
         return
     reasons = []
     for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
@@ -86,7 +88,7 @@ def _fold_back(draft: Draft, path: str, module: nn.Module) -> str:
         conv = traced.module(source)
         assert conv is not None
         check_linear(draft, str(source.target), conv)
-        if isinstance(conv, nn.Linear) and affine.channels(module) > 1 and not is_flat(source):
+        if isinstance(conv, nn.Linear) and affine.channels(module) > 1 and not is_flat(draft, source):
             raise Blocked(f"{source.target} is a Linear whose output may have more than two dimensions")
         if any(node not in sources for node in traced.calls[id(conv)]):
             raise Blocked(f"{source.target} is called elsewhere too, without this norm")

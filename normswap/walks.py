@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from normswap import affine, layers
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.plan import Edit
-from normswap.tracing import inputs, is_mul
+from normswap.tracing import Traced, inputs, is_mul
 
 _LINEAR_FORWARDS = {
     nn.Linear.forward,
@@ -165,7 +165,7 @@ def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str
 
 
 def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
-    if type(conv).forward not in _LINEAR_FORWARDS:
+    if type(conv).forward not in _LINEAR_FORWARDS or "forward" in vars(conv):
         raise Blocked(f"{path} ({type(conv).__name__}) has a forward of its own")
     if parametrize.is_parametrized(conv):
         raise Blocked(f"{path} has a parametrized weight")
@@ -176,16 +176,22 @@ def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
     owners = {id(m) for m in traced.modules.values() if any(p is weight for p in m._parameters.values())}
     if len(owners) > 1:
         raise Blocked(f"{path}.weight is shared with another module")
-    if any(node.op == "get_attr" and traced.users[node] and _attribute(traced.modules[""], node) is weight
-           for node in traced.graph.nodes):  # fmt: skip
-        raise Blocked(f"{path}.weight is read elsewhere in forward")
+    read = read_directly(traced, conv)
+    if read:
+        raise Blocked(f"{read} is read elsewhere in forward")
 
 
-def _attribute(root: nn.Module, node: fx.Node) -> Any:
-    value: Any = root
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value
+def read_directly(traced: Traced, module: nn.Module) -> str | None:
+    """The path of a tensor of `module` that some forward reads by itself, not by calling the module."""
+    own = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and traced.users[node]:
+            value: Any = traced.modules[""]
+            for name in str(node.target).split("."):
+                value = getattr(value, name, None)
+            if id(value) in own:
+                return str(node.target)
+    return None
 
 
 def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
@@ -193,15 +199,17 @@ def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
     return list({id(modules[path]): path for path in reversed(paths)}.values())[::-1]
 
 
-def is_flat(node: fx.Node) -> bool:
-    """Whether a Linear surely sees (N, features): its input was flattened from dimension 1."""
+def is_flat(draft: Draft, node: fx.Node) -> bool:
+    """Whether a Linear surely sees (N, features): its input was flattened from dimension 1, and nothing undid that."""
     above = inputs(node)
     while len(above) == 1:
         node = above[0]
-        start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
         if node.target in (torch.flatten, "flatten"):
+            start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
             return bool(start == 1 and node.kwargs.get("end_dim", -1) == -1 and len(node.args) < 3)
-        if node.op == "call_module":
+        module = draft.anatomy.traced.module(node)
+        known = isinstance(module, (nn.Linear, *_SILENT, *_RELUS)) or (module is not None and affine.is_affine(module))
+        if not known and node.target not in (*_RELU_FUNCTIONS, F.dropout, "contiguous"):
             return False
         above = inputs(node)
     return False
