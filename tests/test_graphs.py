@@ -1,0 +1,99 @@
+"""Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539) and their kin: always exact, or refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from graph_cases import CASES, REFUSED, Case
+from lived import batchnorms, distance, lived_in, run, step
+from torch import Tensor, nn
+
+from normswap import surgery
+from normswap.errors import RefusedError
+
+EXACT = 1e-12
+
+
+def outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Everything the model returns, in a row; a copy of x, as some forwards write to their input."""
+    value: Any = run(model, x.clone())
+    return torch.cat([part.flatten() for part in (value if isinstance(value, tuple) else (value,))])
+
+
+def build(case: Case) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    seen, x = torch.randn(2, *case.shape, dtype=torch.float64)
+    return lived_in(case.make(), seen), x
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fold_is_exact_or_refused(case: Case) -> None:
+    model, x = build(case)
+    reference = outputs(model, x)
+    planned, draft = step(model, "folded")
+    for path, pattern in case.expect.items():
+        if pattern.startswith(REFUSED):
+            assert re.search(pattern.removeprefix(REFUSED), draft.refusals.pop(path))
+            assert path not in {edit.path for edit in planned.edits}
+        else:
+            assert re.search(pattern, draft.verdicts[path]), draft.verdicts[path]
+    assert draft.refusals == {}
+    result = surgery.apply_step(model, planned)
+    assert distance(reference, outputs(result, x)) <= EXACT
+    assert torch.equal(outputs(model, x), reference), "the source was changed"
+    left = {path for path, pattern in case.expect.items() if pattern.startswith((REFUSED, "never"))}
+    assert set(batchnorms(result)) == left
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_skipinit_is_exact_or_refused(case: Case) -> None:
+    model, x = build(case)
+    reference, why = outputs(model, x), ""
+    try:
+        planned, draft = step(model, "skipinit")
+    except RefusedError as error:
+        planned, draft, why = None, None, str(error)
+    if planned is None or draft is None:
+        assert re.search("no residual blocks|would need two edits", why)
+    elif not draft.refusals:
+        assert distance(reference, outputs(surgery.apply_step(model, planned), x)) <= EXACT
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.fuser], ids=str)
+def test_float32_too_where_torch_fuses_wrongly(case: Case) -> None:
+    """As a user would meet it: the cases that `torch.fx.experimental.optimization.fuse` was seen to get wrong."""
+    model, x = build(case)
+    reference = outputs(model, x)
+    model.float()
+    planned, _ = step(model, "folded")
+    assert distance(reference, outputs(surgery.apply_step(model, planned), x.float()).double()) <= 1e-5
+
+
+def test_an_aliased_conv_stays_one() -> None:
+    case = next(case for case in CASES if case.name == "aliased conv, one call")
+    model, _ = build(case)
+    result: Any = surgery.apply_step(model, step(model, "folded")[0])
+    assert result.conv is result.alias
+
+
+def test_hooks_see_what_they_saw() -> None:
+    model, x = build(next(case for case in CASES if case.name == "hook on conv"))
+    seen: list[Tensor] = []
+    model.get_submodule("conv").register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    outputs(model, x)
+    outputs(surgery.apply_step(model, step(model, "folded")[0]), x)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_the_checker_notices_a_wrong_fold() -> None:
+    """A norm folded into a convolution that is called elsewhere too: what torch's fuser does."""
+    from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+    model, x = build(next(case for case in CASES if case.name == "conv twice, norm on one"))
+    wrong: Any = surgery.apply_step(model, step(model, "folded")[0])
+    source: Any = model
+    wrong.conv, wrong.bn = fuse_conv_bn_eval(source.conv, source.bn), nn.Identity()
+    assert distance(outputs(model, x), outputs(wrong, x)) > 1e-3
