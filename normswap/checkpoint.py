@@ -226,6 +226,7 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
             tensors[name] = tensor.clone()
         seen.add(tensor.data_ptr())
     save_file(tensors, file, metadata)
+    file.chmod(0o666 & ~_umask())  # safetensors makes private files
 
 
 def _swap(aside: Path, place: Path) -> None:

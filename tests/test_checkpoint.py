@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from lived import lived_in
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -17,7 +18,6 @@ from normswap import checkpoint, provenance
 from normswap.conversion import convert
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch
-from tests.lived import lived_in
 
 CHANNELS = (8, 16, 24, 32)
 NETWORKS = {
