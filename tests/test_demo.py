@@ -1,0 +1,85 @@
+"""The demo: every figure agrees, it is quick, and it notices when something does not agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from normswap import checkpoint, demo, summary
+from normswap.cli import main
+
+
+@pytest.fixture(scope="module")
+def result() -> demo.Demo:
+    return demo.run()
+
+
+def test_ships_what_it_promises() -> None:
+    sizes = {file.name: file.stat().st_size for file in demo.FOLDER.iterdir()}
+    assert set(sizes) == {"config.json", "model.safetensors", "images.tar"}
+    assert sizes["model.safetensors"] <= 3 << 20
+    assert sizes["images.tar"] <= 1 << 20
+
+
+def test_everything_agrees(result: demo.Demo) -> None:
+    source, *others = result.rows
+    assert result.passed
+    assert result.images == 500
+    assert source.network == "source"
+    assert source.norms == sum(result.anatomy["norms"].values()) > 0
+    assert [row.network for row in others] == list(demo.SCHEMES)
+    for row in others:
+        assert row.norms == 0
+        assert row.top1 == source.top1
+        assert row.agreement == 1
+        assert 0 < row.relative_l2 <= 1e-5
+        assert row.speed > 0
+
+
+def test_is_quick(result: demo.Demo) -> None:
+    assert result.seconds < 30
+
+
+def test_threads_are_given_back(result: demo.Demo) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(StopIteration):
+            demo.run(say=lambda what: next(iter([])))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_command(result: demo.Demo, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "run", lambda say: result)
+    assert main(["demo", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert json.loads(out) == json.loads(json.dumps(summary.plain(dataclasses.asdict(result))))
+    assert main(["demo"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "every figure agrees" in out
+    assert all(row.network in out for row in result.rows)
+
+
+def test_a_disagreement_fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A checker must be seen to fail: one weight of every loaded network is off."""
+    load = checkpoint.load
+
+    def off(directory: Path) -> nn.Module:
+        model = load(directory)
+        with torch.no_grad():
+            model.get_parameter("layer1.0.conv1.weight").mul_(0.5)
+        return model
+
+    monkeypatch.setattr(checkpoint, "load", off)
+    monkeypatch.setattr(demo, "_ROUNDS", 1)
+    assert main(["demo"]) == 1
+    assert "FAILED" in capfd.readouterr().out
