@@ -26,6 +26,7 @@ from normswap.walks import (
     is_relu,
     last_linear,
     name,
+    overwritten,
     pads,
     passes_positive,
     read_directly,
@@ -128,6 +129,10 @@ def _fold_forward(draft: Draft, path: str, module: nn.Module) -> str:
         conv: Any = draft.anatomy.traced.modules[conv_path]
         if isinstance(conv, nn.Linear) or conv.transposed or pads(conv):
             raise Blocked(f"{conv_path} pads its input with zeros, which the shift would have to move")
+    for call in draft.anatomy.traced.calls[id(module)]:
+        later = overwritten(draft, call)
+        if later is not None:
+            raise Blocked(f"{name(later)} overwrites its input later")
     for conv_path in convs:
         draft.take(conv_path).reads.append((path, "before"))
     draft.seat(path, "Vacant")
