@@ -68,6 +68,19 @@ def _in_place_after(m: Any, x: Tensor) -> Tensor:
     return m.bn(y)
 
 
+def _overwritten(m: Any, x: Tensor) -> Tensor:
+    y = m.conv2(x)
+    z = m.bn(y)
+    m.act(y)  # in place, after the norm has read it
+    return m.head(m.conv(z) + y)
+
+
+def _overwritten_before(m: Any, x: Tensor) -> Tensor:
+    y = m.conv2(x)
+    m.act(y)
+    return m.head(m.conv(m.bn(y)) + y)
+
+
 def _by_shape(m: Any, x: Tensor) -> Tensor:
     y = m.conv(x)
     return m.bn(y).view(y.shape[0], -1, y.size(3))
@@ -141,6 +154,10 @@ MULTIPLE = [
     Case("parametrized conv", net(simple, conv=lambda: weight_norm(conv()), bn=bn), {"bn": KEPT + "parametrized"}),
     Case("old spectral norm", net(simple, conv=lambda: nn.utils.spectral_norm(conv()), bn=bn), {"bn": KEPT + "hooks"}),
     Case("conv changed in place", net(_in_place_after, **ONE), {"bn": KEPT}),
+    Case("overwritten later", net(_overwritten, conv=lambda: conv(1), bn=bn, conv2=conv, head=conv,
+                                  act=lambda: nn.ReLU(inplace=True)), {"bn": MOVED}),
+    Case("overwritten before", net(_overwritten_before, conv=lambda: conv(1), bn=bn, conv2=conv, head=conv,
+                                   act=lambda: nn.ReLU(inplace=True)), {"bn": FORWARD}),
     Case("shape read", net(_by_shape, **ONE), {"bn": BACK}),
     Case("norm unused", net(lambda m, x: m.conv(x), **ONE), {"bn": "never called"}),
 ]  # fmt: skip
@@ -243,6 +260,11 @@ RESIDUAL = [
     Case("pre-activation", net(_v2, **V2), {"bn1": MOVED + "down, conv1|conv1, down", "bn2": BACK}),
     Case("pre-activation, silu", net(lambda m, x: _v2(m, x, F.silu), **V2), {"bn1": KEPT, "bn2": BACK}),
     Case("pre-activation, in place", net(lambda m, x: _v2(m, x, F.relu_), **V2), {"bn1": MOVED, "bn2": BACK}),
+    Case("gate", net(lambda m, x: (y := m.bn(m.conv(x))) * torch.sigmoid(m.fc(y.mean((2, 3), keepdim=True))) + x, **ONE,
+                     fc=lambda: conv(1)), {"bn": BACK}),
+    Case("branch read before its end", net(lambda m, x: m.head(m.i(y := m.conv(F.relu(m.bn(m.conv2(x))))) + x)
+                                           + m.head2(y), **ONE, conv2=conv, head=conv, head2=conv, i=nn.Identity),
+         {"bn": BACK}),
     Case("branch used twice", net(lambda m, x: (y := m.bn(m.conv(x))) + x + 2 * y, **ONE), {"bn": BACK}),
 ]  # fmt: skip
 

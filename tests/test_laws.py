@@ -228,6 +228,27 @@ def test_conversions_chain(arch: str, row: Row) -> None:
         assert distance(own.reference, run(result, own.x)) <= 1e-12
 
 
+@exact_rows
+@architectures
+def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
+    """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
+    result = twin(arch, row)
+    scalars = [module for module in result.modules() if isinstance(module, layers.Scale)]
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
+        for scalar, alpha in zip(scalars, (-0.5, 0.0, 0.3), strict=False):
+            scalar.alpha.fill_(alpha)
+    x = case(arch, row).x
+    reference = run(result, x)
+    for then in EXACT:
+        if (then.scheme, row.scheme) == ("folded", "folded"):
+            continue
+        planned, draft = step(result, then.scheme, **then.options)
+        assert not draft.refusals
+        assert distance(reference, run(surgery.apply_step(result, planned), x)) <= 1e-12
+
+
 @rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
