@@ -37,6 +37,7 @@ class Traced:
         calls: nodes that call a leaf, by id of the module.
         outputs: for each node, the paths of the modules that return it, innermost first.
         opaque: paths that could not be traced, with the reason.
+        constants: tensors that forward makes itself and the graph refers to by name.
     """
 
     graph: fx.Graph
@@ -44,6 +45,7 @@ class Traced:
     calls: dict[int, list[fx.Node]]
     outputs: dict[fx.Node, list[str]]
     opaque: dict[str, str]
+    constants: dict[str, Any] = field(default_factory=dict)
     nodes: list[fx.Node] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 
@@ -159,7 +161,8 @@ def trace(model: nn.Module) -> Traced:
     for node in graph.nodes:
         if node.op == "call_module":
             calls.setdefault(id(modules[str(node.target)]), []).append(node)
-    return Traced(graph, modules, calls, tracer.outputs, tracer.opaque)
+    constants = {name: value for name, value in vars(twin).items() if name.startswith("_tensor_constant")}
+    return Traced(graph, modules, calls, tracer.outputs, tracer.opaque, constants)
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,175 @@
+"""Signal propagation plots as pictures and tables. Files are written whole or not at all; no display is needed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from normswap.errors import OutputError
+from normswap.signal import Point
+
+Curves = Mapping[str, Sequence[Point]]
+
+# Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision; yellow is too light for lines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+PANELS = (
+    ("mean_sq", "Average channel squared mean"),
+    ("variance", "Average channel variance"),
+    ("branch_variance", "Average variance of the branch"),
+)
+_LOG_ABOVE = 30.0  # ratio of values from which an axis is logarithmic
+_FLOOR = 1e-3  # where a logarithmic axis ends at the latest
+
+
+def plot(
+    curves: Curves, file: str | Path, *, expected: Mapping[str, Sequence[float]] | None = None, title: str = ""
+) -> Path:
+    """One figure with three panels over the residual blocks: squared mean, variance, and variance of the branch.
+
+    Args:
+        curves: the points of each network, by the name for the legend.
+        file: its suffix says the format: .png, .svg, .pdf ...
+        expected: analytic variances after each block, by name; drawn in the variance panel, in grey.
+
+    Raises:
+        OutputError: the file cannot be written, or not in that format.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(1, 3), PANELS, strict=True):
+        for i, (legend, points) in enumerate(curves.items()):
+            line(axes, [p.depth for p in points], [getattr(p, name) for p in points], i, legend)
+        if name == "variance":
+            for i, (legend, values) in enumerate((expected or {}).items()):
+                axes.plot(range(1, len(values) + 1), values, color="0.35", linewidth=3.5, alpha=0.55, zorder=0.5,
+                          linestyle=(":", "-")[i % 2], label=legend)  # fmt: skip
+        dress(axes, "residual block", label, "activation units²")
+        _stages(axes, curves)
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles |= {legend: handle for handle, legend in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)), fontsize=11)
+    if title:
+        figure.suptitle(title, fontsize=13)
+    return save(figure, file)
+
+
+def line(axes: Any, x: Sequence[float], y: Sequence[float], i: int, legend: str) -> None:
+    """One curve in the i-th colour, marker and line style; values that are not finite leave a gap."""
+    shown = [value if math.isfinite(value) else math.nan for value in y]
+    style = {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": LINES[i % len(LINES)],
+    }
+    axes.plot(x, shown, linewidth=1.6, markersize=4.5, label=legend, **style)
+
+
+def dress(axes: Any, x: str, y: str, unit: str, *, log: bool | None = None) -> None:
+    """Labels, grid, and a logarithmic y axis where the values ask for it (or as told)."""
+    values = [float(v) for drawn in axes.get_lines() for v in drawn.get_ydata() if math.isfinite(v) and v > 0]
+    high, low = max(values, default=1.0), max(min(values, default=1.0), _FLOOR)
+    if log or (log is None and high / low > _LOG_ABOVE):
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=low / 1.6)
+        unit += ", log scale"
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(x, fontsize=12)
+    axes.set_ylabel(f"{y}\n({unit})", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(alpha=0.25)
+    axes.locator_params(axis="x", integer=True)
+
+
+def _stages(axes: Any, curves: Curves) -> None:
+    """Thin vertical lines where a stage begins, if all networks agree on that."""
+    starts = {tuple(p.depth for before, p in pairwise(points) if p.stage != before.stage) for points in curves.values()}
+    if len(starts) == 1:
+        for depth in starts.pop():
+            axes.axvline(depth - 0.5, color="0.75", linewidth=0.8, zorder=0)
+
+
+def save(figure: Any, file: str | Path) -> Path:
+    """Write a matplotlib figure, under a temporary name first.
+
+    Raises:
+        OutputError: it cannot be written, or not in the format that the suffix names.
+    """
+    file = Path(file)
+    form = file.suffix.removeprefix(".").lower()
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if form not in known:
+        raise OutputError(f"{file}: no picture format {form!r}", remedy=f"Known: {', '.join(known)}")
+    if form == "png":
+        return _whole(file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True))
+    return _whole(file, lambda temporary: figure.savefig(temporary, format=form))
+
+
+def _paletted(figure: Any) -> Any:
+    """The figure as a picture of few colours: a third of the size, and nothing to see of it."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=100)
+    return Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+
+
+def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
+    """{"curves": {name: [point, ...]}, "expected": {name: [variance, ...]}}; what is not finite becomes None."""
+    bodies = {name: [{k: _plain(v) for k, v in asdict(p).items()} for p in points] for name, points in curves.items()}
+    return {"curves": bodies, "expected": {name: list(values) for name, values in (expected or {}).items()}}
+
+
+def write_json(curves: Curves, file: str | Path, expected: Mapping[str, Sequence[float]] | None = None) -> Path:
+    """Write `to_json` to a file."""
+    text = json.dumps(to_json(curves, expected), indent=2, allow_nan=False) + "\n"
+    return _whole(Path(file), lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_csv(curves: Curves, file: str | Path) -> Path:
+    """One row per network and block; the column `network` comes first, the others are the fields of `Point`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [field.name for field in fields(Point)]
+    writer.writerow(["network", *names])
+    for network, points in curves.items():
+        writer.writerows([network, *(getattr(point, name) for name in names)] for point in points)
+    return _whole(Path(file), lambda temporary: temporary.write_text(out.getvalue(), encoding="utf-8"))
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole(file: Path, write: Callable[[Path], Any]) -> Path:
+    """Write to a temporary file beside `file`, then rename it."""
+    try:
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        os.close(handle)
+    except OSError as error:
+        raise OutputError(f"{file} cannot be written", error.strerror or str(error)) from None
+    temporary = Path(name)
+    try:
+        write(temporary)
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private
+        temporary.replace(file)
+    except OSError as error:
+        raise OutputError(f"{file} cannot be written", error.strerror or str(error)) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file

@@ -1,0 +1,214 @@
+"""Signal propagation: how mean and variance of the hidden activations change from one residual block to the next.
+
+Brock et al. 2021, "Characterizing signal propagation to close the performance gap in unnormalized ResNets"
+(arXiv:2101.08692), section 3, signal propagation plots (SPPs). For an activation (N, C, H, W):
+
+- average channel squared mean: the mean over N, H and W, squared, averaged over C (best near 0);
+- average channel variance: the variance over N, H and W, averaged over C (shows explosion and attenuation).
+
+Both are taken after the sum of every residual block, before the activation that may follow it. The third curve is the
+average channel variance at the end of the residual branch; here it is that of f in y = skip + alpha f(x), before a
+scalar (SkipInit's, NF's alpha), as it tells whether f keeps the variance. `added_variance` is that of alpha f(x).
+
+Of NF networks the expected variance is known: 1 + alpha^2 after a stage's first block, whose skip starts anew from
+variance 1, and alpha^2 more after each further one (section 4).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect as python
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from normswap import affine, anatomy, layers
+from normswap.anatomy import Anatomy, Block
+from normswap.errors import RefusedError
+from normswap.tracing import Traced, inputs
+
+_MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One residual block of one network.
+
+    Args:
+        block: path of the block, and `stage` that of its stage; `depth` counts blocks from 1.
+        mean_sq: average channel squared mean after the sum; `variance`: average channel variance there.
+        branch_variance: average channel variance at the end of the branch, before a scalar on it.
+        added_variance: the same after that scalar: what the sum receives.
+    """
+
+    block: str
+    stage: str
+    depth: int
+    mean_sq: float
+    variance: float
+    branch_variance: float
+    added_variance: float
+
+
+def signal(
+    model: nn.Module, batches: Sequence[Tensor] | Tensor, *, batch_statistics: bool = False, seen: Anatomy | None = None
+) -> list[Point]:
+    """Measure the signal at every residual block. The model is not changed.
+
+    Args:
+        batches: inputs (N, C, H, W); statistics are taken over all of them together.
+        batch_statistics: BatchNorms normalize with the statistics of each batch, as in training. Networks at
+            initialization need that: their running statistics say nothing yet.
+        seen: the model's anatomy, if it is known.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        RefusedError: it has no residual blocks.
+    """
+    seen = seen or anatomy.inspect(model)
+    if not seen.blocks:
+        raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
+    ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
+    watched = {node for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
+    last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    probe = _Probe(model, seen.traced, watched, last)
+    like = next(model.parameters())
+    rest = [parameter.default for parameter in python.signature(model.forward).parameters.values()][1:]
+    with torch.no_grad(), _measuring(model, batch_statistics):
+        for batch in [batches] if isinstance(batches, Tensor) else batches:
+            probe.run(batch.to(like), *rest)
+    return [
+        Point(
+            block.path,
+            block.stage,
+            depth,
+            *probe.sums[block.total].read(),
+            probe.sums[ends[block.path]].read()[1],
+            probe.sums[block.branch].read()[1],
+        )
+        for depth, block in enumerate(seen.blocks, 1)
+    ]
+
+
+def expected_nf(seen: Anatomy, alpha: float | None = None) -> list[float] | None:
+    """The variance after each block if every branch has unit variance: 1 + alpha^2 after a projection, then + alpha^2.
+
+    Args:
+        alpha: the scalar of all branches (1 for pre-activation networks with BatchNorm, De & Smith 2020); by default
+            each block's own attribute `alpha`, and None is returned if a block has none.
+    """
+    found: list[float] = []
+    for block in seen.blocks:
+        module = seen.traced.modules.get(block.path.split("+")[0])
+        own = alpha if alpha is not None else getattr(module, "alpha", None)
+        if not isinstance(own, float | int):
+            return None
+        starts = not found or block.skip == "projection"
+        found.append((1.0 if starts else found[-1]) + float(own) ** 2)
+    return found
+
+
+def awake(model: nn.Module) -> nn.Module:
+    """A copy whose branches are alive: timm zeroes the last gamma, gain or `skipinit_gain` of every fresh branch, and
+    SkipInit may start from alpha = 0; where such a parameter is 0 throughout it becomes 1.
+    """
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        scalable = affine.is_norm(module) or isinstance(module, layers.Scale | layers.ChannelAffine)
+        names = ("weight", "alpha") if scalable else ("gain", "skipinit_gain")
+        for name in names:
+            value = getattr(module, name, None)
+            if isinstance(value, nn.Parameter) and not bool(value.any()):
+                nn.init.ones_(value)
+    return twin
+
+
+def unnormalized(model: nn.Module) -> nn.Module:
+    """A copy without its norms: in their seats stands nothing but the activation that some carry."""
+    twin = copy.deepcopy(model)
+    for path, module in list(twin.named_modules(remove_duplicate=False)):
+        if affine.is_norm(module) and path:
+            home, _, seat = path.rpartition(".")
+            act = affine.activation(module)
+            setattr(twin.get_submodule(home), seat, layers.Vacant(copy.deepcopy(act)))
+    return twin
+
+
+class _Sums:
+    """Sums per channel, in float64, of everything seen at one place."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, x: Tensor, last: bool) -> None:
+        dim = x.ndim - 1 if last or x.ndim == 3 else 1
+        values = x.movedim(dim, 0).flatten(1).double()
+        mean = values.mean(1)
+        self.batches.append((values.shape[1], mean, (values - mean[:, None]).square().mean(1)))
+
+    def read(self) -> tuple[float, float]:
+        """Average channel squared mean, average channel variance."""
+        total = sum(count for count, _, _ in self.batches)
+        mean = sum((count / total * mean for count, mean, _ in self.batches), torch.zeros(()))
+        variance = sum(
+            (count / total * (var + (own - mean).square()) for count, own, var in self.batches), torch.zeros(())
+        )
+        return float(mean.square().mean()), float(variance.mean())
+
+
+class _Probe(fx.Interpreter):
+    """Runs a traced graph on the original modules and looks at some nodes, before anything can overwrite them."""
+
+    def __init__(self, model: nn.Module, traced: Traced, watched: set[fx.Node], last: bool) -> None:
+        super().__init__(model, graph=traced.graph)
+        self.constants = traced.constants
+        self.sums = {node: _Sums() for node in watched}
+        self.last = last
+
+    def fetch_attr(self, target: str) -> Any:
+        return self.constants[target] if target in self.constants else super().fetch_attr(target)
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n in self.sums:
+            self.sums[n].add(value, self.last)
+        return value
+
+
+def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
+    """The end of the branch, with drop path, learnable scalars and one constant factor peeled off."""
+    node, constants = block.branch, 1
+    while True:
+        module, sources = seen.traced.module(node), inputs(node)
+        tensors = [source for source in sources if source.op != "get_attr"]
+        times = node.target in _MULTIPLY
+        if not (times or isinstance(module, nn.Identity | layers.Scale) or type(module).__name__ == "DropPath"):
+            return node
+        constants -= times and len(sources) == 1
+        if len(tensors) != 1 or constants < 0:
+            return node  # a gate, or the second constant (the attention gain of NF networks belongs to f)
+        node = tensors[0]
+
+
+@contextmanager
+def _measuring(model: nn.Module, batch_statistics: bool) -> Iterator[None]:
+    """Eval mode, but BatchNorms may take the statistics of the batch, and forget them again."""
+    modes = {module: module.training for module in model.modules()}
+    norms: list[Any] = [m for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
+    kept = [(norm, norm.track_running_stats, norm.running_mean, norm.running_var) for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+    try:
+        yield
+    finally:
+        for norm, track, mean, var in kept:
+            norm.track_running_stats, norm.running_mean, norm.running_var = track, mean, var
+        for module, mode in modes.items():
+            module.training = mode

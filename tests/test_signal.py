@@ -1,0 +1,227 @@
+"""Signal propagation: measured against hooks, against theory, and before and after exact conversions."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from lived import lived_in, swapped
+from PIL import Image
+from timm.layers import ScaledStdConv2d
+from torch import Tensor, nn
+
+from normswap import anatomy, draw
+from normswap.errors import OutputError, RefusedError
+from normswap.signal import Point, awake, expected_nf, signal, unnormalized
+
+NARROW = {"resnet18": {"channels": (8, 16, 32, 64)}, "resnetv2_18": {"channels": (8, 16, 32, 64)}}
+
+
+def noise(n: int = 4, side: int = 64, seed: int = 0) -> Tensor:
+    return torch.randn(n, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def fresh(name: str, seed: int = 0, **kwargs: object) -> nn.Module:
+    torch.manual_seed(seed)
+    return awake(timm.create_model(name, **kwargs))
+
+
+def test_the_numbers_are_those_that_hooks_see() -> None:
+    model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
+    x = noise(seed=1).double()
+    seen: dict[str, Tensor] = {}
+    block = model.layer2[1]
+    block.bn2.register_forward_hook(lambda m, a, y: seen.update(branch=y.clone()))
+    block.act2.register_forward_pre_hook(lambda m, a: seen.update(total=a[0].clone()))
+    with torch.no_grad():
+        model(x)
+    point = next(p for p in signal(model, x) if p.block == "layer2.1")
+    dims = (0, 2, 3)
+    assert point.mean_sq == pytest.approx(float(seen["total"].mean(dims).square().mean()))
+    assert point.variance == pytest.approx(float(seen["total"].var(dims, correction=0).mean()))
+    assert point.branch_variance == pytest.approx(float(seen["branch"].var(dims, correction=0).mean()))
+    assert point.added_variance == point.branch_variance
+    assert (point.stage, point.depth) == ("layer2", 4)
+
+
+def test_batches_are_taken_together_and_the_model_is_left_alone() -> None:
+    model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
+    x = noise(6, seed=1).double()
+    before = copy.deepcopy(model.state_dict())
+    model.train()
+    for one, other in zip(signal(model, x), signal(model, [x[:2], x[2:]]), strict=True):
+        assert one.variance == pytest.approx(other.variance, rel=1e-9)
+        assert one.mean_sq == pytest.approx(other.mean_sq, rel=1e-9)
+    signal(model, x, batch_statistics=True)
+    assert model.training
+    assert model.bn1.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "to"), [(n, to) for n in NARROW for to in ("skipinit", "folded")])
+def test_an_exact_conversion_keeps_the_curves(name: str, to: str) -> None:
+    model = lived_in(timm.create_model(name, **NARROW[name]), noise())
+    x = noise(seed=1).double()
+    source, result = signal(model, x), signal(swapped(model, to), x)
+    for one, other in zip(source, result, strict=True):
+        for field in ("mean_sq", "variance", "added_variance"):
+            assert getattr(other, field) == pytest.approx(getattr(one, field), rel=1e-9)
+        assert (one.block, one.stage, one.depth) == (other.block, other.stage, other.depth)
+
+
+def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> None:
+    model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
+    x = noise(seed=1).double()
+    half, one = (signal(swapped(model, "skipinit", alpha=alpha), x)[0] for alpha in (0.5, 1.0))
+    assert half.branch_variance == pytest.approx(one.branch_variance)
+    assert half.added_variance == pytest.approx(0.25 * half.branch_variance)
+    assert half.variance < one.variance
+    assert 0.3 < one.branch_variance < 3  # f was divided by its own deviation
+
+
+def as_the_theory_has_it(model: nn.Module) -> nn.Module:
+    """timm's nf_resnet50 without the two things the analytic variance knows nothing of: the stem's filters are scaled
+    by ReLU's gamma though no ReLU comes before them, and the shortcuts average 2x2 pixels, which takes variance
+    away unless the pixels agree."""
+    for module in model.modules():
+        if type(module).__name__ == "DownsampleAvg" and not isinstance(module.pool, nn.Identity):
+            module.pool = nn.AvgPool2d(1, stride=2)
+    stem = next(m for m in model.modules() if isinstance(m, ScaledStdConv2d))
+    with torch.no_grad():
+        stem.gain.div_(1.7139588594436646)
+    return model
+
+
+def test_nf_resnet50_follows_the_analytic_variance() -> None:
+    model = as_the_theory_has_it(fresh("nf_resnet50"))
+    seen = anatomy.inspect(model)
+    wanted = expected_nf(seen)
+    assert wanted is not None
+    assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])  # alpha 0.2: Brock et al. 2021, section 4
+    points = signal(model, noise(8, 128), seen=seen)
+    assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
+    assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
+
+
+def test_nf_resnet50_as_it_is_grows_as_expected_within_every_stage() -> None:
+    model = fresh("nf_resnet50")
+    seen = anatomy.inspect(model)
+    points, wanted = signal(model, noise(4, 128), seen=seen), expected_nf(seen)
+    assert wanted is not None
+    ratios: dict[str, list[float]] = {}
+    for point, value in zip(points, wanted, strict=True):
+        ratios.setdefault(point.stage, []).append(point.variance / value)
+    for found in ratios.values():
+        assert max(found) / min(found) < 1.05
+    firsts = [found[0] for found in ratios.values()]
+    assert firsts == sorted(firsts, reverse=True)  # what averaging takes away adds up
+    assert firsts[0] > 2  # the stem's gamma
+
+
+def test_without_norms_the_signal_explodes() -> None:
+    model = fresh("resnetv2_50")
+    x = noise(4, 64)
+    normal = [p.variance for p in signal(model, x, batch_statistics=True)]
+    bare = [p.variance for p in signal(unnormalized(model), x)]
+    assert max(normal) < 5
+    assert bare[-1] / bare[0] > 1e3
+    assert not anatomy.inspect(unnormalized(model)).norms
+    assert len(anatomy.inspect(model).norms) == 49
+
+
+def test_normalized_branches_add_one_each() -> None:
+    """De & Smith 2020, section 3: every branch adds 1; a projection starts anew, from 1."""
+    model = fresh("resnet50")
+    points = signal(model, noise(8, 64), batch_statistics=True)
+    assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
+    starts = [p for p, block in zip(points, anatomy.inspect(model).blocks, strict=True) if block.skip == "projection"]
+    assert [p.variance for p in starts] == pytest.approx([2.0] * 4, rel=0.05)
+    assert expected_nf(anatomy.inspect(model), alpha=1.0)[:4] == [2.0, 3.0, 4.0, 2.0]  # type: ignore[index]
+    assert expected_nf(anatomy.inspect(model)) is None
+
+
+def test_awake_revives_what_timm_zeroes() -> None:
+    for name in ("resnet18", "nf_resnet26", "dm_nfnet_f0"):
+        asleep = timm.create_model(name)
+        x = noise(1, 64)
+        dead = [p.added_variance for p in signal(asleep, x, batch_statistics=True)]
+        alive = [p.added_variance for p in signal(awake(asleep), x, batch_statistics=True)]
+        assert max(dead) == 0 < min(alive)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_transformers(name: str) -> None:
+    points = signal(timm.create_model(name), noise(1, 224))
+    assert len(points) == 24
+    assert all(0 < p.variance < 100 and p.added_variance > 0 for p in points)
+
+
+def test_a_network_without_residual_blocks_is_refused() -> None:
+    with pytest.raises(RefusedError, match="no residual blocks"):
+        signal(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), noise(1, 8))
+
+
+# --- pictures and tables ----------------------------------------------------------------------------------------------
+
+CURVES = {
+    "small": [Point("s.0", "s", 1, 0.1, 1.0, 1.0, 0.5), Point("t.0", "t", 2, 0.2, 2.0, 1.0, 0.5)],
+    "exploding": [Point("s.0", "s", 1, 0.1, 1.0, 1.0, 1.0), Point("t.0", "t", 2, 0.0, math.inf, 1e9, 1e9)],
+}
+
+
+def test_tables(tmp_path: Path) -> None:
+    file = draw.write_json(CURVES, tmp_path / "a.json", {"theory": [1.0, 2.0]})
+    body = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert body["curves"]["exploding"][1]["variance"] is None
+    assert body["curves"]["small"][0] == {
+        "block": "s.0", "stage": "s", "depth": 1, "mean_sq": 0.1, "variance": 1.0, "branch_variance": 1.0,
+        "added_variance": 0.5,
+    }  # fmt: skip
+    assert body["expected"] == {"theory": [1.0, 2.0]}
+    with draw.write_csv(CURVES, tmp_path / "a.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["network"] for row in rows] == ["small"] * 2 + ["exploding"] * 2
+    assert float(rows[1]["variance"]) == 2.0
+    assert {file.name for file in tmp_path.iterdir()} == {"a.json", "a.csv"}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_pictures(tmp_path: Path, suffix: str) -> None:
+    file = draw.plot(CURVES, tmp_path / f"a.{suffix}", expected={"theory": [1.0, 2.0]}, title="a title")
+    assert file.stat().st_size > 5000
+    if suffix == "png":
+        with Image.open(file) as picture:
+            assert picture.size[0] >= 1000
+    if suffix == "svg":
+        text = file.read_text()
+        assert all(f"<!-- {label}" in text for label in ("small", "exploding", "theory", "residual block", "a title"))
+        assert "log scale" in text
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="png"):
+        draw.plot(CURVES, tmp_path / "a.xyz")
+    with pytest.raises(OutputError, match="cannot be written"):
+        draw.plot(CURVES, tmp_path / "nowhere" / "a.png")
+    (tmp_path / "taken.png").mkdir()
+    with pytest.raises(OutputError, match="cannot be written"):
+        draw.plot(CURVES, tmp_path / "taken.png")
+    assert [f.name for f in tmp_path.iterdir()] == ["taken.png"]
+
+
+def test_no_display_is_needed(tmp_path: Path) -> None:
+    code = (
+        "import sys; from normswap.draw import plot; from normswap.signal import Point\n"
+        f"plot({{'a': [Point('b', 's', 1, 1., 1., 1., 1.)]}}, {str(tmp_path / 'a.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules and 'tkinter' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": "", "MPLBACKEND": "tkagg"})
