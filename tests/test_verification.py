@@ -1,0 +1,278 @@
+"""What is proved is true: known-bad results are rejected at the tolerances we ship, and blindness is reported."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import lived_in, run, step
+from torch import Tensor, nn
+
+from normswap import anatomy, conversion, surgery, verification
+from normswap.errors import NormswapError, PlanError, VerificationError
+from normswap.plan import Edit, Step
+from normswap.verification import Error, Report
+
+Harm = Callable[[Any, Any], None]
+PATH = "layer2.1"  # the block that the mutants harm
+
+
+def inputs(seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, side, side, generator=generator) for side in (48, 33)]
+
+
+@functools.cache
+def source() -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32))
+    return lived_in(model, torch.randn(4, 3, 48, 48, dtype=torch.float64)).float()
+
+
+def result(harm: Harm, double: bool = False) -> nn.Module:
+    """The source under SkipInit, then harmed; with `double` the whole surgery in float64."""
+    converted = surgery.apply_step(source(), step(source(), "skipinit")[0], double=double)
+    with torch.no_grad():
+        harm(converted.get_submodule(PATH), source().get_submodule(PATH + ".bn1"))
+    return converted
+
+
+def compared(harm: Harm, exact: bool = True, double: bool = True) -> Report:
+    doubles = (lambda: copy.deepcopy(source()).double()), (lambda: result(harm, True))
+    return verification.compare(
+        source(), result(harm), inputs(), exact=exact, anatomy=anatomy.inspect(source()),
+        doubles=doubles if double else None,
+    )  # fmt: skip
+
+
+def none(block: Any, norm: Any) -> None:
+    """No harm."""
+
+
+def _eps(block: Any, norm: Any) -> None:
+    ratio = ((norm.running_var + norm.eps) / (norm.running_var + 1e-3)).sqrt()
+    block.conv1.weight *= ratio.view(-1, 1, 1, 1)
+    block.conv1.bias.copy_(norm.bias + (block.conv1.bias - norm.bias) * ratio)
+
+
+def _gamma(block: Any, norm: Any) -> None:
+    block.conv1.weight /= torch.where(norm.weight == 0, 1, norm.weight).view(-1, 1, 1, 1)
+
+
+def _sign(block: Any, norm: Any) -> None:
+    block.conv1.weight *= norm.weight.sign().view(-1, 1, 1, 1)
+
+
+def _permuted(block: Any, norm: Any) -> None:
+    order = torch.arange(len(norm.weight)).roll(1)
+    block.conv1.weight.copy_(block.conv1.weight[order])
+    block.conv1.bias.copy_(block.conv1.bias[order])
+
+
+def _transposed(block: Any, norm: Any) -> None:
+    block.conv2.weight.copy_(block.conv2.weight.transpose(0, 1).contiguous())
+
+
+MUTANTS: dict[str, Harm] = {
+    "wrong eps": _eps,
+    "gamma not taken": _gamma,
+    "gamma's sign lost": _sign,
+    "bias dropped": lambda block, norm: block.conv1.bias.zero_(),
+    "mean dropped": lambda block, norm: block.conv1.bias.copy_(norm.bias),
+    "channels permuted": _permuted,
+    "filters transposed": _transposed,
+    "one channel scaled by 1 %": lambda block, norm: block.conv2.weight[7].mul_(1.01),
+    "alpha off by 1 %": lambda block, norm: block.bn2.alpha.mul_(1.01),
+    "alpha forgotten": lambda block, norm: block.bn2.alpha.fill_(1),
+    "not a number": lambda block, norm: block.conv2.weight[0].fill_(float("nan")),
+    "infinite": lambda block, norm: block.conv2.bias[0].fill_(float("inf")),
+}
+
+
+def test_the_right_result_passes() -> None:
+    report = compared(none)
+    assert report.passed
+    assert report.vacuous == ()
+    assert [(error.precision, error.size) for error in report.logits] == [
+        ("float64", (2, 3, 48, 48)), ("float32", (2, 3, 48, 48)), ("float32", (2, 3, 33, 33)),
+    ]  # fmt: skip
+    assert report.tolerance["float64"] == 1e-12
+    assert report.tolerance["float32"] <= 1.1e-5
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_rejected(name: str) -> None:
+    assert not compared(MUTANTS[name]).passed
+    assert not compared(MUTANTS[name], double=False).passed, "float32 alone should see it"
+
+
+@pytest.mark.parametrize("name", ["not a number", "infinite"])
+def test_not_even_an_approximate_scheme_may_give_nan(name: str) -> None:
+    report = compared(MUTANTS[name], exact=False)
+    assert not report.passed
+    assert report.worst.relative_l2 == float("inf")
+
+
+def test_an_approximate_scheme_passes_with_its_error() -> None:
+    report = compared(MUTANTS["alpha off by 1 %"], exact=False)
+    assert report.passed
+    assert 1e-4 < report.worst.relative_l2 < 0.1
+
+
+def test_float64_sees_what_float32_cannot() -> None:
+    def slightly(block: Any, norm: Any) -> None:
+        block.bn2.alpha.mul_(1 + 1e-9)
+
+    assert compared(slightly, double=False).passed
+    assert not compared(slightly).passed
+
+
+def test_another_shape_never_passes() -> None:
+    wide: Any = result(none)
+    wide.reset_classifier(11)
+    for exact in (True, False):
+        assert not verification.compare(source(), wide, inputs(), exact=exact).passed
+
+
+def test_sites_say_where() -> None:
+    report = compared(MUTANTS["one channel scaled by 1 %"])
+    error = {site.site: site.relative_l2 for site in report.sites}
+    assert list(error) == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+    clean = [site for site, value in error.items() if value < 1e-5]
+    assert clean == ["layer1.0", "layer1.1", "layer2.0"]
+
+
+def test_measured_figures_are_the_oracles() -> None:
+    """The report's numbers against the plain formulas."""
+    harm = MUTANTS["alpha off by 1 %"]
+    report = compared(harm, double=False)
+    for x, error in zip(inputs(), report.logits, strict=True):
+        a, b = run(source(), x), run(result(harm), x)
+        assert error.relative_l2 == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
+        assert error.largest == pytest.approx(float((a - b).abs().max() / a.abs().max()), rel=1e-3)
+        assert error.cosine == pytest.approx(float(torch.cosine_similarity(a.flatten(), b.flatten(), 0)), abs=1e-6)
+        assert error.agreement == float((a.argmax(1) == b.argmax(1)).float().mean())
+
+
+EDITS: dict[str, Callable[[Edit], Edit | None]] = {
+    "alpha off by 1 %": lambda e: _with(e, "Scale", alpha=lambda a: a * 1.01),
+    "gain off": lambda e: _with(e, "Folded", gain=lambda g: g * 0.99),
+    "norm taken without gamma": lambda e: _with(e, "Folded", takes=lambda t: ["after-unit" for _ in t]),
+    "norm not taken": lambda e: dataclasses.replace(e, args={}, reads=()) if e.layer == "Folded" else e,
+    "norm not removed": lambda e: None if e.path.endswith("bn1") else e,
+    "norm removed twice": lambda e: dataclasses.replace(e, layer="Vacant", args={}) if e.layer == "Folded" else e,
+    "another's norm": lambda e: dataclasses.replace(e, reads=tuple(r.replace("bn1", "bn2") for r in e.reads)),
+    "norm kept as an affine map too": lambda e: dataclasses.replace(e, layer="ChannelAffine")
+    if e.layer == "Vacant" else e,
+}  # fmt: skip
+
+
+def _with(edit: Edit, layer: str, **changes: Callable[[Any], Any]) -> Edit:
+    if edit.layer != layer or not changes.keys() <= edit.args.keys():
+        return edit
+    return dataclasses.replace(edit, args={**edit.args, **{key: new(edit.args[key]) for key, new in changes.items()}})
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_plans_edited_into_nonsense_are_rejected(name: str) -> None:
+    planned, _ = step(source(), "skipinit")
+    edits = tuple(edit for old in planned.edits if (edit := EDITS[name](old)))
+    assert edits != planned.edits
+    with pytest.raises((VerificationError, PlanError)):
+        conversion.carry_out(source(), Step("skipinit", planned.options, edits), inputs=inputs())
+    assert conversion.carry_out(source(), planned, inputs=inputs()).report.passed
+
+
+def test_dead_branches_are_reported() -> None:
+    torch.manual_seed(0)
+    fresh = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32))
+    report = conversion.convert(fresh, "folded", inputs=inputs()).report
+    assert [line.split(":")[0] for line in report.vacuous] == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+
+
+def test_an_input_that_moves_nothing_is_reported() -> None:
+    model = copy.deepcopy(source())
+    model.get_submodule("fc").get_parameter("weight").data.mul_(1e-6)
+    report = conversion.convert(model, "folded", inputs=inputs()).report
+    assert report.vacuous[0].startswith("the input moves the output")
+
+
+def test_a_nan_source_is_rejected() -> None:
+    model = copy.deepcopy(source())
+    model.get_submodule("layer1.0.conv1").get_parameter("weight").data[0].fill_(float("nan"))
+    with pytest.raises(NormswapError):
+        conversion.convert(model, "folded", inputs=inputs())
+
+
+@pytest.mark.xfail(strict=True, reason="4 * inf is no tolerance: compare() must ask for finite errors too")
+def test_a_source_that_overflows_in_its_own_precision_is_rejected() -> None:
+    """Finite in float64, infinite in float16: nothing was measured in the precision the user has."""
+    model = copy.deepcopy(source()).half()
+    model.get_submodule("fc").get_parameter("weight").data.mul_(6e4)
+    x = 100 * inputs()[0].half()
+    assert not bool(torch.isfinite(run(model, x)).all())
+    with pytest.raises(VerificationError):
+        conversion.convert(model, "folded", inputs=x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_precisions(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(source()).to(dtype)
+    xs = [x.to(dtype) for x in inputs()]
+    good = conversion.convert(model, "skipinit", inputs=xs)
+    assert good.report.passed
+    broken: Any = copy.deepcopy(good.model)
+    broken.layer2[1].bn2.alpha.data *= 1.5
+    doubles = (lambda: copy.deepcopy(model).double()), (lambda: copy.deepcopy(broken).double())
+    assert not verification.compare(model, broken, xs, doubles=doubles).passed
+
+
+def test_reports_survive_json() -> None:
+    for report in (compared(none), compared(MUTANTS["not a number"])):
+        assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 0.9, 1.0)
+    full = Report(False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), {"source": 80.0})
+    assert Report.from_dict(json.loads(json.dumps(full.to_dict()))) == full
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model, converted = copy.deepcopy(source()).train(), result(none).train()
+    model.get_submodule("layer1").eval()
+    modes = [module.training for module in model.modules()]
+    verification.compare(model, converted, inputs(), anatomy=anatomy.inspect(model))
+    with pytest.raises(RuntimeError):
+        verification.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=anatomy.inspect(model))
+    assert [module.training for module in model.modules()] == modes
+    assert all(module.training for module in converted.modules())
+    assert not any(module._forward_hooks for net in (model, converted) for module in net.modules())
+
+
+class Two(nn.Module):
+    """Returns a dictionary, and accepts one size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 26 * 26, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.bn(self.conv(x))
+        return {"maps": x, "logits": self.fc(torch.flatten(x, 1))}
+
+
+def test_odd_outputs_and_inputs() -> None:
+    torch.manual_seed(0)
+    model = lived_in(Two(), torch.randn(4, 1, 28, 28, dtype=torch.float64)).float()
+    assert [x.shape for x in verification.noise(model, (1, 28, 28))] == [(2, 1, 28, 28)]
+    assert conversion.convert(model, "folded", size=(1, 28, 28)).report.passed
+    wrong = surgery.apply_step(model, step(model, "folded")[0])
+    wrong.get_submodule("conv").get_parameter("bias").data += 1e-3
+    assert not verification.verify(model, wrong, size=(1, 28, 28)).passed
+    with pytest.raises(VerificationError, match="does not run"):
+        verification.noise(model, (1, 100, 100))
