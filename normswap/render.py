@@ -18,7 +18,15 @@ from rich.text import Text
 Body = Mapping[str, Any]
 _WIDTH = 100
 # How verdicts begin, in the order they are counted in.
-_OUTCOMES = ("folds into", "folds forward into", "scale moves to", "keeps scale and shift", "stays", "never called")
+# how verdicts begin, and what they are called when counted
+_OUTCOMES = {
+    "folds into": "folded back",
+    "folds forward into": "folded forward",
+    "scale moves to": "left a shift",
+    "keeps scale and shift": "left scale and shift",
+    "stays": "stay",
+    "never called": "never called",
+}
 
 
 def _out() -> Console:
@@ -37,7 +45,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *,
     numbers = right.split(",")
     for i in kept:
         number = columns[i] in numbers
-        table.add_column(columns[i], justify="right" if number else "left", overflow="fold", no_wrap=number)
+        table.add_column(columns[i], justify="right" if number else "left", overflow="fold", no_wrap=number or i == 0)
     for texts in cells:
         table.add_row(*(Text(texts[i]) for i in kept))
     return table
@@ -66,7 +74,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 def _span(pair: Sequence[float] | None) -> str:
     if pair is None:
         return ""
-    low, high = (f"{value:.3g}" for value in pair)
+    low, high = (f"{value:.2g}" for value in pair)
     return low if low == high else f"{low} .. {high}"
 
 
@@ -135,6 +143,9 @@ def _inside(block: str, path: str | None) -> str | None:
 def _site_rows(sites: Sequence[Body], with_class: bool) -> Iterator[Sequence[Any]]:
     for site in sites:
         fate = f"refused: {site['refused']}" if site["refused"] else site["folding"]
+        parent = site["path"].rpartition(".")[0]
+        if fate and parent:  # neighbours by the name they have there
+            fate = fate.replace(f"{parent}.", "")
         kind = site["class"] if with_class else None
         yield site["path"], kind, site["channels"], site["role"], _span(site["mean"]), _span(site["std"]), fate
 
@@ -175,7 +186,7 @@ def outcomes(verdicts: Iterable[str]) -> dict[str, int]:
     """Verdicts counted by how they begin."""
     found = Counter(next((o for o in _OUTCOMES if verdict.startswith(o)), verdict) for verdict in verdicts)
     order = [*(outcome for outcome in _OUTCOMES if outcome in found), *(o for o in found if o not in _OUTCOMES)]
-    return {outcome: found[outcome] for outcome in order}
+    return {_OUTCOMES.get(outcome, outcome): found[outcome] for outcome in order}
 
 
 def _edit_row(edit: Body) -> Sequence[Any]:
