@@ -1,0 +1,145 @@
+"""One network of the walk: build it, let it live, fold it, compare; and the same for torch's own fuser."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from typing import Any
+
+import timm
+import torch
+from lived import BATCHNORMS, batchnorms, distance, lived_in, run
+from timm.models._registry import _model_to_module
+from torch import Tensor, fx, nn
+from torch.fx.experimental import optimization
+
+from normswap import anatomy, schemes, surgery
+from normswap.errors import RefusedError, TraceError
+from normswap.plan import Step
+
+EXACT = 1e-8  # relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by 1e-10
+WAYS = {
+    "folds into": "back",
+    "folds forward": "forward",
+    "scale moves": "moved",
+    "keeps scale": "affine",
+    "never called": "unused",
+}
+BATCH = 2
+FOLDED = schemes.get("folded")  # imported before the walk forks: one state of the code for all networks
+
+
+def family(name: str) -> str:
+    """timm's file, but for the two files that hold many families: these by the beginning of the name, too."""
+    module = _model_to_module[name]
+    return f"{module}: tf_" if module == "efficientnet" and name.startswith("tf_") else module
+
+
+def count(name: str) -> tuple[int, int]:
+    """Parameters and BatchNorm layers of an architecture, without its tensors."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return sum(p.numel() for p in model.parameters()), len(batchnorms(model))
+
+
+def living(name: str) -> tuple[nn.Module, Tensor]:
+    """The network as if trained, in float64, and an input of 96 pixels, or of the smallest size it accepts."""
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    channels, *native = model.pretrained_cfg["input_size"]
+    sizes = [native] if model.pretrained_cfg.get("fixed_input_size") else [[96, 96], [128, 128], native]
+    wake(model)
+    for i, size in enumerate(sizes):
+        x = torch.randn(BATCH, channels, *size, dtype=torch.float64)
+        try:
+            return lived_in(model, x), x
+        except (RuntimeError, AssertionError, ValueError):
+            if i == len(sizes) - 1:
+                raise
+            model = timm.create_model(name).eval()
+            wake(model)
+    raise AssertionError
+
+
+def wake(model: nn.Module, seed: int = 1) -> None:
+    """Give random values to what timm starts at one constant (LayerScale, zeroed biases and gates), but norms."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, BATCHNORMS):
+            continue
+        for name, value in module.named_parameters(recurse=False):
+            if value.numel() and bool((value == value.flatten()[0]).all()) and value.is_floating_point():
+                bias = "bias" in name or value.ndim > 1
+                with torch.no_grad():
+                    noise = torch.rand(value.shape, generator=generator, dtype=torch.float64)
+                    value.copy_((noise - 0.5) * 0.4 if bias else noise + 0.5)
+
+
+def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
+    """The folded network, or None, and what is to be recorded."""
+    try:
+        draft = FOLDED.plan(anatomy.inspect(model))
+    except (TraceError, RefusedError) as error:
+        return None, {"status": "refused", "refused": len(batchnorms(model)), "why": str(error)[:300]}
+    ways = Counter(way for verdict in draft.verdicts.values() for key, way in WAYS.items() if verdict.startswith(key))
+    reasons = Counter(verdict.split(": ", 1)[1] for verdict in draft.verdicts.values() if verdict.startswith("keeps"))
+    row: dict[str, Any] = {**ways, "kept": [f"{n} x {why}"[:120] for why, n in reasons.most_common(3)]}
+    if draft.refusals:
+        path, why = next(iter(draft.refusals.items()))
+        row |= {"status": "refused", "refused": len(draft.refusals), "why": f"{path}: {why}"[:300]}
+        return None, row
+    return surgery.apply_step(model, Step("folded", {}, draft.edits())), row
+
+
+def outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Everything the network returns, in a row; of a copy of x, as some forwards write to their input."""
+    value: Any = run(model, x.clone())
+    return torch.cat([part.flatten(1) for part in (value if isinstance(value, (tuple, list)) else (value,))], 1)
+
+
+def check(name: str) -> dict[str, Any]:
+    """What folding did to one network."""
+    warnings.simplefilter("ignore")
+    model, x = living(name)
+    reference = outputs(model, x)
+    total = len(batchnorms(model))
+    row: dict[str, Any] = {
+        "norms": total,
+        "size": x.shape[-1],
+        "sensitivity": float((reference[0] - reference[1]).norm() / reference.norm()),
+    }
+    result, found = fold(model)
+    row |= found
+    if result is not None:
+        used = total - found.get("unused", 0)
+        row["error"] = distance(reference, outputs(result, x))
+        row["left"] = len(batchnorms(result)) - (total - used)
+        row["status"] = "exact" if row["error"] <= EXACT else "wrong"
+        if not torch.equal(outputs(model, x), reference):
+            row |= {"status": "wrong", "why": "the source was changed"}
+    del result
+    row["fuse"] = fuse(model, x, reference)
+    return row
+
+
+def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
+    """The same by `torch.fx.experimental.optimization.fuse`."""
+    total = len(batchnorms(model))
+    try:
+        fused: Any = optimization.fuse(copy.deepcopy(model), inplace=True)
+        left = sum(_normalizes(fused, node) for node in fused.graph.nodes)
+        error = distance(reference, outputs(fused, x))
+    except Exception as problem:
+        return {"status": "raised", "left": total, "why": f"{type(problem).__name__}: {problem}"[:120]}
+    if not error <= EXACT:
+        return {"status": "wrong", "left": left, "error": error}
+    status = "complete" if left == 0 else "no-op" if left >= total else "partial"
+    return {"status": status, "left": left, "error": error}
+
+
+def _normalizes(fused: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether this step is a BatchNorm with running statistics (`batch_norm` also standardizes weights, without)."""
+    if node.op == "call_module":
+        return isinstance(fused.get_submodule(str(node.target)), BATCHNORMS)
+    return node.target is torch.nn.functional.batch_norm and node.args[1] is not None
