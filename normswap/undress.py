@@ -167,8 +167,22 @@ def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> str:
         raise Blocked("it is called more than once")
     (above,) = inputs(calls[0])
     conv, readers = last_linear(draft, above, calls[0])
+    if not alpha and any(_escapes(draft, reader, calls[0]) for reader in readers):
+        raise Blocked("it is 0, and the branch is read elsewhere too")
     draft.take(conv).gain *= alpha
     for reader in readers if alpha else ():  # what a gate makes of a dead branch does not matter
         draft.take(reader).in_gain /= alpha
     draft.seat(path, "Vacant")
     return f"folds into {conv}, through the gate"
+
+
+def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
+    """Whether what the module at `path` computes reaches the model's output by a way that avoids `end`."""
+    traced = draft.anatomy.traced
+    seen = set(traced.calls[id(traced.modules[path])])
+    ahead = list(seen)
+    while ahead:
+        fresh = {user for user in traced.users[ahead.pop()] if user is not end} - seen
+        seen |= fresh
+        ahead += fresh
+    return any(node.op == "output" for node in seen)
