@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normswap import surgery
 from normswap.errors import RefusedError
+from normswap.layers import Scale
 
 EXACT = 1e-12
 
@@ -29,12 +30,15 @@ def build(case: Case) -> tuple[nn.Module, Tensor]:
     return lived_in(case.make(), seen), x
 
 
-def trained(model: nn.Module) -> None:
-    """Move every parameter, so that no scalar is 1 and no bias 0 any more."""
+def trained(model: nn.Module, alpha: float | None = None) -> None:
+    """Move every parameter, so that no scalar is 1 and no bias 0 any more; then set the scalars to `alpha`."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 + 0.2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+        for module in model.modules():
+            if alpha is not None and isinstance(module, Scale):
+                module.alpha.fill_(alpha)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -69,11 +73,12 @@ def test_skipinit_is_exact_or_refused(case: Case) -> None:
     elif not draft.refusals:
         result = surgery.apply_step(model, planned)
         assert distance(reference, outputs(result, x)) <= EXACT
-        trained(result)
-        reference = outputs(result, x)
-        planned, draft = step(result, "folded")
-        assert draft.refusals == {}
-        assert distance(reference, outputs(surgery.apply_step(result, planned), x)) <= EXACT
+        for alpha in (None, 0.0, -0.7):
+            trained(result, alpha)
+            reference = outputs(result, x)
+            planned, draft = step(result, "folded")
+            assert draft.refusals == {}
+            assert distance(reference, outputs(surgery.apply_step(result, planned), x)) <= EXACT
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.fuser], ids=str)

@@ -1,0 +1,195 @@
+"""What SkipInit's scalars start from, where they stand, and what they do in training."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import distance, lived_in, run, step, swapped
+from torch import Tensor, nn
+
+from normswap.errors import OptionError, RefusedError
+from normswap.layers import Chain, Scale
+
+SMALL: dict[str, dict[str, Any]] = {
+    "resnet18": {"channels": (8, 16, 24, 32)},
+    "resnet26d": {"channels": (8, 16, 24, 32), "stem_width": 8, "layers": (1, 2, 1, 1)},
+    "seresnet18": {"channels": (8, 16, 24, 32)},
+    "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
+    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8},
+}
+LAST = {"resnet18": "bn2", "resnet26d": "bn3", "seresnet18": "bn2", "ecaresnet50t": "bn3"}
+SEAT = {"resnet18": "bn2", "resnet26d": "bn3", "seresnet18": "se", "ecaresnet50t": "se", "resnetv2_18": "drop_path"}
+architectures = pytest.mark.parametrize("arch", SMALL)
+
+
+@functools.cache
+def source(arch: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
+    return lived_in(timm.create_model(arch, num_classes=10, **SMALL[arch]), seen), x
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """timm's residual blocks, in order."""
+    stages: Any = [getattr(model, f"layer{i}") for i in (1, 2, 3, 4)] if hasattr(model, "layer1") else None
+    return [block for stage in stages or [s.blocks for s in model.get_submodule("stages")] for block in stage]  # type: ignore[union-attr]
+
+
+def scales(model: nn.Module) -> list[Scale]:
+    return [module for module in model.modules() if isinstance(module, Scale)]
+
+
+def alphas(model: nn.Module) -> list[float]:
+    return [scale.alpha.item() for scale in scales(model)]
+
+
+@architectures
+def test_one_scalar_per_block_in_its_seat(arch: str) -> None:
+    model, _ = source(arch)
+    result = swapped(model, "skipinit")
+    assert len(scales(result)) == len(blocks(model))
+    for before, after in zip(blocks(model), blocks(result), strict=True):
+        seat = after.get_submodule(SEAT[arch])
+        if SEAT[arch] == "se":
+            assert isinstance(seat, Chain)
+            assert type(seat.inner) is type(before.get_submodule("se"))
+            assert isinstance(seat.then, Scale), "alpha stands after the gate"
+        else:
+            assert isinstance(seat, Scale)
+
+
+@pytest.mark.parametrize("arch", LAST)
+def test_match_is_the_deviation_of_the_branch(arch: str) -> None:
+    """The last BatchNorm's output has deviation |gamma| (Ioffe & Szegedy), so alpha is the rms of gamma."""
+    model, _ = source(arch)
+    expected = [b.get_parameter(f"{LAST[arch]}.weight").square().mean().sqrt().item() for b in blocks(model)]
+    assert alphas(swapped(model, "skipinit")) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet26d"])
+def test_matched_branches_have_unit_variance(arch: str) -> None:
+    """Measured: on the data the statistics come from, f(x) has rms deviation about 1 before alpha."""
+    model, _ = source(arch)
+    torch.manual_seed(0)
+    seen = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)[0]
+    result, found = swapped(model, "skipinit"), []
+    for scale in scales(result):
+        scale.register_forward_pre_hook(lambda module, args: found.append(args[0].transpose(0, 1).flatten(1)))
+    run(result, seen)
+    for branch in found:
+        assert float(branch.var(1).mean().sqrt()) == pytest.approx(1, abs=0.2)
+
+
+@architectures
+@pytest.mark.parametrize(
+    ("alpha", "expected"),
+    [("0", 0.0), (0, 0.0), ("1", 1.0), (1, 1.0), ("0.25", 0.25), (-0.5, -0.5), ("inv-sqrt-depth", None)],
+)
+def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
+    """The scalars start where asked; the branches are those of `match`, so that only alpha differs."""
+    model, x = source(arch)
+    count = len(blocks(model))
+    value = count**-0.5 if expected is None else expected
+    reset, matched = swapped(model, "skipinit", alpha=alpha), swapped(model, "skipinit")
+    assert alphas(reset) == pytest.approx([value] * count)
+    with torch.no_grad():
+        for scale, target in zip(scales(reset), alphas(matched), strict=True):
+            scale.alpha.fill_(target)
+    assert distance(run(matched, x), run(reset, x)) <= 1e-12
+
+
+@pytest.mark.parametrize("alpha", ["", "half", "nan", "inf", "--1", float("nan")])
+def test_bad_alphas(alpha: str | float) -> None:
+    with pytest.raises(OptionError, match="alpha"):
+        swapped(source("resnet18")[0], "skipinit", alpha=alpha)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1, 1.5, float("nan")])
+def test_bad_dropouts(dropout: float) -> None:
+    with pytest.raises(OptionError, match="dropout"):
+        swapped(source("resnet18")[0], "regularized-skipinit", dropout=dropout)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet26d", "seresnet18"])
+def test_fresh_networks_get_alpha_0_and_a_live_branch(arch: str) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(arch, num_classes=10, zero_init_last=True, **SMALL[arch]).double().eval()
+    x = torch.randn(3, 3, 33, 33, dtype=torch.float64)
+    result = swapped(model, "skipinit")
+    assert alphas(result) == [0.0] * len(blocks(model))
+    assert distance(run(model, x), run(result, x)) <= 1e-12
+    for block in blocks(result):
+        last: Any = block.get_submodule("conv3" if hasattr(block, "conv3") else "conv2")
+        assert bool(last.weight.any())
+    result.train()(x).square().sum().backward()
+    assert all(scale.alpha.grad is not None and bool(scale.alpha.grad.any()) for scale in scales(result))
+
+
+@architectures
+def test_drop_path_survives_before_alpha(arch: str) -> None:
+    """With the same random numbers, source and result drop the same branches and agree."""
+    seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = lived_in(timm.create_model(arch, num_classes=10, drop_path_rate=0.5, **SMALL[arch]), seen)
+    result = swapped(model, "skipinit")
+
+    def drops(net: nn.Module) -> list[nn.Module]:
+        return [module for module in net.modules() if type(module).__name__ == "DropPath"]
+
+    assert len(drops(result)) == len(drops(model)) == len(blocks(model)) - 1
+
+    def stochastic(net: nn.Module) -> Tensor:
+        net.eval()
+        for drop in drops(net):
+            drop.train()
+        torch.manual_seed(7)
+        with torch.no_grad():
+            return net(x)
+
+    reference = stochastic(model)
+    assert distance(run(model, x), reference) > 1e-2
+    assert distance(reference, stochastic(result)) <= 1e-12
+    for block in blocks(result):
+        seat: Any = block.get_submodule("drop_path" if drops(block) else SEAT[arch])
+        if drops(block):
+            assert type(seat) is Chain
+            assert type(seat.inner).__name__ == "DropPath"
+            assert type(seat.then) is Scale
+        assert len(scales(block)) == 1
+    result.train()(x).sum().backward()
+
+
+@architectures
+def test_regularized_adds_dropout_and_biases(arch: str) -> None:
+    model, x = source(arch)
+    result: Any = swapped(model, "regularized-skipinit")
+    rates = [m.p for m in result.modules() if isinstance(m, nn.Dropout)] + [getattr(result, "drop_rate", 0.0)]
+    assert 0.2 in rates
+    post = arch != "resnetv2_18"
+    for scale in scales(result):
+        assert (scale.bias is not None) is post, "one scalar bias before the final ReLU of v1 blocks, none in v2"
+        assert scale.bias is None or scale.bias.tolist() == [0.0]
+    result.train()
+    with torch.no_grad():
+        assert not torch.equal(result(x), result(x)), "dropout is alive in training"
+        own: Any = swapped(model, "skipinit").train()
+        assert torch.equal(own(x), own(x))
+
+
+def test_a_network_without_blocks_is_refused() -> None:
+    model = lived_in(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8))
+    with pytest.raises(RefusedError, match="no residual blocks"):
+        step(model, "skipinit")
+
+
+def test_the_checker_notices() -> None:
+    model, x = source("resnet18")
+    wrong = swapped(model, "skipinit")
+    with torch.no_grad():
+        scales(wrong)[0].alpha *= 1.001
+    assert alphas(wrong) != pytest.approx(alphas(swapped(model, "skipinit")), rel=1e-12)
+    assert distance(run(model, x), run(wrong, x)) > 1e-12

@@ -1,0 +1,162 @@
+"""Plans are data: they survive JSON, know themselves by their digest, and refuse what they do not understand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from normswap import surgery
+from normswap.errors import PlanError
+from normswap.plan import VERSION, Edit, Plan, Step
+
+paths = st.lists(st.text("abc019_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
+words = st.text(max_size=6)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | numbers | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+records = st.dictionaries(words, values, max_size=3)
+edits = st.builds(Edit, paths, words, records, st.lists(paths, max_size=3).map(tuple))
+steps = st.builds(Step, words, records, st.lists(edits, max_size=5, unique_by=lambda e: e.path).map(tuple))
+plans = st.builds(Plan, st.lists(steps, max_size=3).map(tuple))
+
+
+@given(plan=plans, indent=st.sampled_from([None, 2]))
+def test_round_trip(plan: Plan, indent: int | None) -> None:
+    read = Plan.from_json(plan.to_json(indent))
+    assert read == plan
+    assert read.digest == plan.digest
+    assert json.loads(plan.to_json())["digest"] == plan.digest
+
+
+@given(one=plans, two=plans)
+def test_digests_tell_plans_apart(one: Plan, two: Plan) -> None:
+    as_text = [json.dumps(json.loads(plan.to_json()), sort_keys=True) for plan in (one, two)]
+    assert (one.digest == two.digest) == (as_text[0] == as_text[1])
+
+
+def test_the_digest_ignores_the_order_of_keys_only() -> None:
+    def plan(args: dict[str, Any]) -> Plan:
+        return Plan((Step("skipinit", {}, (Edit("a", "Scale", args),)),))
+
+    assert plan({"alpha": 1.0, "bias": True}).digest == plan({"bias": True, "alpha": 1.0}).digest
+    assert plan({"alpha": 1.0}).digest != plan({"alpha": 1.0000001}).digest
+    assert re.fullmatch("[0-9a-f]{64}", Plan().digest)
+
+
+def test_steps_append() -> None:
+    one, two = Step("folded", {}, ()), Step("skipinit", {"alpha": "match"}, ())
+    assert Plan().then(one).then(two) == Plan((one, two))
+
+
+BODY: dict[str, Any] = {
+    "version": VERSION,
+    "steps": [
+        {"scheme": "folded", "options": {}, "edits": []},
+        {"scheme": "skipinit", "options": {"alpha": "match"}, "edits": [
+            {"path": "a.b", "layer": "Scale", "args": {"alpha": 1.0}, "reads": []},
+            {"path": "a.c", "layer": "Vacant"},
+        ]},
+    ],
+}  # fmt: skip
+EDIT = r"steps\[1\]\.edits\[1\]"
+
+
+def _edit(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda body: body["steps"][1]["edits"][1].update(changes)
+
+
+def _step(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda body: body["steps"][1].update(changes)
+
+
+MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "unknown key": (lambda body: body.update(extra=1), r"unknown keys \['extra'\].*Known:"),
+    "no version": (lambda body: body.pop("version"), "version None"),
+    "next version": (lambda body: body.update(version=VERSION + 1), f"version {VERSION + 1}.*reads {VERSION}"),
+    "version as text": (lambda body: body.update(version=str(VERSION)), "version"),
+    "no steps": (lambda body: body.pop("steps"), "steps must be of type list"),
+    "steps as record": (lambda body: body.update(steps={}), "steps must be of type list"),
+    "step as text": (lambda body: body["steps"].append("folded"), r"steps\[2\] must be an object, not str"),
+    "unknown key in a step": (_step(alpha=0), r"steps\[1\] has unknown keys \['alpha'\]"),
+    "no scheme": (lambda body: body["steps"][1].pop("scheme"), r"steps\[1\]\.scheme must be of type str"),
+    "options as list": (_step(options=[]), r"steps\[1\]\.options must be of type dict"),
+    "no edits": (lambda body: body["steps"][1].pop("edits"), r"steps\[1\]\.edits must be of type list"),
+    "edit as list": (lambda body: body["steps"][1]["edits"].append([]), r"edits\[2\] must be an object, not list"),
+    "unknown key in an edit": (_edit(keep=True), EDIT + r" has unknown keys \['keep'\].*Known:.*'layer'"),
+    "no path": (lambda body: body["steps"][1]["edits"][1].pop("path"), EDIT + r"\.path must be of type str"),
+    "path as number": (_edit(path=3), EDIT + r"\.path must be of type str"),
+    "layer as null": (_edit(layer=None), EDIT + r"\.layer must be of type str"),
+    "args as text": (_edit(args="alpha"), EDIT + r"\.args must be of type dict"),
+    "args as null": (_edit(args=None), EDIT + r"\.args must be of type dict"),
+    "reads as text": (_edit(reads="a.b"), EDIT + r"\.reads must be a list"),
+    "reads of numbers": (_edit(reads=[1]), EDIT + r"\.reads must be a list"),
+    "two edits for one seat": (_edit(path="a.b"), r"skipinit.*a\.b twice"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_plans_say_where(name: str) -> None:
+    body = json.loads(json.dumps(BODY))
+    assert Plan.from_json(json.dumps(body), "plan.json")
+    harm, message = MALFORMED[name]
+    harm(body)
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.from_json(json.dumps(body), "plan.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"plan"', "\x00"])
+def test_not_a_plan_at_all(text: str) -> None:
+    with pytest.raises(PlanError, match=r"^plan\.json"):
+        Plan.from_json(text, "plan.json")
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 5, 1)))
+
+
+UNFIT: dict[str, tuple[Edit, str]] = {
+    "unknown layer": (Edit("1", "Scales", {"alpha": 1.0}), "edit of 1 seats an unknown layer 'Scales'.*Vacant"),
+    "private layer": (Edit("1", "Chain"), "unknown layer 'Chain'"),
+    "unknown path": (Edit("3.7", "Vacant"), r"step 'mine' names '3\.7', which is not in Sequential"),
+    "path of a tensor": (Edit("1.weight", "Vacant"), "no module but a Parameter"),
+    "path of a method": (Edit("1.forward", "Vacant"), "no module but a method"),
+    "empty path": (Edit("", "Vacant"), "names ''"),
+    "unknown read": (Edit("0", "Folded", {"takes": ["after"]}, ("9",)), "edit of 0 names '9'"),
+    "missing argument": (Edit("1", "Scale"), "edit of 1 does not fit.*Scale.replacing.*alpha"),
+    "unknown argument": (Edit("1", "Vacant", {"alpha": 1.0}), "edit of 1 does not fit.*alpha"),
+    "argument of another type": (Edit("1", "Scale", {"alpha": "much"}), "edit of 1 does not fit"),
+    "more ways than reads": (Edit("0", "Folded", {"takes": ["after", "after"]}, ("1",)), "edit of 0 does not fit"),
+    "unknown way": (Edit("0", "Folded", {"takes": ["sideways"]}, ("1",)), "edit of 0 does not fit.*sideways"),
+    "read of no norm": (Edit("0", "Folded", {"takes": ["after"]}, ("2",)), "edit of 0 does not fit"),
+    "read of other channels": (Edit("3.0", "Folded", {"takes": ["after"]}, ("1",)), r"edit of 3\.0 does not fit"),
+    "fold of no convolution": (Edit("2", "Folded", {"gain": 2.0}), "edit of 2 does not fit"),
+    "affine of no norm": (Edit("2", "ChannelAffine"), "edit of 2 does not fit"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_plans_that_do_not_fit_say_where(name: str) -> None:
+    edit, message = UNFIT[name]
+    with pytest.raises(PlanError, match=message) as caught:
+        surgery.apply(model(), Plan((Step("mine", {}, (edit,)),)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fitting_plan_is_carried_out() -> None:
+    good = Edit("0", "Folded", {"takes": ["after"]}, ("1",)), Edit("1", "Vacant")
+    source = model().eval()
+    result = surgery.apply(source, Plan((Step("mine", {}, good),)))
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(result(x), source(x))
