@@ -264,3 +264,6 @@ def _demo(json: Json = False) -> int:
     from normswap import commands
 
     return commands.demo(json)
+
+
+from normswap import cli_report  # noqa: E402, F401 (it registers its command here)

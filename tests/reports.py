@@ -1,0 +1,79 @@
+"""What the tests of the report share: lived-in networks on disk, and a strict reader of its HTML."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from lived import lived_in
+from safetensors.torch import save_file
+
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v1": ("resnet18", {"channels": [8, 16, 32, 64]}),
+    "v2": ("resnetv2_18", {"channels": [8, 16, 32, 64], "stem_chs": 8}),
+}
+
+
+def source(folder: Path, kind: str) -> Path:
+    """A lived-in network in timm's hub layout."""
+    name, args = NETWORKS[kind]
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, **args)
+    lived_in(model, torch.randn(4, 3, 48, 48)).float()
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    layout = {
+        "architecture": name,
+        "num_classes": 10,
+        "model_args": args,
+        "pretrained_cfg": {"input_size": [3, 48, 48]},
+    }
+    (folder / "config.json").write_text(json.dumps(layout))
+    return folder
+
+
+class Checker(HTMLParser):
+    """Balanced tags, unique ids, and nothing that a browser would load."""
+
+    VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.pictures = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        named = dict(attrs)
+        assert tag not in ("script", "iframe", "object", "img", "image", "use")
+        assert "src" not in named
+        assert "style" not in named
+        assert not any(name.startswith("on") for name in named)
+        href = named.get("href") or ""
+        assert (
+            not href or (tag == "a" and href.startswith("https://arxiv.org/abs/")) or (tag, href) == ("link", "data:,")
+        )
+        if named.get("role") == "img":
+            self.pictures += 1
+            assert len(named["aria-label"] or "") > 20
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check(text: str) -> Checker:
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert not checker.open
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    return checker

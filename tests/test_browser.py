@@ -1,0 +1,86 @@
+"""The report in a browser: it renders, light and dark, narrow and wide, and the console stays silent."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from reports import source
+
+import normswap
+from normswap import page, report
+from normswap.checkpoint import open_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+)  # fmt: skip
+
+
+FRAME = """<!doctype html><title>frame</title><style>:root {{ color-scheme: light dark }} body {{ margin: 0 }}</style>
+<link rel="icon" href="data:,"><iframe src="page.html" style="width: {width}px; height: 2400px; border: 0"></iframe>"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    home = tmp_path_factory.mktemp("browser")
+    done = normswap.convert(open_model(str(source(home / "v2", "v2"))), "skipinit")
+    return page.render(report.collect(normswap.save(done, home / "result")))
+
+
+def look(html: str, folder: Path, width: int, *, dark: bool = False) -> tuple[list[str], Image.Image]:
+    """What the page says in the console, its last line `WIDTH content frame`, and a screenshot of it."""
+    probe = "<script>console.log('WIDTH', document.documentElement.scrollWidth, innerWidth)</script></body>"
+    (folder / "page.html").write_text(html.replace("</body>", probe))
+    # in a frame, because headless Chromium has no windows narrower than 500 pixels
+    (folder / "frame.html").write_text(FRAME.format(width=width))
+    shot, scheme = folder / "shot.png", f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    command = [str(CHROMIUM), *FLAGS, scheme, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},2400",
+               f"--screenshot={shot}", f"file://{folder / 'frame.html'}"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return said, Image.open(shot).convert("RGB").crop((0, 0, width, 2400))
+
+
+def widths(said: list[str]) -> tuple[int, int]:
+    found = re.search(r"WIDTH (\d+) (\d+)", said[-1])
+    assert found
+    return int(found[1]), int(found[2])
+
+
+def colours(picture: Image.Image) -> int:
+    counted = picture.getcolors(1 << 24)
+    assert counted is not None
+    return len(counted)
+
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_renders(written: str, tmp_path: Path, dark: bool, width: int) -> None:
+    said, picture = look(written, tmp_path, width, dark=dark)
+    assert len(said) == 1, said
+    content, frame = widths(said)
+    assert content <= frame == width
+    corner = picture.getpixel((2, 2))
+    assert isinstance(corner, tuple)
+    assert (sum(corner) < 150) is dark
+    assert colours(picture) > 200
+
+
+@needs_browser
+def test_a_bad_page_is_noticed(tmp_path: Path) -> None:
+    wide = "<script>console.error('broken')</script><div style='width: 900px'>x</div>"
+    said, picture = look(f"<!doctype html><body>{wide}</body>", tmp_path, 400)
+    assert len(said) == 2
+    content, frame = widths(said)
+    assert content > frame
+    assert colours(picture) < 200
