@@ -181,9 +181,12 @@ def signal(facts: Facts) -> str:
         f"<p>Measured on {escape(facts.signal_inputs)} in eval mode, after every residual sum, as in Brock et al. 2021 "
         '(<a href="https://arxiv.org/abs/2101.08692">arXiv:2101.08692</a>), section 3.'
     )
-    both = " Where the function is kept, each dot lies in its ring.</p>" if "before" in facts.signal else "</p>"
+    if "before" in facts.signal:
+        lead += " Where the function is kept, each dot lies in its ring."
+    if facts.against == "unfolded":
+        lead += " The source's values are those of the BatchNorm network that the result unfolds to."
     shown = f'<div class="charts">{one}{two}{three}{charted}</div>'
-    return section("Signal propagation", lead + both, shown, _alpha_table(facts) if charted else "")
+    return section("Signal propagation", lead + "</p>", shown, _alpha_table(facts) if charted else "")
 
 
 def _signal_chart(facts: Facts, what: str, title: str, y_label: str) -> str:

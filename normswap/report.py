@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from normswap.evaluate import evaluate
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.signal import Point, signal
+from normswap.signal import signal
 
 _BINS = 30
 _NOISE = 8
@@ -76,11 +77,7 @@ def collect(
     seen = anatomy.inspect(bare)
     norms = _norms(seen, record.plan)
     inside = {path for block in seen.blocks for path in block.norms}
-    say("measuring the signal")
-    loader = None if images is None else images(result)
-    batch, described = _inputs(result, loader)
-    points = _signal({"before": before, "after": result}, batch) if seen.blocks else {}
-    say("evaluating")
+    say("measuring")
     return Facts(
         source=record.source,
         sha256=record.sha256,
@@ -96,9 +93,7 @@ def collect(
         sizes={"before": _sizes(bare), "after": _sizes(result)},
         against=against,
         notes=tuple(notes),
-        signal=points,
-        signal_inputs=described,
-        accuracy=_accuracy(before, result, loader),
+        **_measured(before, result, seen, None if images is None else images(result)),
     )
 
 
@@ -224,8 +219,12 @@ def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
     return tuple(sorted(found, key=lambda alpha: order.index(alpha.seat) if alpha.seat in order else len(order)))
 
 
-def _signal(networks: dict[str, nn.Module | None], batch: Tensor) -> dict[str, tuple[Point, ...]]:
-    return {name: tuple(signal(model, batch)) for name, model in networks.items() if model is not None}
+def _measured(before: nn.Module | None, result: nn.Module, seen: Anatomy, loader: Loader | None) -> dict[str, Any]:
+    """What the networks have to be run for."""
+    batch, described = _inputs(result, loader)
+    networks = {"before": before, "after": result} if seen.blocks else {}
+    points = {name: tuple(signal(model, batch)) for name, model in networks.items() if model is not None}
+    return {"signal": points, "signal_inputs": described, "accuracy": _accuracy(before, result, loader)}
 
 
 def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
