@@ -1,4 +1,4 @@
-"""The look of the report: contrast by its style sheet; and in a browser, light and dark, narrow and wide, all silent."""
+"""The look of the report: its contrast, and in a browser light and dark, narrow and wide, with a silent console."""
 
 from __future__ import annotations
 
