@@ -81,7 +81,9 @@ class Axis:
 
 
 def number(value: float) -> str:
-    """Four digits at most, with a true minus sign."""
+    """Four digits where it is not a large whole number, and a true minus sign."""
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}".replace("-", "\N{MINUS SIGN}")
     return f"{0.0 if abs(value) < 1e-300 else value:.4g}".replace("-", "\N{MINUS SIGN}")
 
 

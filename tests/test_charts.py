@@ -51,3 +51,11 @@ def test_log_ticks_hold_the_values(values: list[float]) -> None:
     assert all(axis.holds(value) for value in values)
     assert 2 <= len(axis.ticks) <= 9
     assert len({axis.label(tick) for tick in axis.ticks}) == len(axis.ticks)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(15000, "15,000"), (0.25, "0.25"), (-2, "\N{MINUS SIGN}2"), (1e9, "1e+09"), (1 / 3, "0.3333"), (0, "0")],
+)
+def test_numbers(value: float, text: str) -> None:
+    assert charts.number(value) == text
