@@ -1,0 +1,213 @@
+"""What `inspect` sees, against figures worked out by hand from the papers (He et al. 2015, 2016; Kim et al. 2022)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from tiny import ONE, Untraceable, bn, conv, net
+from torch import Tensor, nn
+
+from normswap.anatomy import Anatomy, inspect
+from normswap.errors import TraceError
+
+
+@dataclass(frozen=True)
+class Row:
+    """A network, counted by hand: norms by role, blocks by skip, and what every block has in common."""
+
+    arch: str
+    roles: dict[str, int]
+    identity: int
+    projection: int
+    order: str = "post"
+    tail: str = ""
+    last: str = ""
+    gate: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    classifier: str = "fc"
+    dropout: str = "drop_rate"
+
+    def __str__(self) -> str:
+        return self.arch
+
+
+# Basic blocks have 2 norms, bottlenecks 3; stages of 2-2-2-2, 3-4-6-3 and 3-4-23-3 blocks; the first block of a stage
+# projects its skip, but for the first stage of basic blocks, which changes nothing.
+ROWS = (
+    Row("resnet18", {"stem": 1, "last": 8, "down": 3, "other": 8}, 5, 3, tail="bn2", last="bn2"),
+    Row("resnet34", {"stem": 1, "last": 16, "down": 3, "other": 16}, 13, 3, tail="bn2", last="bn2"),
+    Row("resnet50", {"stem": 1, "last": 16, "down": 4, "other": 32}, 12, 4, tail="bn3", last="bn3"),
+    Row("resnet101", {"stem": 1, "last": 33, "down": 4, "other": 66}, 29, 4, tail="bn3", last="bn3"),
+    Row("resnext50_32x4d", {"stem": 1, "last": 16, "down": 4, "other": 32}, 12, 4, tail="bn3", last="bn3"),
+    Row("resnet50d", {"stem": 3, "last": 16, "down": 4, "other": 32}, 12, 4, tail="bn3", last="bn3"),
+    Row("seresnet50", {"stem": 1, "last": 16, "down": 4, "other": 32}, 12, 4, tail="se", last="bn3", gate="se"),
+    Row("ecaresnet50t", {"stem": 3, "last": 16, "down": 4, "other": 32}, 12, 4, tail="se", last="bn3", gate="se"),
+    Row("resnetv2_50", {"last": 16, "down": 4, "other": 28, "head": 1}, 12, 4, "pre", tail="drop_path", last="norm3",
+        classifier="head.fc", dropout="head.drop"),
+    Row("resnetv2_18", {"last": 8, "down": 3, "other": 5, "head": 1}, 5, 3, "pre", tail="drop_path", last="norm2",
+        classifier="head.fc", dropout="head.drop"),
+)  # fmt: skip
+
+
+def counted(seen: Anatomy) -> dict[str, int]:
+    return dict(Counter(norm.role for norm in seen.norms))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_counts(row: Row) -> None:
+    model = timm.create_model(row.arch, **row.kwargs)
+    seen = inspect(model)
+    assert counted(seen) == row.roles
+    assert Counter(block.skip for block in seen.blocks) == {"identity": row.identity, "projection": row.projection}
+    assert {block.order for block in seen.blocks} == {row.order}
+    assert [block.tail for block in seen.blocks] == [f"{block.path}.{row.tail}" for block in seen.blocks]
+    assert [block.last for block in seen.blocks] == [f"{block.path}.{row.last}" for block in seen.blocks]
+    gates = [f"{block.path}.{row.gate}" if row.gate else None for block in seen.blocks]
+    assert [block.gate for block in seen.blocks] == gates
+    assert {block.drop_path for block in seen.blocks} == {None}
+    assert (seen.classifier, seen.dropout, seen.refusals) == (row.classifier, row.dropout, ())
+    norms = {path: module for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    assert {norm.path: norm.channels for norm in seen.norms} == {path: m.num_features for path, m in norms.items()}
+    assert {norm.kind for norm in seen.norms} == {type(module).__name__ for module in norms.values()}
+
+
+def test_the_total_of_resnet50_is_the_papers() -> None:
+    seen = inspect(timm.create_model("resnet50"))
+    assert counted(seen) == {"stem": 1, "last": 16, "down": 4, "other": 32}
+    assert [norm.path for norm in seen.norms if norm.role == "stem"] == ["bn1"]
+    assert [norm.path for norm in seen.norms if norm.role == "down"] == [
+        f"layer{i}.0.downsample.1" for i in range(1, 5)
+    ]
+    assert [block.path for block in seen.blocks[:4]] == ["layer1.0", "layer1.1", "layer1.2", "layer2.0"]
+    assert Counter(block.stage for block in seen.blocks) == {"layer1": 3, "layer2": 4, "layer3": 6, "layer4": 3}
+    first = seen.block("layer1.0")
+    assert first.norms == tuple(f"layer1.0.{name}" for name in ("bn1", "bn2", "bn3", "downsample.1"))
+
+
+def test_pre_activation_roles() -> None:
+    """The first norm of a downsampling block feeds its projection: it counts as `down`."""
+    seen = inspect(timm.create_model("resnetv2_50"))
+    down = [norm.path for norm in seen.norms if norm.role == "down"]
+    assert down == [f"stages.{i}.blocks.0.norm1" for i in range(4)]
+    assert [norm.path for norm in seen.norms if norm.role == "head"] == ["norm"]
+    assert [block.stage for block in seen.blocks[:4]] == ["stages.0"] * 3 + ["stages.1"]
+    assert len(seen.norms) == 49
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "seresnet18", "resnetv2_18"])
+def test_drop_path_is_seen_in_any_mode(arch: str) -> None:
+    model = timm.create_model(arch, drop_path_rate=0.2)
+    for training in (True, False):
+        seen = inspect(model.train(training))
+        assert [block.drop_path for block in seen.blocks] == [
+            None, *(f"{block.path}.drop_path" for block in seen.blocks[1:])]  # fmt: skip
+        assert [block.tail for block in seen.blocks[1:]] == [f"{block.path}.drop_path" for block in seen.blocks[1:]]
+
+
+SHAPES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str, str | None]]]] = {
+    "in the root": (lambda m, x: F.relu(m.bn(m.conv(x)) + x), ONE, [("", "identity", "bn")]),
+    "two in one module": (
+        lambda m, x: m.bn2(m.conv2(y := F.relu(m.bn(m.conv(x)) + x))) + y, {**ONE, "conv2": conv, "bn2": bn},
+        [("", "identity", "bn"), ("+2", "identity", "bn2")],
+    ),
+    "pooled skip": (lambda m, x: m.bn(m.conv(x)) + F.max_pool2d(x, 3, 1, 1), ONE, [("", "other", "bn")]),
+    "projected skip": (
+        lambda m, x: m.bn2(m.conv2(F.relu(m.bn(m.conv(x))))) + m.down(x),
+        {**ONE, "conv2": conv, "bn2": bn, "down": conv}, [("", "projection", "bn2")],
+    ),
+    "branch ends in a function": (lambda m, x: 2 * m.bn(m.conv(x)) + x, ONE, [("", "identity", None)]),
+    "branch used elsewhere": (lambda m, x: (y := m.bn(m.conv(x))) + x + F.silu(y), ONE, [("", "identity", None)]),
+    "parallel branches": (
+        lambda m, x: m.bn(m.conv(x)) + m.bn2(m.conv2(x)), {**ONE, "conv2": conv, "bn2": bn}, []),
+    "bias": (lambda m, x: m.bn(m.conv(x)) + 1, ONE, []),
+    "no sum": (lambda m, x: m.bn(m.conv(x)), ONE, []),
+    "called in a loop": (
+        lambda m, x: [x := x + m.bn(m.conv(x)) for _ in range(2)][-1], ONE, [("", "identity", None)] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_blocks(name: str) -> None:
+    body, parts, expected = SHAPES[name]
+    found = inspect(net(body, **parts)()).blocks
+    if name == "called in a loop":
+        assert [(block.skip, block.tail) for block in found] == [(skip, tail) for _, skip, tail in expected]
+    else:
+        assert [(block.path, block.skip, block.tail) for block in found] == expected
+
+
+def test_a_shared_norm_counts_once_and_an_unused_one_last() -> None:
+    model = net(lambda m, x: m.bn(m.conv(m.bn(m.conv(x)))), unused=bn, **ONE)()
+    assert [norm.path for norm in inspect(model).norms] == ["bn", "unused"]
+
+
+class Branching(nn.Module):
+    """Looks at the values of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+def test_untraceable_models_say_where() -> None:
+    with pytest.raises(TraceError, match=r"Branching cannot be traced") as caught:
+        inspect(Branching())
+    lines = Path(__file__).read_text().split("\n")
+    line = 1 + next(i for i, text in enumerate(lines) if text.strip() == "if x.sum() > 0:")
+    assert f"{__file__}:{line}" in str(caught.value)
+    assert "if x.sum() > 0:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_untraceable_parts_are_refused_by_path() -> None:
+    model = net(lambda m, x: m.inner(m.bn(m.conv(x))) + x, inner=Untraceable, **ONE)()
+    seen = inspect(model)
+    ((path, why),) = seen.refusals
+    assert path == "inner"
+    assert "tiny.py:" in why
+    assert [norm.path for norm in seen.norms] == ["bn", "inner.norm"]
+    assert [block.path for block in seen.blocks] == [""]
+
+
+class Dirty(nn.Module):
+    """Keeps what passes through it, as timm's levit does, and has optional arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.kept = conv(), torch.zeros(1)
+        self.cache: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        self.kept = self.cache["x"] = self.conv(x)
+        return self.kept if mask is None else self.kept * mask * scale
+
+
+def state(model: nn.Module) -> str:
+    seen = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        seen.update(f"{name} {tensor.requires_grad} {id(tensor)}".encode() + tensor.detach().numpy().tobytes())
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        hooks = [len(hook) for key, hook in vars(module).items() if key.endswith("_hooks")]
+        seen.update(f"{name} {id(module)} {sorted(own.items(), key=str)} {hooks}".encode())
+    return seen.hexdigest()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("make", [lambda: timm.create_model("seresnet18", drop_rate=0.1), Dirty], ids=["timm", "dirty"])
+def test_looking_changes_nothing(make: Any, training: bool) -> None:
+    model = make().train(training)
+    before = state(model)
+    inspect(model)
+    assert state(model) == before
+    next(model.parameters()).data += 1
+    assert state(model) != before, "the fingerprint is alive"
