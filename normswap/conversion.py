@@ -109,10 +109,10 @@ def carry_out(
     seen = seen or anatomy.inspect(model)
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
-    doubles = (lambda: surgery.to_double(model)), (lambda: surgery.apply_step(model, step, double=True))
+    precise = verification.compare_double(model, lambda: surgery.apply_step(model, step, double=True), batches)
     result = surgery.apply_step(model, step)
     report = verification.compare(
-        model, result, batches, exact=exact, anatomy=seen, doubles=doubles, described=described
+        model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described
     )
     _demand(report, step.scheme)
     _count(model, result, step)
@@ -153,7 +153,8 @@ def _demand(report: Report, scheme: str) -> None:
 
 def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
-    gone = {edit.path for edit in step.edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
+    edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "FrozenNorm")]
+    gone = {edit.path for edit in edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
              and affine.is_batchnorm(result.get_submodule(path))]  # fmt: skip
     if still:

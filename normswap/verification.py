@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from normswap.anatomy import Anatomy
 from normswap.errors import VerificationError
+from normswap.surgery import to_double
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 _HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
@@ -142,7 +143,7 @@ def compare(
     *,
     exact: bool = True,
     anatomy: Anatomy | None = None,
-    doubles: tuple[Callable[[], nn.Module], Callable[[], nn.Module]] | None = None,
+    precise: Precise | None = None,
     described: str = "given inputs",
 ) -> Report:
     """Run both networks in eval mode and compare them.
@@ -151,8 +152,7 @@ def compare(
         inputs: batches (N, C, H, W) in the networks' dtype.
         exact: whether the result claims to compute what the source computes.
         anatomy: of the source: errors are then measured at every block too, and branches checked for life.
-        doubles: make both networks again, in float64 (one at a time: they are large); without them, or for
-            networks that are in float64 already, float64 is not measured apart.
+        precise: the comparison in float64, on the beginning of the first batch (`compare_double`).
         described: what the inputs are, for the report.
     """
     own = _precision(source)
@@ -163,23 +163,80 @@ def compare(
     vacuous: list[str] = []
     stray = 0.0
     for i, x in enumerate(inputs):
-        reference = None
-        if doubles is not None and i == 0 and own != "float64" and x.device.type != "mps":
-            reference, other = (_run(make(), x.double(), ())[0] for make in doubles)
-            logits.append(_error("logits", "float64", x, reference, other))
         paths = tuple(b.path for b in blocks)
         a, at = _run(source, x, (*paths, *tails) if i == 0 else paths)
         b, bt = _run(result, x, paths)
         logits.append(_error("logits", own, x, a, b))
-        if reference is not None:
-            stray = _error("", own, x, reference, a).relative_l2
         if i == 0:
+            if precise is not None:
+                logits.insert(0, precise.error)
+                stray = _error("", own, x, precise.reference, a[: len(precise.reference)]).relative_l2
             sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]
             vacuous = _vacuous(a, at, blocks)
     tolerance = {own: max(FLOAT32_TOLERANCE * max(1.0, _coarseness(own)), 4 * stray), "float64": FLOAT64_TOLERANCE}
     finite = all(e.relative_l2 < float("inf") for e in logits)
     within = all(e.relative_l2 <= tolerance[e.precision] for e in logits)
     return Report(exact, within if exact else finite, described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
+
+
+@dataclass(frozen=True)
+class Precise:
+    """A comparison in float64: the error, and the source's output that it was measured on."""
+
+    error: Error
+    reference: Tensor
+
+
+def compare_double(source: nn.Module, make: Callable[[], nn.Module], inputs: Sequence[Tensor]) -> Precise | None:
+    """Compare the source in float64 with a result that `make` makes in float64, never rounded to less, on the first
+    image. Before anything else is made, as the float64 result is the largest thing in a conversion.
+
+    Returns:
+        None for networks that are in float64 already, and where there is no float64 (MPS).
+    """
+    x = inputs[0][:1].double() if inputs[0].device.type != "mps" else None
+    if x is None or _precision(source) == "float64":
+        return None
+    reference = run_double(source, x)
+    return Precise(_error("logits", "float64", x, reference, _run(make(), x, ())[0]), reference)
+
+
+def run_double(model: nn.Module, x: Tensor) -> Tensor:
+    """The flattened outputs in float64. Each module gets float64 tensors for the time its forward runs only, so that
+    the whole network never exists twice; where a forward reads another module's tensors, it does.
+    """
+    lent: dict[nn.Module, dict[str, Tensor]] = {}
+
+    def lend(module: nn.Module, _args: Any) -> None:
+        tensors = {**module._parameters, **module._buffers}
+        lent[module] = {name: t.data for name, t in tensors.items() if t is not None and t.is_floating_point()}
+        for name, tensor in lent[module].items():
+            _hold(module, name, tensor.double())
+
+    def back(module: nn.Module, *_: Any) -> None:
+        for name, tensor in lent.pop(module).items():
+            _hold(module, name, tensor)
+
+    owners = [module for module in model.modules() if module._parameters or module._buffers]
+    handles = [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
+    try:
+        return _run(model, x, ())[0]
+    except RuntimeError:  # dtypes were mixed
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in list(lent):
+            back(module)
+    return _run(to_double(model), x, ())[0]
+
+
+def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        parameter.data = tensor
+    else:
+        module._buffers[name] = tensor
 
 
 def _precision(model: nn.Module) -> str:

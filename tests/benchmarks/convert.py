@@ -43,10 +43,10 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
     import normswap.conversion  # noqa: F401
 
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         (ours if which == "ours" else baseline)(arch, file, Path(out), to)
-        seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 
 def main() -> None:
@@ -74,12 +74,14 @@ def main() -> None:
                 pair[which] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             pairs.append(pair)
     times = [pair["ours"]["seconds"] / pair["baseline"]["seconds"] for pair in pairs]
+    cpus = [pair["ours"]["cpu"] / pair["baseline"]["cpu"] for pair in pairs]
     extra = [(pair["ours"]["peak"] - pair["baseline"]["peak"]) / size for pair in pairs]
     seconds = {which: statistics.median(pair[which]["seconds"] for pair in pairs) for which in ("baseline", "ours")}
     print(f"{args.arch} --to {args.to}: checkpoint {size / 1e6:.0f} MB, {args.runs} pairs")
     print(f"  create + load + save   {seconds['baseline']:.2f} s (median)")
     print(f"  normswap convert       {seconds['ours']:.2f} s (median)")
     print(f"  time ratio             median {statistics.median(times):.2f}, {min(times):.2f} to {max(times):.2f}")
+    print(f"  CPU time ratio         median {statistics.median(cpus):.2f}, {min(cpus):.2f} to {max(cpus):.2f}")
     print(f"  peak above baseline    median {statistics.median(extra):.2f} x the checkpoint, at most {max(extra):.2f}")
     return None
 
