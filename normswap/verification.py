@@ -175,7 +175,7 @@ def compare(
             vacuous = _vacuous(a, at, blocks)
     tolerance = {own: max(FLOAT32_TOLERANCE * max(1.0, _coarseness(own)), 4 * stray), "float64": FLOAT64_TOLERANCE}
     finite = all(e.relative_l2 < float("inf") for e in logits)
-    within = all(e.relative_l2 <= tolerance[e.precision] for e in logits)
+    within = finite and all(e.relative_l2 <= tolerance[e.precision] for e in logits)
     return Report(exact, within if exact else finite, described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
 
 
