@@ -74,7 +74,7 @@ def line(axes: Any, x: Sequence[float], y: Sequence[float], i: int, legend: str)
         "marker": MARKERS[i % len(MARKERS)],
         "linestyle": LINES[i % len(LINES)],
     }
-    axes.plot(x, shown, linewidth=1.6, markersize=4.5, label=legend, **style)
+    axes.plot(x, shown, linewidth=1.6, markersize=4.5, markevery=max(1, len(shown) // 20), label=legend, **style)
 
 
 def dress(axes: Any, x: str, y: str, unit: str, *, log: bool | None = None) -> None:
