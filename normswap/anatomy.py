@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap import affine
+from normswap import affine, hidden
 from normswap.tracing import Traced, inputs, is_add, is_mul, trace
 
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
@@ -91,14 +91,14 @@ def inspect(model: nn.Module) -> Anatomy:
     Raises:
         TraceError: the model's own forward cannot be traced.
     """
-    traced = trace(model)
+    traced = hidden.read(trace(model))
     reader = _Reader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
-    hidden = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
+    opaque = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
-    return Anatomy(tuple(blocks), norms, tuple(hidden), str(classifier.target) if classifier else None, dropout, traced)
+    return Anatomy(tuple(blocks), norms, tuple(opaque), str(classifier.target) if classifier else None, dropout, traced)
 
 
 class _Reader:

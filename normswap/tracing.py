@@ -38,6 +38,7 @@ class Traced:
         outputs: for each node, the paths of the modules that return it, innermost first.
         opaque: paths that could not be traced, with the reason.
         constants: tensors that forward makes itself and the graph refers to by name.
+        hidden: nodes of graphs of their own, of parts of opaque modules (`adopt`).
     """
 
     graph: fx.Graph
@@ -46,20 +47,41 @@ class Traced:
     outputs: dict[fx.Node, list[str]]
     opaque: dict[str, str]
     constants: dict[str, Any] = field(default_factory=dict)
+    hidden: list[fx.Node] = field(default_factory=list)
     nodes: list[fx.Node] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
-        self.users = {node: [] for node in self.nodes}
-        self._index = {node: i for i, node in enumerate(self.nodes)}
+        self.users = {}
+        self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []  # ancestors of each node, itself included, as bit masks
-        for i, node in enumerate(self.nodes):
+        self._connect(self.nodes)
+
+    def _connect(self, nodes: list[fx.Node]) -> None:
+        for i, node in enumerate(nodes, len(self._above)):
+            self.users[node], self._index[node] = [], i
             mask = 1 << i
             for source in inputs(node):
                 self.users[source].append(node)
                 mask |= self._above[self._index[source]]
             self._above.append(mask)
+
+    def adopt(self, path: str, part: Traced) -> None:
+        """Take in the graph of the module at `path` inside an opaque one, which was traced by itself."""
+        nodes = [*part.nodes, *part.hidden]
+        for node in nodes:
+            node.meta["inside"] = (path, *(f"{path}.{inner}" for inner in node.meta["inside"]))
+            if node.op in ("call_module", "get_attr"):
+                node.target = f"{path}.{node.target}"
+            if node.op == "call_module":
+                self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
+        self._connect(nodes)
+        self.hidden += nodes
+
+    def index(self, node: fx.Node) -> int:
+        """The place of `node` in the order of the forward pass (for hidden ones: within their own graph)."""
+        return self._index[node]
 
     def above(self, node: fx.Node) -> int:
         """The nodes that `node` is computed from, itself included, as a bit mask over `nodes`."""
@@ -140,7 +162,8 @@ def trace(model: nn.Module) -> Traced:
     """
     try:
         tensors = [*model.parameters(), *model.buffers()]
-        twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()  # the values are only passed by
+        twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})  # the values are only passed by
+        twin.eval()  # apart: some models' own `train` returns nothing
     except Exception as error:
         raise TraceError(f"{type(model).__name__} cannot be copied", str(error)) from None
     if isinstance(getattr(twin, "drop_rate", None), float | int):

@@ -42,7 +42,7 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
     draft = Draft(anatomy)
     traced = anatomy.traced
     reached: set[int] = set()
-    for node in traced.graph.nodes:
+    for node in [*traced.nodes, *traced.hidden]:
         module = traced.module(node)
         if module is None or id(module) in reached or not affine.is_affine(module):
             continue

@@ -130,7 +130,7 @@ def _ends(draft: Draft, start: fx.Node, passes: Callable[[fx.Node], bool]) -> It
 def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
     """A later node that writes into the value that `call` reads, which must then not be passed on uncopied."""
     traced = draft.anatomy.traced
-    late = traced.nodes.index(call)
+    late = traced.index(call)
     (value,) = inputs(call)
     while (draft.silent(value) or _overwrites(traced, value)) and inputs(value):
         value = inputs(value)[0]
@@ -138,7 +138,7 @@ def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
     for node in family:
         for user in traced.users[node]:
             if _overwrites(traced, user) and inputs(user)[0] is node:
-                if traced.nodes.index(user) > late:
+                if traced.index(user) > late:
                     return user
                 family.append(user)
             elif draft.silent(user) and user is not call:
@@ -218,7 +218,7 @@ def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
 def read_directly(traced: Traced, module: nn.Module) -> str | None:
     """The path of a tensor of `module` that some forward reads by itself, not by calling the module."""
     own = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
-    for node in traced.graph.nodes:
+    for node in [*traced.nodes, *traced.hidden]:
         if node.op == "get_attr" and traced.users[node]:
             value: Any = traced.modules[""]
             for name in str(node.target).split("."):

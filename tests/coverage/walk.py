@@ -143,7 +143,7 @@ def main() -> int:
                 progress.update(task, advance=1, description=f"{row['name']}: {row['status']}")
     rows = read(args.out)
     text = summary.table(rows.values(), read(args.out.with_name("mutants.jsonl")).values())
-    (HERE / "summary.md").write_text(text)
+    args.out.with_name("summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md").write_text(text)
     print(text)
     return any(row["status"] in ("wrong", "raised", "crashed") for row in rows.values())
 
