@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import layers
+from normswap import layers, norm_layers, scalar_layers
 
 _BATCHNORM_FORWARDS = {
     _BatchNorm.forward,
     nn.SyncBatchNorm.forward,
+    norm_layers.SiteNorm.forward,
     FrozenBatchNorm2d.forward,
     norm_act.BatchNormAct2d.forward,
     norm_act.SyncBatchNormAct.forward,
@@ -28,7 +29,11 @@ _BATCHNORM_FORWARDS = {
 }
 _BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
 _FUSED = (norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d)
-_OURS = (layers.Scale, layers.ChannelAffine, layers.ChannelBias)
+_OURS = (layers.Scale, layers.ChannelAffine, layers.ChannelBias, norm_layers.EvalNorm, scalar_layers.ScalarBias)
+_WITH_ACT = (
+    layers.Vacant, layers.ChannelAffine, layers.ChannelBias, scalar_layers.ScalarBias,
+    norm_layers.EvalNorm, norm_layers.SiteNorm,
+)  # fmt: skip
 _OTHER_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
@@ -81,6 +86,8 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     if isinstance(module, layers.Scale):
         shift = torch.zeros_like(module.alpha) if module.bias is None else module.bias
         return module.alpha.detach().double(), shift.detach().double()
+    if isinstance(module, scalar_layers.ScalarBias):
+        return torch.ones_like(module.bias).double(), module.bias.detach().double()
     if isinstance(module, layers.ChannelAffine):
         return module.weight.detach().double(), module.bias.detach().double()
     if isinstance(module, layers.ChannelBias):
@@ -112,7 +119,7 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 def activation(module: nn.Module) -> nn.Module | None:
     """What a fused norm+act module applies after its affine map (dropout, then activation), or None."""
-    if isinstance(module, (layers.ChannelAffine, layers.ChannelBias)):
+    if isinstance(module, _WITH_ACT):
         return module.act
     if not isinstance(module, _FUSED):
         return None

@@ -10,7 +10,7 @@ import torch
 from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
-from normswap import affine, layers, provenance
+from normswap import affine, baking, layers, provenance
 from normswap.anatomy import Anatomy, Block
 from normswap.errors import OptionError, RefusedError
 from normswap.plan import Edit
@@ -44,7 +44,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             continue
         deviation, dead = _normalize(draft, block)
         alpha = (0.0 if dead else deviation) if value is None else value
-        _seat_scale(draft, block.tail, alpha, with_bias)
+        seat_scale(draft, block.tail, alpha, with_bias)
     return draft
 
 
@@ -72,16 +72,15 @@ def drop_before_classifier(draft: Draft, p: float) -> Draft:
     return draft
 
 
-def _seat_scale(draft: Draft, path: str, alpha: float, bias: bool) -> None:
+def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "Scale") -> None:
+    """Seat a scalar at `path`, after what sits there if that is not empty."""
     modules = draft.anatomy.traced.modules
     vacated = path in draft.seats and draft.seats[path].layer == "Vacant"
     empty = vacated or isinstance(modules[path], nn.Identity | layers.Vacant)
-    if path in draft.takes or (path in draft.seats and not vacated):
-        raise RefusedError(f"{path} would need two edits", "it is both a seat for alpha and part of a fold")
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     args |= {} if empty else {"keep": True}
-    draft.seats[path] = Edit(path, "Scale", args)
+    draft.seats[path] = Edit(path, layer, args)
 
 
 def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
@@ -126,7 +125,7 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
             return known
         node = traced.main_input(node)
     mean, variance = _input_moments(anatomy, call)
-    weight = traced.modules[conv].get_parameter("weight").detach().double()
+    weight = baking.weight(traced.modules[conv])
     if weight.shape[1] != mean.numel():
         mean, variance = mean[: weight.shape[1]], variance[: weight.shape[1]]  # grouped: the first group stands for all
     total = weight.flatten(2).sum(2) @ mean if weight.ndim > 2 else weight @ mean

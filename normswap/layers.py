@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap import baking
+
 Linearity = nn.Linear | nn.modules.conv._ConvNd
 
 
@@ -140,6 +142,7 @@ class Folded:
         takes: Sequence[str] = (),
         gain: float = 1.0,
         in_gain: float = 1.0,
+        bake: bool = False,
     ) -> Linearity:
         """A copy of `old` with weight W' and bias b', computed in float64.
 
@@ -149,9 +152,13 @@ class Folded:
                 `after-unit`: the same with gamma = 1, beta = 0; `before`: it precedes old, with no padding
                 in between (W' = W s per input channel, b' = b + W t); `before-magnitude`: |s| alone (`affine.split`).
             gain: multiplies the output; `in_gain`: multiplies the input.
+            bake: first make `old` a plain layer (see `baking`).
         """
         from normswap import affine
 
+        dtype = next(old.parameters()).dtype
+        if bake:
+            old = baking.plain(old)  # in float64
         weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
         groups, out_per_group = weight.shape[0], weight.shape[1]
         rest = (1,) * (weight.ndim - 3)
@@ -176,7 +183,7 @@ class Folded:
         if gain != 1:
             weight *= gain
         born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
-        return _with(old, restore(weight), bias * gain if born or old.bias is not None else None)
+        return _with(old, restore(weight), bias * gain if born or old.bias is not None else None).to(dtype)
 
 
 class Dropout:
@@ -185,6 +192,14 @@ class Dropout:
     @staticmethod
     def replacing(old: Any, *, like: Tensor, p: float) -> Any:
         return nn.Dropout(p) if isinstance(old, nn.Module) else p
+
+
+class Number:
+    """A number (or a scalar parameter) of a module, read in its forward; None takes it out."""
+
+    @staticmethod
+    def replacing(old: Any, *, like: Tensor, value: float | None) -> float | None:
+        return value
 
 
 def _activation(old: nn.Module) -> nn.Module | None:
@@ -215,4 +230,5 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor | None) -> Linearity:
     return new
 
 
-SEATED: dict[str, Any] = {cls.__name__: cls for cls in (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout)}
+_SEATED = (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout, Number)
+SEATED: dict[str, Any] = {cls.__name__: cls for cls in _SEATED}

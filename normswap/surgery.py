@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from normswap import layers, norm_layers, scalar_layers, weight_layers
 from normswap.errors import PlanError
-from normswap.layers import SEATED
 from normswap.plan import Edit, Plan, Step
+
+_ROOMS: tuple[Any, ...] = (layers, norm_layers, scalar_layers, weight_layers)
+SEATED: dict[str, Any] = {name: layer for room in _ROOMS for name, layer in room.SEATED.items()}
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -82,7 +85,7 @@ def find(model: nn.Module, path: str, who: str) -> Any:
         if not hasattr(seat, name):
             raise PlanError(f"{who} names {path!r}, which is not in {type(model).__name__}")
         seat = getattr(seat, name)
-    if not isinstance(seat, nn.Module | float | int):
+    if not isinstance(seat, nn.Module | float | int) and not (isinstance(seat, nn.Parameter) and seat.ndim == 0):
         raise PlanError(f"{who} names {path!r}, which is no module but a {type(seat).__name__}")
     return seat
 
@@ -93,6 +96,9 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
         if edit.args.get("keep"):
             for name in find(model, edit.path, "plan").state_dict():
                 yield f"{edit.path}.{name}", f"{edit.path}.inner.{name}"
+        for name, new in getattr(SEATED.get(edit.layer), "NAMES", {}).items():
+            if name in find(model, edit.path, "plan").state_dict():
+                yield f"{edit.path}.{name}", f"{edit.path}.{new}"
 
 
 def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:

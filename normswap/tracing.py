@@ -179,6 +179,7 @@ def trace(model: nn.Module) -> Traced:
             _where(error),
             "Its forward must not branch on tensor values; move such code into a submodule of its own",
         ) from None
+    _leave_out_ones(graph, tracer.outputs)
     modules = dict(model.named_modules(remove_duplicate=False))
     calls: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -186,6 +187,19 @@ def trace(model: nn.Module) -> Traced:
             calls.setdefault(id(modules[str(node.target)]), []).append(node)
     constants = {name: value for name, value in vars(twin).items() if name.startswith("_tensor_constant")}
     return Traced(graph, modules, calls, tracer.outputs, tracer.opaque, constants)
+
+
+def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]]) -> None:
+    """Products with the number 1 are not there: what makes or returns the other factor makes or returns it."""
+    for node in list(graph.nodes):
+        if node.target not in (operator.mul, torch.mul) or len(node.args) != 2 or node.kwargs:
+            continue
+        one, two = node.args
+        value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
+        if isinstance(value, fx.Node):
+            node.replace_all_uses_with(value)
+            outputs.setdefault(value, []).extend(outputs.pop(node, []))
+            graph.erase_node(node)
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:

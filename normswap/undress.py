@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import affine, layers
+from normswap import affine, baking, gauge, layers, norm_free, scalar_layers
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.tracing import inputs
 from normswap.walks import (
@@ -32,6 +32,8 @@ from normswap.walks import (
     read_directly,
 )
 
+_STAYING = (layers.ChannelAffine, layers.ChannelBias, layers.Scale, scalar_layers.ScalarBias)
+
 
 def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
     """Decide what happens to every affine site of the network, but those at the paths in `leave`.
@@ -41,6 +43,8 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
     """
     draft = Draft(anatomy)
     traced = anatomy.traced
+    _bake(draft)
+    norm_free.free(draft)
     reached: set[int] = set()
     for node in [*traced.nodes, *traced.hidden]:
         module = traced.module(node)
@@ -59,6 +63,22 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
     return draft
 
 
+def _bake(draft: Draft) -> None:
+    """Every layer whose weight is made anew at each step becomes plain, whatever else it takes in."""
+    traced = draft.anatomy.traced
+    paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
+    for path in distinct(traced.modules, list(dict.fromkeys(paths))):
+        conv = traced.modules[path]
+        if not baking.is_dressed(conv):
+            continue
+        try:
+            check_linear(draft, path, conv)
+        except Blocked as why:
+            draft.notes.append(f"{path} stays a {type(conv).__name__}: {why}")
+        else:
+            draft.take(path).bake = not baking.is_stuck(conv)
+
+
 def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
     why = affine.refusal(module)
     read = read_directly(draft.anatomy.traced, module)
@@ -66,14 +86,14 @@ def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
         draft.refusals[path] = why or f"{read} is read in forward, not only by the norm itself"
         return
     reasons = []
-    for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
+    for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar, _fold_stream):
         try:
             draft.verdicts[path] = way(draft, path, module)
         except Blocked as reason:
             reasons.append(str(reason))
         else:
             return
-    if isinstance(module, (layers.ChannelAffine, layers.ChannelBias, layers.Scale)):
+    if isinstance(module, _STAYING):
         draft.verdicts[path] = f"stays: {reasons[0]}"
     else:
         draft.seat(path, "ChannelAffine")
@@ -141,7 +161,7 @@ def _fold_forward(draft: Draft, path: str, module: nn.Module) -> str:
 
 def _move_scale(draft: Draft, path: str, module: nn.Module) -> str:
     """|s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
-    if isinstance(module, layers.ChannelBias | layers.Scale):
+    if isinstance(module, layers.ChannelBias | layers.Scale | scalar_layers.ScalarBias):
         raise Blocked("it has no scale per channel")
     act = affine.activation(module)
     if not is_relu(act):
@@ -186,3 +206,17 @@ def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
         seen |= fresh
         ahead += fresh
     return any(node.op == "output" for node in seen)
+
+
+def _fold_stream(draft: Draft, path: str, module: nn.Module) -> str:
+    """A factor of a residual stream: through sums and gates into all that makes it (`gauge`)."""
+    if not isinstance(module, layers.Scale) or module.bias is not None:
+        raise Blocked("it is no scalar without a bias")
+    calls = draft.anatomy.traced.calls[id(module)]
+    if len(calls) > 1:
+        raise Blocked("it is called more than once")
+    (above,) = inputs(calls[0])
+    with gauge.attempt(draft):
+        gauge.enlarge(draft, above, module.alpha.item(), {calls[0]})
+    draft.seat(path, "Vacant")
+    return "folds into what makes the stream"

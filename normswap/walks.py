@@ -13,7 +13,7 @@ from timm import layers as timm_layers
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from normswap import affine, layers
+from normswap import affine, baking, layers
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.plan import Edit
 from normswap.tracing import Traced, inputs, is_mul
@@ -52,13 +52,17 @@ class Take:
     reads: list[tuple[str, str]] = field(default_factory=list)
     gain: float = 1.0
     in_gain: float = 1.0
+    bake: bool = False
+    layer: str = "Folded"
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def edit(self, path: str) -> Edit:
         # what comes before the convolution is taken in first; among those after it, the nearest first
         reads = sorted(self.reads, key=lambda read: not read[1].startswith("before"))
         args: dict[str, Any] = {"takes": [how for _, how in reads]} if reads else {}
         args |= {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
-        return Edit(path, "Folded", args, tuple(read for read, _ in reads))
+        args |= {"bake": True} if self.bake else {}
+        return Edit(path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads))
 
 
 @dataclass
@@ -108,6 +112,8 @@ def consumers(draft: Draft, module: nn.Module, passes: Callable[[fx.Node], bool]
         if str(node.target) == draft.anatomy.classifier:
             raise Blocked(f"the features that {node.target} reads would change")
         check_linear(draft, str(node.target), conv)
+        if baking.is_stuck(conv):
+            raise Blocked(f"{node.target} adds a scalar to its input")
         if any(call not in ends for call in traced.calls[id(conv)]):
             raise Blocked(f"{node.target} is called elsewhere too, on another input")
         if isinstance(conv, nn.Linear):
@@ -192,6 +198,8 @@ def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str
             if end in main or not isinstance(conv, LINEAR):
                 raise Blocked(f"{name(end)} reads it")
             check_linear(draft, str(end.target), conv)
+            if baking.is_stuck(conv):
+                raise Blocked(f"{end.target} adds a scalar to its input")
             if len(traced.calls[id(conv)]) > 1:
                 raise Blocked(f"{end.target} is called more than once")
             found.append(str(end.target))
@@ -199,9 +207,10 @@ def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str
 
 
 def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
-    if type(conv).forward not in _LINEAR_FORWARDS or "forward" in vars(conv):
+    dressed = baking.is_dressed(conv)
+    if not dressed and (type(conv).forward not in _LINEAR_FORWARDS or "forward" in vars(conv)):
         raise Blocked(f"{path} ({type(conv).__name__}) has a forward of its own")
-    if parametrize.is_parametrized(conv):
+    if not dressed and parametrize.is_parametrized(conv):
         raise Blocked(f"{path} has a parametrized weight")
     if any((conv._forward_hooks, conv._forward_pre_hooks)):
         raise Blocked(f"{path} has forward hooks, which see its output")

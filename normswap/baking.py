@@ -1,0 +1,171 @@
+"""Linear layers whose weight is made anew at each step, and the plain layer that each of them is in eval mode.
+
+Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021, arXiv:2101.08692,
+eq. 4), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input bias
+(`ShiftedConv2d` ...). Their weight depends on parameters alone, so in eval mode it is a constant, which can be baked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm import layers as timm_layers
+from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+_STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
+_STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
+
+
+class Gain(nn.Module):
+    """One learnable scalar on a weight: what a spectral norm takes away (Miyato et al. 2018, arXiv:1802.05957)."""
+
+    def __init__(self, alpha: Tensor) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(alpha.detach().clone().view(1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(O, I, ...) -> (O, I, ...)"""
+        return self.alpha * weight
+
+
+class TunedConv2d(nn.Conv2d):
+    """A convolution and its BatchNorm in tune mode: frozen statistics and live gamma scale the weight at each step.
+
+    W' = gamma / sqrt(var + eps) W, b' = beta + gamma / sqrt(var + eps) (b - mean): Efficient ConvBN Blocks,
+    arXiv:2305.11624, section 3.3.
+    """
+
+    gamma: nn.Parameter
+    beta: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+    norm_eps: float
+
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the convolution that this is."""
+        scale = self.gamma * torch.rsqrt(self.running_var + self.norm_eps)
+        offset = -self.running_mean if self.bias is None else self.bias - self.running_mean
+        return self.weight * scale.view(-1, 1, 1, 1), self.beta + scale * offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, I, H, W) -> (N, O, H', W')"""
+        return self._conv_forward(x, *self.folded())
+
+
+class Shifted(nn.Module):
+    """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019, section 3."""
+
+    in_bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, I, ...) -> (N, O, ...)"""
+        return super().forward(x + self.in_bias)
+
+
+class ShiftedConv1d(Shifted, nn.Conv1d):
+    pass
+
+
+class ShiftedConv2d(Shifted, nn.Conv2d):
+    pass
+
+
+class ShiftedConv3d(Shifted, nn.Conv3d):
+    pass
+
+
+class ShiftedConv2dSame(Shifted, timm_layers.Conv2dSame):
+    pass
+
+
+class ShiftedLinear(Shifted, nn.Linear):
+    pass
+
+
+SHIFTED: dict[type, type] = {
+    nn.Conv1d: ShiftedConv1d, nn.Conv2d: ShiftedConv2d, nn.Conv3d: ShiftedConv3d,
+    timm_layers.Conv2dSame: ShiftedConv2dSame, nn.Linear: ShiftedLinear, timm_layers.Linear: ShiftedLinear,
+}  # fmt: skip
+_KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
+
+
+def is_dressed(module: nn.Module) -> bool:
+    """Whether the weight of this linear layer is made anew at each step, in a way that is known."""
+    if "forward" in vars(module):
+        return False
+    if parametrize.is_parametrized(module):
+        made: Any = module.parametrizations
+        return list(made) == ["weight"] and all(isinstance(part, _KNOWN) for part in made["weight"])
+    if isinstance(module, _STANDARDIZED) and hasattr(module, "effective_weight"):
+        return True  # `standardized.StandardizedConv`, which imports this file
+    forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, Shifted)}
+    return isinstance(module, (*_STANDARDIZED, TunedConv2d, Shifted)) and type(module).forward in forwards
+
+
+def is_stuck(module: nn.Module) -> bool:
+    """Whether it has an input bias that its zero padding keeps from becoming a bias."""
+    if not isinstance(module, Shifted) or not module.in_bias.any():
+        return False
+    padding = getattr(module, "padding", 0)
+    some = padding != "valid" if isinstance(padding, str) else bool(torch.as_tensor(padding).any())
+    return some or isinstance(module, timm_layers.Conv2dSame)
+
+
+def plain(module: nn.Module) -> Any:
+    """What a dressed layer computes in eval mode, as a layer of the plain class, in float64."""
+    twin: Any = copy.deepcopy(module).double().eval()
+    tensors = _tensors(twin)
+    kind = plain_class(twin)
+    new = kind.__new__(kind)
+    held = ("_parameters", "_buffers", "_modules")
+    new.__dict__.update({name: value for name, value in vars(twin).items() if name not in (*held, *_STALE)})
+    new.__dict__.update({name: {} for name in held}, _load_state_dict_pre_hooks=OrderedDict())
+    grad = any(parameter.requires_grad for parameter in module.parameters())
+    for name, value in zip(("weight", "bias"), tensors, strict=True):
+        parameter = None if value is None else nn.Parameter(value.detach().clone(), requires_grad=grad)
+        new.register_parameter(name, parameter)
+    return new
+
+
+def weight(module: Any) -> Tensor:
+    """The weight with which a linear layer computes in eval mode, in float64."""
+    return (plain(module) if is_dressed(module) else module).weight.detach().double()
+
+
+def plain_class(module: Any) -> Any:
+    """The class of the layer that `plain` makes of this one (its own, if it is plain already)."""
+    if not is_dressed(module):
+        return type(module)
+    if parametrize.is_parametrized(module):
+        return parametrize.type_before_parametrizations(module)
+    if isinstance(module, Shifted):
+        return type(module).__mro__[2]
+    if isinstance(module, TunedConv2d):
+        return nn.Conv2d
+    same = getattr(module, "same_pad", False)
+    return timm_layers.Conv2dSame if same else nn.Conv2d
+
+
+def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
+    kind = type(module)
+    if issubclass(kind, TunedConv2d):
+        return module.folded()
+    if issubclass(kind, Shifted):
+        if not module.in_bias.any():
+            return module.weight, module.bias
+        shift = module.in_bias * module.weight.flatten(1).sum(1)
+        return module.weight, shift if module.bias is None else module.bias + shift
+    if hasattr(module, "effective_weight"):
+        return module.effective_weight(), module.bias
+    if issubclass(kind, _STANDARDIZED):
+        gain = (module.gain * module.scale).view(-1) if hasattr(module, "gain") else None
+        flat = module.weight.reshape(1, module.out_channels, -1)
+        flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=module.eps)
+        return flat.reshape_as(module.weight), module.bias
+    return module.weight, module.bias

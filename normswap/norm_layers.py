@@ -1,0 +1,178 @@
+"""Layers with BatchNorm's tensors: kept, put back from statistics, frozen, in tune mode, or with ghost batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.layers import FrozenBatchNormAct2d
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from normswap.baking import TunedConv2d
+
+_SHOWN = ("weight", "bias", "running_mean", "running_var")
+
+
+class SiteNorm(_BatchNorm):
+    """BatchNorm of any dimension, with the activation of its seat; its statistics may be those of ghost batches.
+
+    Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training every `ghost` samples are a batch
+    of their own; a rest smaller than that joins the last one. The running statistics take in each of them in turn.
+    """
+
+    def __init__(self, features: int, *, eps: float, momentum: float | None, ghost: int, act: nn.Module | None) -> None:
+        super().__init__(features, eps=eps, momentum=momentum)
+        self.ghost, self.act = ghost, act
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        if self.training and self.ghost:
+            parts = input.split(self._sizes(len(input)))
+            x = torch.cat([super(SiteNorm, self).forward(part) for part in parts])
+        else:
+            x = super().forward(input)
+        return x if self.act is None else self.act(x)
+
+    def _sizes(self, count: int) -> list[int]:
+        whole = max(count // self.ghost, 1)
+        return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ghost={self.ghost}" if self.ghost else super().extra_repr()
+
+    @classmethod
+    def replacing(
+        cls,
+        old: Any,
+        *,
+        like: Tensor,
+        ghost: int = 0,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> SiteNorm:
+        """The norm that `old` is, or, given mean and deviation per channel, one that is the identity there.
+
+        y = s x + t (the identity, or what a ChannelBias or ChannelAffine in the seat computes) is the norm with
+        gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
+        """
+        from normswap import affine, layers
+
+        act, like = _activation(old), _typed(old, like)
+        if mean is None or std is None:
+            momentum = getattr(old, "momentum", 0.1)
+            new: Any = cls(len(old.running_mean), eps=old.eps, momentum=momentum, ghost=ghost, act=act).to(like)
+            _copy(old, new)
+            return new
+        new = cls(len(mean), eps=1e-5, momentum=0.1, ghost=ghost, act=act).to(like)
+        new.running_var.copy_(torch.tensor(std, dtype=torch.float64).square())
+        new.running_mean.copy_(torch.tensor(mean, dtype=torch.float64))
+        own = isinstance(old, layers.ChannelBias | layers.ChannelAffine)
+        scale, shift = affine.read(old) if own else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
+        new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
+        new.bias.copy_(shift + scale * new.running_mean.double())
+        return new
+
+
+class FrozenNorm:
+    """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
+
+    @staticmethod
+    def replacing(
+        old: Any, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+    ) -> nn.Module:
+        live = SiteNorm.replacing(old, like=like, mean=mean, std=std)
+        count, eps = live.num_features, live.eps
+        new: Any = FrozenBatchNorm2d(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
+        new.to(live.weight)
+        if live.act is not None:
+            new.act = live.act
+        _copy(live, new)
+        return new
+
+
+class EvalNorm(nn.Module):
+    """y = act(gamma (x - mean) / sqrt(var + eps) + beta) with frozen statistics, where gamma and beta learn."""
+
+    def __init__(self, live: SiteNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.act, self.eps = live.weight, live.bias, live.act, live.eps
+        self.register_buffer("running_mean", live.running_mean)
+        self.register_buffer("running_var", live.running_var)
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+        rest = (1, -1, *(1,) * (x.ndim - 2))
+        x = x * scale.view(rest) + (self.bias - self.running_mean * scale).view(rest)
+        return x if self.act is None else self.act(x)
+
+    @classmethod
+    def replacing(
+        cls, old: Any, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+    ) -> EvalNorm:
+        return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std))
+
+
+class Tuned:
+    """A convolution that takes in the norm after it as a `TunedConv2d`; what else it takes in is folded."""
+
+    @staticmethod
+    def replacing(
+        old: Any,
+        *reads: nn.Module,
+        like: Tensor,
+        takes: Sequence[str],
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        **args: Any,
+    ) -> TunedConv2d:
+        from normswap.layers import Folded
+
+        (norm,) = (read for read, how in zip(reads, takes, strict=True) if how == "norm")
+        others = [(read, how) for read, how in zip(reads, takes, strict=True) if how != "norm"]
+        rest = [read for read, _ in others]
+        old = Folded.replacing(old, *rest, like=like, takes=[how for _, how in others], **args)
+        live = SiteNorm.replacing(norm, like=like, mean=mean, std=std).to(old.weight)
+        new: Any = TunedConv2d.__new__(TunedConv2d)
+        new.__dict__.update(vars(old))
+        new.gamma, new.beta, new.norm_eps = live.weight, live.bias, live.eps
+        new.register_buffer("running_mean", live.running_mean)
+        new.register_buffer("running_var", live.running_var)
+        return new
+
+
+def _activation(old: nn.Module) -> nn.Module | None:
+    from normswap import affine
+
+    return copy.deepcopy(affine.activation(old))
+
+
+def _typed(old: nn.Module, like: Tensor) -> Tensor:
+    """Frozen norms may have another dtype than the network, e.g. float32 beside half."""
+    own = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), like)
+    return own.detach().flatten()[:0]
+
+
+def _copy(old: Any, new: Any) -> None:
+    for name in _SHOWN:
+        value = getattr(old, name, None)
+        if value is None:  # affine=False
+            getattr(new, name).fill_(1.0 if name == "weight" else 0.0)
+        else:
+            getattr(new, name).copy_(value)
+    if getattr(old, "num_batches_tracked", None) is not None and hasattr(new, "num_batches_tracked"):
+        new.num_batches_tracked.copy_(old.num_batches_tracked)
+
+
+SEATED: dict[str, Any] = {cls.__name__: cls for cls in (SiteNorm, FrozenNorm, EvalNorm, Tuned)}

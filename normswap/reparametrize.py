@@ -1,0 +1,33 @@
+"""Dress every convolution and linear layer of the canonical form in a parametrization of its weight."""
+
+from __future__ import annotations
+
+from normswap import baking
+from normswap.anatomy import LINEAR, Anatomy
+from normswap.errors import RefusedError
+from normswap.undress import undress
+from normswap.walks import Blocked, Draft, check_linear, distinct
+
+
+def reparametrize(anatomy: Anatomy, layer: str) -> Draft:
+    """Undress the network, and give every linear layer whose weight can be replaced that `layer`.
+
+    Raises:
+        RefusedError: there is no such layer, or they all have it already.
+    """
+    draft, traced = undress(anatomy), anatomy.traced
+    paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
+    dressed = 0
+    for path in distinct(traced.modules, list(dict.fromkeys(paths))):
+        try:
+            check_linear(draft, path, traced.modules[path])
+            if baking.is_stuck(traced.modules[path]):
+                raise Blocked("it adds a scalar to its input")
+        except Blocked as why:
+            draft.notes.append(f"{path} stays as it is: {why}")
+        else:
+            draft.take(path).layer = layer
+            dressed += 1
+    if not dressed:
+        raise RefusedError("the network has no convolution or linear layer that could be changed")
+    return draft

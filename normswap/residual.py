@@ -1,0 +1,69 @@
+"""Dress in fixed factors: y = a skip + b f for every residual sum, by a change of gauge (`gauge`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from normswap import layers
+from normswap.anatomy import Anatomy, Block
+from normswap.dress import seat_scale
+from normswap.errors import RefusedError
+from normswap.gauge import attempt, enlarge
+from normswap.undress import undress
+from normswap.walks import Blocked, Draft, is_relu
+
+
+def scale_sums(anatomy: Anatomy, factors: Sequence[tuple[float, float]]) -> Draft:
+    """Undress, then give block l its (a, b).
+
+    a (x + (b / a) f): the branch is made a / b times as large, what comes out of the activation after the sum 1 / a
+    times, which goes back through the identity skips to where the stage's stream is made.
+
+    Raises:
+        RefusedError: the network has no residual blocks.
+    """
+    if not anatomy.blocks:
+        raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
+    draft = undress(anatomy)
+    seats: list[tuple[str, float]] = []
+    for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
+        try:
+            with attempt(draft):
+                seats += _scale(draft, block, a, b)
+        except Blocked as why:
+            draft.refusals[block.path] = str(why)
+    for path, value in seats:
+        if draft.refusals:
+            break
+        seat_scale(draft, path, value, False, layer="FixedScale")
+    return draft
+
+
+def _scale(draft: Draft, block: Block, a: float, b: float) -> list[tuple[str, float]]:
+    """The two factors' seats, and their values; their inverses go into the weights."""
+    modules = draft.anatomy.traced.modules
+    if block.tail is None:
+        raise Blocked("its branch ends in a function of the block itself, where no module can sit")
+    if isinstance(modules[block.tail], layers.Scale) and block.tail not in draft.seats:
+        raise Blocked(f"it has a scalar that {draft.verdicts.get(block.tail, 'stays')}")
+    enlarge(draft, block.branch, a / b, {block.total})
+    if a == 1:
+        return [(block.tail, b)]
+    act, seat = _after_sum(draft, block)
+    enlarge(draft, act, 1 / a, set(draft.anatomy.traced.users[act]))
+    return [(block.tail, b / a), (seat, a)]
+
+
+def _after_sum(draft: Draft, block: Block) -> tuple[fx.Node, str]:
+    """The activation after the sum, and where a factor of its output can sit."""
+    traced = draft.anatomy.traced
+    users = traced.users[block.total]
+    module = traced.module(users[0]) if len(users) == 1 else None
+    if module is None or not is_relu(module) or len(traced.calls[id(module)]) > 1:
+        raise Blocked("no ReLU module of its own follows the sum, where a factor of the sum could sit")
+    after = traced.users[users[0]]
+    edit = draft.seats.get(str(after[0].target)) if len(after) == 1 else None
+    vacated = edit is not None and edit.layer == "Vacant" and isinstance(traced.module(after[0]), layers.Scale)
+    return users[0], str((after[0] if vacated else users[0]).target)

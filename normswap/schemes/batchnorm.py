@@ -1,0 +1,44 @@
+"""BatchNorm: a norm at every site; `--ghost-batch N` takes training statistics over N samples at a time.
+
+A network that has BatchNorm keeps it. One that was converted from such a network gets it back, from the statistics it
+carries: mean = beta, std = |gamma|, and gamma, beta so that the norm computes what its seat computes. In eval mode
+nothing changes; in training mode batch statistics are used again. Unlike `unfold` it needs no source architecture, and
+the convolutions keep their values. Ghost batches: Hoffer et al. 2017, arXiv:1705.08741, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from normswap.anatomy import Anatomy
+from normswap.errors import OptionError
+from normswap.norm_layers import SiteNorm
+from normswap.sites import dress_in_norms
+from normswap.walks import Draft
+
+PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy, *, ghost_batch: int = 0) -> Draft:
+    """Args:
+    ghost_batch: how many samples share their statistics in training; 0: the whole batch.
+    """
+    if isinstance(ghost_batch, bool) or not isinstance(ghost_batch, int) or ghost_batch < 0:
+        raise OptionError(f"--ghost-batch {ghost_batch} is not a whole number >= 0")
+    ghost = {"ghost": ghost_batch} if ghost_batch else {}
+
+    def keep(draft: Draft, path: str, module: nn.Module) -> None:
+        same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
+        if same:
+            draft.verdicts[path] = "kept"
+        else:
+            draft.seat(path, "SiteNorm", **ghost)
+            draft.verdicts[path] = f"statistics over {ghost_batch or 'all'} samples"
+
+    return dress_in_norms(anatomy, "SiteNorm", keep, **ghost)

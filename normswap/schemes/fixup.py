@@ -1,0 +1,31 @@
+"""Fixup: no normalization; a scalar multiplier per residual branch, scalar biases before each layer and activation.
+
+y = skip + alpha f(x) with alpha = 1, and a scalar bias, 0, before every convolution, linear layer and activation. The
+network is folded first, and its convolutions keep their biases per channel, so the function is kept. `--init fixup`
+applies the paper's reset, which is not exact: the last convolution of each branch and the classifier are 0, and the
+other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the number of residual blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.errors import OptionError
+from normswap.fixup_layers import add_scalars
+from normswap.walks import Draft
+
+PAPER = "Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return options["init"] == "keep"
+
+
+def plan(anatomy: Anatomy, *, init: str = "keep") -> Draft:
+    """Args:
+    init: `keep` the weights, or `fixup`, the paper's reset.
+    """
+    if init not in ("keep", "fixup"):
+        raise OptionError(f"--init {init!r} is neither 'keep' nor 'fixup'")
+    return add_scalars(anatomy, fresh=init == "fixup")

@@ -1,0 +1,38 @@
+"""Frozen BatchNorm: statistics, gamma and beta become constants, as in detection and small-batch fine-tuning.
+
+y = gamma (x - mean) / sqrt(var + eps) + beta in training mode too, with torchvision's `FrozenBatchNorm2d`
+(timm's `FrozenBatchNormAct2d` where the norm carries an activation). A network without BatchNorm, converted from one,
+gets frozen norms back from the statistics it carries. What is lost: the norms no longer learn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import FrozenBatchNormAct2d
+from torch import nn
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from normswap.anatomy import Anatomy
+from normswap.sites import dress_in_norms
+from normswap.walks import Draft
+
+PAPER = "He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return dress_in_norms(anatomy, "FrozenNorm", _freeze)
+
+
+def _freeze(draft: Draft, path: str, module: nn.Module) -> None:
+    if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
+        draft.verdicts[path] = "frozen already"
+    elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
+        draft.refusals[path] = f"there is no frozen {type(module).__name__}; `--to tune` keeps its statistics"
+    else:
+        draft.seat(path, "FrozenNorm")
+        draft.verdicts[path] = "frozen"

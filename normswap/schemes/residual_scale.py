@@ -1,0 +1,46 @@
+"""Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no normalization.
+
+Rules, for block l of L: `balduzzi` a = b = 1/sqrt(2); `szegedy` a = 1, b = 0.2; `hanin` a = 1, b = 0.9^l; `arpit`
+a = 1, b = 1/L; `rescale` b^2 = 1/(l + L), a^2 = 1 - b^2. Any such sequence is a gauge: with x~ = g x, the first
+convolutions of f are divided by g and the last is multiplied by a g / b, so the function is kept. g is chosen so that
+it is 1 at the end of every stage. b sits at the end of the branch. a needs a seat on the sum: a ReLU module after it,
+where relu(a z) = a relu(z), and b / a stays on the branch; without one (pre-activation networks) rules with a != 1 are
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.errors import OptionError
+from normswap.residual import scale_sums
+from normswap.walks import Draft
+
+PAPER = (
+    "Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
+    "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, arXiv:2001.07094"
+)
+RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
+    "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
+    "szegedy": lambda block, depth: (1.0, 0.2),
+    "hanin": lambda block, depth: (1.0, 0.9**block),
+    "arpit": lambda block, depth: (1.0, 1 / depth),
+    "rescale": lambda block, depth: (math.sqrt(1 - 1 / (block + depth)), math.sqrt(1 / (block + depth))),
+}
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy, *, rule: str = "rescale") -> Draft:
+    """Args:
+    rule: balduzzi, szegedy, hanin, arpit or rescale.
+    """
+    if rule not in RULES:
+        raise OptionError(f"unknown --rule {rule!r}", remedy=f"Known: {', '.join(RULES)}")
+    depth = len(anatomy.blocks)
+    return scale_sums(anatomy, [RULES[rule](block, depth) for block in range(1, depth + 1)])

@@ -1,0 +1,23 @@
+"""Spectral normalization: W = alpha V / sigma(V), sigma the largest singular value, alpha one scalar per layer.
+
+The network is folded first. alpha starts as sigma(W), so nothing is lost; the paper has alpha = 1 (a Lipschitz bound),
+which would change the function. torch's `parametrizations.spectral_norm`; every convolution and linear layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.reparametrize import reparametrize
+from normswap.walks import Draft
+
+PAPER = "Miyato et al. 2018, arXiv:1802.05957, section 2.1"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return reparametrize(anatomy, "SpectralNorm")

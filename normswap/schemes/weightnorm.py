@@ -1,0 +1,23 @@
+"""Weight normalization: W = g v / |v| per filter, with g the filter's norm; no normalization of activations.
+
+The network is folded first; g and v then describe the same filters, so nothing is lost. Filters that were switched off
+(gamma = 0) get g = 0 and keep a direction. torch's `parametrizations.weight_norm`; every convolution and linear layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.reparametrize import reparametrize
+from normswap.walks import Draft
+
+PAPER = "Salimans & Kingma 2016, arXiv:1602.07868, section 2"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return reparametrize(anatomy, "WeightNorm")

@@ -1,0 +1,101 @@
+"""Dress in norms: at every place where a BatchNorm stands, or stood, with the statistics that the network carries.
+
+A norm that was folded back leaves its output in its seat: mean = beta, deviation = |gamma|. One that was folded
+forward, or left a shift or an affine map, has its own input there: its running statistics. In either case the new norm
+computes what the seat computes now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import affine, layers, norm_layers, provenance
+from normswap.anatomy import Anatomy
+from normswap.errors import RefusedError
+from normswap.undress import undress
+from normswap.walks import Draft, read_directly
+
+Wish = Callable[[Draft, str, nn.Module], None]
+
+
+def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Draft:
+    """Undress all but the BatchNorms, give each of those to `keep`, and seat a `layer` wherever one was lost.
+
+    Raises:
+        RefusedError: there is no BatchNorm, and no record of one.
+    """
+    modules = anatomy.traced.modules
+    called = [norm.path for norm in anatomy.norms if id(modules[norm.path]) in anatomy.traced.calls]
+    living = [path for path in called if affine.is_batchnorm(modules[path])]
+    draft = undress(anatomy, leave=living)
+    for path in living:
+        read = read_directly(anatomy.traced, modules[path])
+        why = affine.refusal(modules[path]) or (read and f"{read} is read in forward, not only by the norm itself")
+        if why:
+            draft.refusals[path] = why
+        else:
+            keep(draft, path, modules[path])
+    lost = [path for path in sites(anatomy) if path not in living]
+    if not living and not lost:
+        raise RefusedError(
+            "no statistics are known",
+            "the network has no BatchNorm, and was not converted from one that had",
+        )
+    for path in lost:
+        _restore(draft, path, layer, args)
+    return draft
+
+
+def sites(anatomy: Anatomy) -> list[str]:
+    """Where norms stood before the network was converted, in the order of the record."""
+    record = provenance.of(anatomy.traced.modules[""])
+    suffix = ".running_mean"
+    return [name.removesuffix(suffix) for name in (record.norms if record else ()) if name.endswith(suffix)]
+
+
+def _restore(draft: Draft, path: str, layer: str, args: dict[str, Any]) -> None:
+    old = draft.anatomy.traced.modules.get(path)
+    edit = draft.seats.get(path)
+    if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, layers.Vacant)):
+        draft.notes.append(f"{path}: there is no seat for its norm any more")
+        return
+    affinity = isinstance(old, layers.ChannelBias | layers.ChannelAffine | norm_layers.EvalNorm)
+    vacant = edit.layer == "Vacant" if edit is not None else isinstance(old, layers.Vacant)
+    if not vacant and not affinity:
+        draft.notes.append(f"{path} stays a {type(old).__name__}: {draft.verdicts.get(path, 'it is in use')}")
+        return
+    if isinstance(old, norm_layers.EvalNorm) and not vacant:
+        draft.seat(path, layer, **args)
+        draft.verdicts[path] = "keeps its statistics"
+        return
+    mean, std = moments(draft.anatomy, path, at_input=not vacant)
+    draft.seat(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
+    draft.verdicts[path] = "gets a norm from the statistics kept"
+
+
+def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel in the seat of a norm that is gone."""
+    record = provenance.of(anatomy.traced.modules[""])
+    assert record is not None
+    mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
+    ways = {
+        how
+        for step in record.plan.steps
+        for edit in step.edits
+        for read, how in zip(edit.reads, edit.args.get("takes", ()), strict=False)
+        if read == path
+    }
+    if at_input or "before" in ways:
+        return mean, var.sqrt()
+    beta = record.norms.get(f"{path}.bias", torch.zeros_like(mean))
+    gamma = record.norms.get(f"{path}.weight", torch.ones_like(mean))
+    return beta.double(), gamma.double().abs()
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """Six digits are enough: the norm is the same map whatever its statistics are."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,0 +1,251 @@
+"""Exact schemes beyond the laws of test_laws.py: round trips, training, residual rules, ghost batches, NF networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from lived import batchnorms, distance, lived_in, run, step
+from test_laws import applied, skeleton, source
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import normswap
+from normswap import baking, layers, norm_layers, scalar_layers, surgery
+from normswap.errors import OptionError, RefusedError
+from normswap.plan import Plan
+
+GHOST = ("batchnorm", {"ghost_batch": 2})
+NEW = [
+    GHOST, ("frozen-bn", {}), ("tune", {}), ("fixup", {}), ("weightnorm", {}), ("spectralnorm", {}),
+    ("residual-scale", {"rule": "arpit"}), ("residual-scale", {"rule": "rescale"}),
+]  # fmt: skip
+ids = [name + "-".join(["", *map(str, options.values())]) for name, options in NEW]
+new = pytest.mark.parametrize(("scheme", "options"), NEW, ids=ids)
+V1 = ("resnet18", "resnet26d", "seresnet18", "ecaresnet50t")
+
+
+def to(model: nn.Module, scheme: str, **options: Any) -> Any:
+    planned, draft = step(model, scheme, **options)
+    assert draft.refusals == {}
+    return applied(model, planned)
+
+
+def has_layers(model: nn.Module, *kinds: type) -> bool:
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+@new
+def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
+    """bn -> X -> folded: the function to 1e-12 in float64 and 1e-5 in float32, and nothing of X is left."""
+    for arch in ("resnet18", "seresnet18"):
+        model, x, reference = source(arch)
+        back = to(to(model, scheme, **options), "folded")
+        assert distance(reference, run(back, x)) <= 1e-12
+        ours = (layers.Scale, scalar_layers.ScalarBias, norm_layers.EvalNorm, baking.TunedConv2d, baking.Shifted)
+        assert not batchnorms(back)
+        assert not has_layers(back, *ours)
+        assert not any(parametrize.is_parametrized(module) for module in back.modules())
+        single = skeleton(arch)
+        single.load_state_dict(model.state_dict())
+        back = to(to(single.float(), scheme, **options), "folded")
+        assert distance(reference, run(back, x.float()).double()) <= 1e-5
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "resnetv2_50d", "seresnet18"])
+def test_back_to_batchnorm(arch: str) -> None:
+    """bn -> skipinit -> folded -> batchnorm: a norm at every site, and in training it works."""
+    model, x, reference = source(arch)
+    again = to(to(to(model, "skipinit"), "folded"), "batchnorm")
+    assert distance(reference, run(again, x)) <= 1e-12
+    assert batchnorms(again) == batchnorms(model)
+    again.train()
+    assert bool(torch.isfinite(again(x)).all())
+    single = skeleton(arch)
+    single.load_state_dict(model.state_dict())
+    again = to(to(single.float(), "folded"), "batchnorm")
+    assert distance(reference, run(again, x.float()).double()) <= 1e-5
+
+
+def test_sites_carry_the_statistics() -> None:
+    model, _, _ = source("resnet18")
+    again = to(to(model, "skipinit"), "batchnorm")
+    old, new_ = model.get_submodule("layer2.0.bn1"), again.get_submodule("layer2.0.bn1")
+    assert torch.allclose(new_.running_mean, old.bias, rtol=1e-5)
+    assert torch.allclose(new_.running_var.sqrt(), old.weight.abs(), rtol=1e-5)
+    v2, _, _ = source("resnetv2_18")
+    path = "stages.0.blocks.0.norm1"
+    site = to(to(v2, "folded"), "batchnorm").get_submodule(path)  # a shift stayed there: its input is the norm's own
+    assert torch.allclose(site.running_mean, v2.get_submodule(path).running_mean, rtol=1e-5)
+
+
+def test_no_statistics_no_norms() -> None:
+    model = timm.create_model("nf_resnet26", num_classes=3)
+    for scheme in ("batchnorm", "frozen-bn", "tune"):
+        with pytest.raises(RefusedError, match="no statistics"):
+            step(model, scheme)
+
+
+def test_frozen_norms_of_sequences_are_refused() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)).eval()
+    _, draft = step(model, "frozen-bn")
+    assert list(draft.refusals) == ["1"]
+    assert step(model, "tune")[1].refusals == {}
+
+
+@new
+def test_it_trains(scheme: str, options: dict[str, Any]) -> None:
+    """A few steps of SGD lower the loss; the trained network survives its state dict, and folds exactly."""
+    model, x, _ = source("resnet18")
+    result = to(model, scheme, **options).train()
+    x, y = x.repeat(2, 1, 1, 1) + 0.1 * torch.randn(6, 3, 33, 33, dtype=x.dtype), torch.arange(6)
+    optimizer = torch.optim.SGD(result.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(6):
+        loss = F.cross_entropy(result(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    reference = run(result, x)
+    fresh = to(model, scheme, **options)
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, x), reference)
+    assert distance(reference, run(to(result, "folded"), x)) <= 1e-12
+    assert distance(reference, run(to(result, "skipinit"), x)) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", ["balduzzi", "rescale"])
+@pytest.mark.parametrize("arch", V1)
+def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
+    """a != 1: exact, stages end as they did, and y = a skip + b f in every block."""
+    model, x, reference = source(arch)
+    planned, draft = step(model, "residual-scale", rule=rule)
+    assert draft.refusals == {}
+    result: Any = applied(model, planned)
+    assert distance(reference, run(result, x)) <= 1e-12
+    with torch.no_grad():
+        before, after = model.forward_intermediates(x)[1], result.forward_intermediates(x)[1]
+    assert all(distance(a, b) <= 1e-12 for a, b in zip(before[1:], after[1:], strict=True))
+    fixed = [module for module in result.modules() if isinstance(module, scalar_layers.FixedScale)]
+    assert len(fixed) == 2 * len(draft.anatomy.blocks)
+    assert not any("alpha" in name for name, _ in result.named_parameters())
+    if rule == "balduzzi":
+        assert sorted({round(module.alpha.item(), 6) for module in fixed}) == [0.707107, 1.0]
+    fresh = surgery.apply(skeleton(arch), Plan.from_json(Plan().then(planned).to_json()))
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, x), run(result, x))
+    other = to(result, "residual-scale", rule="hanin")
+    assert distance(reference, run(other, x)) <= 1e-12
+
+
+def test_no_seat_on_a_sum_without_an_activation() -> None:
+    model, _, _ = source("resnetv2_18")
+    for rule in ("balduzzi", "rescale"):
+        _, draft = step(model, "residual-scale", rule=rule)
+        assert "no ReLU module" in draft.refusals["stages.0.blocks.0"]
+    for rule in ("szegedy", "hanin", "arpit"):
+        assert step(model, "residual-scale", rule=rule)[1].refusals == {}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("residual-scale", {"rule": "he"}), ("fixup", {"init": "zero"}), ("batchnorm", {"ghost_batch": -1})],
+)
+def test_bad_options(scheme: str, options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        step(source("resnet18")[0], scheme, **options)
+
+
+@torch.no_grad()
+def test_ghost_batches_are_batches() -> None:
+    """In training, N samples at a time: the output on 2 + 2 + 3 is that of BatchNorm on each part."""
+    torch.manual_seed(0)
+    plain, x = nn.BatchNorm2d(4), torch.randn(7, 4, 5, 5)
+    ghost: Any = norm_layers.SiteNorm.replacing(plain, like=torch.empty(0), ghost=2).train()
+    expected = torch.cat([plain.train()(part) for part in x.split([2, 2, 3])])
+    assert torch.allclose(ghost(x), expected, atol=1e-6)
+    assert torch.allclose(ghost.running_var, plain.running_var)
+    assert int(ghost.num_batches_tracked) == 3
+
+
+def test_frozen_is_frozen_and_tune_is_half() -> None:
+    model, x, _ = source("resnet18")
+    frozen = to(model, "frozen-bn").train()
+    before = {name: buffer.clone() for name, buffer in frozen.named_buffers()}
+    frozen(x)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in frozen.named_buffers())
+    assert not any(name.endswith("bn1.weight") for name, _ in frozen.named_parameters())
+    tuned = to(model, "tune").train()
+    assert distance(run(model, x), tuned.train()(x).detach()) <= 1e-12, "training mode uses the frozen statistics"
+    assert "layer1.0.conv1.gamma" in dict(tuned.named_parameters())
+
+
+def test_fixup_reset() -> None:
+    """The last convolution of each branch and the classifier are 0; the others are scaled by L^(-1/(2m-2))."""
+    model, x, _ = source("resnet18")
+    keep, reset = to(model, "fixup"), to(model, "fixup", init="fixup")
+    depth = 8
+    assert not reset.layer1[0].conv2.weight.any()
+    assert not reset.fc.weight.any()
+    assert torch.allclose(reset.layer1[0].conv1.weight, keep.layer1[0].conv1.weight * depth**-0.5)
+    assert torch.equal(reset.layer2[0].downsample[0].weight, keep.layer2[0].downsample[0].weight)
+    assert not run(reset, x).any()
+
+
+def test_a_trained_input_bias_before_padding_stays() -> None:
+    """Zeros at the border are not shifted: only a 1x1 convolution takes the scalar in."""
+    model, x, _ = source("resnet26d")
+    result = to(model, "fixup")
+    with torch.no_grad():
+        for module in result.modules():
+            if isinstance(module, baking.Shifted):
+                module.in_bias.fill_(0.1)
+    folded = to(result, "folded")
+    assert distance(run(result, x), run(folded, x)) <= 1e-12
+    assert isinstance(folded.layer2[0].conv2, baking.ShiftedConv2d)
+    assert not isinstance(folded.layer2[0].conv1, baking.Shifted)
+    for scheme in ("weightnorm", "tune", "skipinit", "fixup", "batchnorm"):
+        assert distance(run(result, x), run(to(result, scheme), x)) <= 1e-12
+
+
+def test_dead_filters_live_again() -> None:
+    """Weight norm of a network whose branches are zero (as timm creates them): no NaN, and gradients."""
+    model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32)).double().eval()
+    x: Tensor = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    for scheme in ("weightnorm", "spectralnorm"):
+        result = to(model, scheme)
+        assert distance(run(model, x), run(result, x)) <= 1e-12
+        result.train()(x).sum().backward()
+        grads = {name: parameter.grad for name, parameter in result.named_parameters()}
+        assert all(grad is not None and bool(torch.isfinite(grad).all()) for grad in grads.values())
+        if scheme == "spectralnorm":
+            assert bool(grads["layer1.0.conv2.parametrizations.weight.1.alpha"].any())
+        else:
+            assert bool(grads["layer1.0.conv2.parametrizations.weight.original0"].any())
+
+
+def test_other_layers_are_reparametrized_too() -> None:
+    torch.manual_seed(0)
+    parts = [nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)]
+    x = torch.randn(3, 4, 7, 7, dtype=torch.float64)
+    model = lived_in(nn.Sequential(*parts), x)
+    for scheme in ("weightnorm", "spectralnorm", "tune"):
+        result = to(model, scheme)
+        assert distance(run(model, x), run(result, x)) <= 1e-12
+        assert distance(run(model, x), run(to(result, "folded"), x)) <= 1e-12
+
+
+def test_convert_proves_the_new_schemes() -> None:
+    """The whole way, in float32, with its verification."""
+    model = source("resnet18")[0]
+    single = skeleton("resnet18").float()
+    single.load_state_dict(model.state_dict())
+    for scheme, options in NEW:
+        done = normswap.convert(single, scheme, size=(3, 64, 64), **options)
+        assert done.report.passed
+        assert done.report.exact

@@ -1,0 +1,120 @@
+"""Normalizer-free networks as sources: plain convolutions afterwards, exactly, and no standardization left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import distance, run, step
+from test_laws import applied
+from timm.layers import ScaledStdConv2d, StdConv2d
+from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
+from torch import Tensor, nn
+
+from normswap import surgery
+from normswap.plan import Plan
+
+STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
+SMALL = {"channels": (64, 64, 128, 128), "depths": (1, 2, 1, 1), "group_size": 16, "stem_chs": 32, "num_features": 0}
+NARROW: dict[str, dict[str, Any]] = {
+    "nf_resnet26": {"width_factor": 0.25},
+    "nf_regnet_b0": {"width_factor": 0.5},
+    "nf_seresnet26": {"width_factor": 0.25},
+    "nf_ecaresnet26": {"width_factor": 0.25},
+    "nfnet_l0": SMALL,
+    "eca_nfnet_l0": SMALL,
+    "dm_nfnet_f0": SMALL,
+    "nfnet_f0": SMALL,
+}
+architectures = pytest.mark.parametrize("arch", NARROW)
+
+
+def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
+    """Gains and biases as if trained; without that every branch of a fresh network is 0."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("skipinit_gain"):
+                parameter.fill_(skipinit)
+            elif name.endswith(("gain", "bias")):
+                value = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(value.abs() + 0.3 if name.endswith("gain") else 0.2 * value)
+            elif name.endswith("fc.weight"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.double().eval()
+
+
+def network(arch: str, **kwargs: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = randomized(timm.create_model(arch, num_classes=10, **NARROW.get(arch, {}), **kwargs))
+    return model, torch.randn(3, 3, 64, 64, dtype=torch.float64)
+
+
+@architectures
+def test_undressed_exactly(arch: str) -> None:
+    model, x = network(arch)
+    reference = run(model, x)
+    assert distance(reference, reference.flip(0)) > 0.01
+    planned, draft = step(model, "folded")
+    assert draft.refusals == {}
+    result: Any = applied(model, planned)
+    assert distance(reference, run(result, x)) <= 1e-12
+    assert not any(isinstance(module, STANDARDIZED) for module in result.modules())
+    assert type(result) is type(model)
+    for stage in result.stages:
+        for block in stage:
+            assert (block.alpha, block.beta, block.skipinit_gain) == (1.0, 1.0, None)
+            assert block.attn_gain == 1.0 or (block.attn is None and block.attn_last is None)
+            assert all(getattr(act, "gamma", 1.0) == 1.0 for act in (block.act1, block.act2, block.act3))
+    with torch.no_grad():
+        assert distance(model.forward_features(x), result.forward_features(x)) <= 1e-12
+    fresh = timm.create_model(arch, num_classes=10, **NARROW[arch]).double().eval()
+    fresh = surgery.apply(fresh, Plan.from_json(Plan().then(planned).to_json()))
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, x), run(result, x))
+
+
+@architectures
+def test_dressed_in_other_schemes(arch: str) -> None:
+    model, x = network(arch)
+    reference = run(model, x)
+    folded = applied(model, step(model, "folded")[0])
+    for start in (model, folded):
+        for scheme, options in (("weightnorm", {}), ("spectralnorm", {})):
+            planned, _ = step(start, scheme, **options)
+            assert distance(reference, run(surgery.apply_step(start, planned), x)) <= 1e-12
+    for scheme, options in (("skipinit", {}), ("fixup", {}), ("residual-scale", {"rule": "szegedy"})):
+        planned, draft = step(folded, scheme, **options)
+        if not draft.refusals:
+            assert distance(reference, run(surgery.apply_step(folded, planned), x)) <= 1e-12
+
+
+def test_learned_gains_of_any_sign() -> None:
+    for gain in (-0.7, 0.0):
+        for arch in ("nf_resnet26", "nfnet_l0"):
+            model, x = network(arch, skipinit=True)
+            randomized(model, skipinit=gain)
+            planned, draft = step(model, "folded")
+            result: Any = applied(model, planned)
+            assert distance(run(model, x), run(result, x)) <= 1e-12
+            gone = result.stages[0][0].skipinit_gain is None
+            assert gone is (arch == "nf_resnet26")  # a gate passes only positive scalars
+            assert gone or any("skipinit" in note or "factor" in note for note in draft.notes)
+
+
+def test_full_size() -> None:
+    """The network that issue 3 names."""
+    model = randomized(timm.create_model("nf_resnet50", num_classes=10))
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    result = surgery.apply_step(model, step(model, "folded")[0])
+    assert distance(run(model, x), run(result, x)) <= 1e-12
+    assert not any(isinstance(module, STANDARDIZED) for module in result.modules())
+
+
+def test_gradients_train_and_weights_stay_put() -> None:
+    model, x = network("nf_resnet26")
+    result = applied(model, step(model, "folded")[0]).train()
+    result(x).square().sum().backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in result.parameters())
