@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -18,6 +19,7 @@ from normswap.tracing import Traced, inputs, is_add, is_mul, trace
 
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ACT_MODULES = "torch.nn.modules.activation"
+_SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class _Reader:
         if not common:
             return None
         fork = self.nodes[common.bit_length() - 1]
+        if fork.target in _SPLITS:
+            return None  # each arm has channels of its own (Res2Net)
         arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (one, two)}
         weights = {arm: sum(self._is_linear(node) for node in arms[arm]) for arm in arms}
         skip, branch = sorted((one, two), key=lambda arm: weights[arm])
@@ -186,7 +190,7 @@ class _Reader:
                 role[str(node.target)] = "stem" if before else "head" if after else "other"
         for block in blocks:
             fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
-            role.update(dict.fromkeys(fork_norms, "down"))
+            role.update(dict.fromkeys(fork_norms, "down" if block.skip == "projection" else "other"))
             if block.last:
                 role[block.last] = "last"
         return role
@@ -220,7 +224,7 @@ class _Reader:
         node: fx.Node | None = branch
         members = set(on_branch)
         while node is not None and node in members and not self._is_linear(node):
-            if is_mul(node):
+            if is_mul(node) and self.traced.main_input(node) is not None:  # not LayerScale
                 owners = self.traced.outputs.get(node)
                 return owners[0] if owners else node.name
             node = self.traced.main_input(node)
@@ -241,7 +245,8 @@ class _Reader:
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
-        if self._is_norm(fork) or (self.is_activation(fork) and container and container in fork.meta["inside"]):
+        own = container in ("", *fork.meta["inside"])  # else the fork is the end of the block before
+        if own and (self._is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
         if on_branch and (self._is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
             return "pre"
@@ -301,9 +306,9 @@ class _Reader:
 
 
 def _stage(path: str) -> str:
-    """`layer1.0` -> `layer1`; `stages.0.blocks.1` -> `stages.0`."""
+    """`layer1.0` -> `layer1`; `s1.b1` -> `s1`; `stages.0.blocks.1` -> `stages.0`."""
     parts = path.split("+")[0].split(".")
-    if len(parts) > 1 and parts[-1].isdigit():
+    if len(parts) > 1 and parts[-1].removeprefix("b").isdigit():
         parts.pop()
         if len(parts) > 1 and parts[-1] == "blocks":
             parts.pop()
