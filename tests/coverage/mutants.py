@@ -31,7 +31,7 @@ def check(name: str) -> dict[str, Any]:
     """How many of a network's mutants the comparison with the unmutated network notices, once they are folded."""
     warnings.simplefilter("ignore")
     dice = random.Random(name)
-    model, x = living(name)
+    model, x, _ = living(name)
     reference = outputs(model, x)
     missed, errors = [], []
     for _ in range(TRIALS):

@@ -26,7 +26,8 @@ WAYS = {
     "keeps scale": "affine",
     "never called": "unused",
 }
-BATCH = 2
+IMAGES, MORE = 2, 8  # images that the statistics are measured on; more where maps of 1 x 1 make them degenerate
+NOISY = 1e-11  # how far a network may stray when its input changes by 1e-15, before more images are used
 FOLDED = schemes.get("folded")  # imported before the walk forks: one state of the code for all networks
 
 
@@ -43,17 +44,27 @@ def count(name: str) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), len(batchnorms(model))
 
 
-def living(name: str) -> tuple[nn.Module, Tensor]:
-    """The network as if trained, in float64, and an input of 96 pixels, or of the smallest size it accepts."""
+def living(name: str) -> tuple[nn.Module, Tensor, float]:
+    """The network as if trained, an input (2, C, H, W), and how far the output strays when that changes by 1e-15."""
+    for images in (IMAGES, MORE):
+        model, x = _measured(name, images)
+        noise = distance(outputs(model, x), outputs(model, x * (1 + 1e-15)))
+        if noise <= NOISY:
+            break
+    return model, x, noise
+
+
+def _measured(name: str, images: int) -> tuple[nn.Module, Tensor]:
+    """In float64, on an input of 96 pixels, or of the smallest size the network accepts."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     channels, *native = model.pretrained_cfg["input_size"]
     sizes = [native] if model.pretrained_cfg.get("fixed_input_size") else [[96, 96], [128, 128], native]
     wake(model)
     for i, size in enumerate(sizes):
-        x = torch.randn(BATCH, channels, *size, dtype=torch.float64)
+        x = torch.randn(images, channels, *size, dtype=torch.float64)
         try:
-            return lived_in(model, x), x
+            return lived_in(model, x), x[:2]
         except (RuntimeError, AssertionError, ValueError):
             if i == len(sizes) - 1:
                 raise
@@ -101,12 +112,13 @@ def outputs(model: nn.Module, x: Tensor) -> Tensor:
 def check(name: str) -> dict[str, Any]:
     """What folding did to one network."""
     warnings.simplefilter("ignore")
-    model, x = living(name)
+    model, x, noise = living(name)
     reference = outputs(model, x)
     total = len(batchnorms(model))
     row: dict[str, Any] = {
         "norms": total,
         "size": x.shape[-1],
+        "noise": noise,
         "sensitivity": float((reference[0] - reference[1]).norm() / reference.norm()),
     }
     result, found = fold(model)
