@@ -266,4 +266,4 @@ def _demo(json: Json = False) -> int:
     return commands.demo(json)
 
 
-from normswap import cli_report  # noqa: E402, F401 (it registers its command here)
+from normswap import cli_report, cli_see  # noqa: E402, F401 (they register their commands here)

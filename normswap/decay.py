@@ -39,7 +39,10 @@ from torch import fx, nn
 
 from normswap import affine, anatomy, layers, provenance
 from normswap.anatomy import LINEAR, Anatomy, Block
+from normswap.baking import TunedConv2d
 from normswap.errors import OptionError, TraceError
+from normswap.norm_layers import EvalNorm
+from normswap.scalar_layers import ScalarBias
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 GAMMAS = ("gamma_last", "gamma_down", "gamma_0", "gamma_other", "gamma_head")
@@ -62,6 +65,7 @@ _KIM = {
     "embedding": (False, "the model's no_weight_decay() names it"),
     "vector": (False, "neither a weight nor a gamma; 1-D"),
 }
+ROLES = tuple(_KIM)
 _REASONS = {
     "timm": ("more than one dimension", "at most one dimension, a bias, or named by no_weight_decay()"),
     "all": ("everything decays", ""),
@@ -205,10 +209,14 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     """The role that the class of the owner says; None if it does not."""
-    if affine.is_norm(owner) or isinstance(owner, layers.ChannelAffine | layers.ChannelBias):
+    if affine.is_norm(owner) or isinstance(owner, layers.ChannelAffine | layers.ChannelBias | EvalNorm):
         return {"weight": gamma, "bias": "beta"}.get(name)
     if isinstance(owner, layers.Scale):
         return {"alpha": "alpha", "bias": "scalar_bias"}.get(name)
+    if isinstance(owner, ScalarBias) or name == "in_bias":
+        return "scalar_bias"
+    if isinstance(owner, TunedConv2d) and name in ("gamma", "beta"):
+        return gamma if name == "gamma" else "beta"
     if name in ("gain", "skipinit_gain"):
         return name
     if isinstance(owner, (*LINEAR, nn.Embedding)):
@@ -247,7 +255,7 @@ def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
 def _with_its_norms(model: nn.Module) -> nn.Module:
     """`model` itself, or, if some norms were replaced by a `ChannelAffine`, a copy with norms in all those seats."""
     record = provenance.of(model)
-    affines = any(isinstance(module, layers.ChannelAffine) for module in model.modules())
+    affines = any(isinstance(module, layers.ChannelAffine | EvalNorm) for module in model.modules())
     if record is None or not affines:
         return model
     tensors = [*model.parameters(), *model.buffers()]

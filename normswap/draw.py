@@ -109,13 +109,24 @@ def save(figure: Any, file: str | Path) -> Path:
         OutputError: it cannot be written, or not in the format that the suffix names.
     """
     file = Path(file)
-    form = file.suffix.removeprefix(".").lower()
-    known = sorted(figure.canvas.get_supported_filetypes())
-    if form not in known:
-        raise OutputError(f"{file}: no picture format {form!r}", remedy=f"Known: {', '.join(known)}")
+    form = check_format(file)
     if form == "png":
         return _whole(file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True))
     return _whole(file, lambda temporary: figure.savefig(temporary, format=form))
+
+
+def check_format(file: Path) -> str:
+    """The picture format that the suffix names.
+
+    Raises:
+        OutputError: matplotlib cannot write it.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    form, known = file.suffix.removeprefix(".").lower(), sorted(FigureCanvasBase.get_supported_filetypes())
+    if form not in known:
+        raise OutputError(f"{file}: no picture format {form!r}", remedy=f"Known: {', '.join(known)}")
+    return form
 
 
 def _paletted(figure: Any) -> Any:

@@ -69,7 +69,7 @@ def signal(
 
     Raises:
         TraceError: the model cannot be traced.
-        RefusedError: it has no residual blocks.
+        RefusedError: it has no residual blocks, or does not run on such inputs.
     """
     seen = seen or anatomy.inspect(model)
     if not seen.blocks:
@@ -82,7 +82,7 @@ def signal(
     rest = [parameter.default for parameter in python.signature(model.forward).parameters.values()][1:]
     with torch.no_grad(), _measuring(model, batch_statistics):
         for batch in [batches] if isinstance(batches, Tensor) else batches:
-            probe.run(batch.to(like), *rest)
+            _run(probe, batch.to(like), rest)
     return [
         Point(
             block.path,
@@ -179,6 +179,14 @@ class _Probe(fx.Interpreter):
         if n in self.sums:
             self.sums[n].add(value, self.last)
         return value
+
+
+def _run(probe: _Probe, batch: Tensor, rest: list[Any]) -> None:
+    try:
+        probe.run(batch, *rest)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        size, why = tuple(batch.shape), str(error).strip().split("\n")[0]
+        raise RefusedError(f"the network does not run on inputs of size {size}", why, "Try larger ones") from None
 
 
 def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:

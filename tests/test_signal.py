@@ -169,6 +169,15 @@ def test_a_network_without_residual_blocks_is_refused() -> None:
         signal(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), noise(1, 8))
 
 
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    model = timm.create_model("resnet18", **NARROW["resnet18"])
+    with pytest.raises(RefusedError, match="more than 1 value per channel"):
+        signal(model, noise(1, 32), batch_statistics=True)
+    with pytest.raises(RefusedError, match="size"):
+        signal(model, torch.zeros(1, 4, 32, 32))
+    assert model.bn1.running_mean is not None
+
+
 # --- pictures and tables ----------------------------------------------------------------------------------------------
 
 CURVES = {
