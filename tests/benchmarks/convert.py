@@ -46,7 +46,8 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
         start, cpu = time.perf_counter(), time.process_time()
         (ours if which == "ours" else baseline)(arch, file, Path(out), to)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak}))
 
 
 def main() -> None:
