@@ -1,0 +1,192 @@
+"""A fast sample of the walk over timm (tests/coverage/walk.py), its own checker, and what the walk taught."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lived import batchnorms, distance, lived_in, run, step
+from tiny import C, bn, conv
+from torch import Tensor, nn
+
+from normswap import surgery
+from normswap.anatomy import inspect
+
+sys.path.insert(0, str(Path(__file__).parent / "coverage"))
+
+import mutants
+import network
+
+SAMPLE = {  # by family: norms folded back, forward, scale moved on, left as a scale and shift
+    "test_resnet": (15, 0, 0, 0),
+    "test_byobnet": (14, 0, 0, 0),
+    "test_efficientnet": (13, 0, 0, 0),
+    "regnety_002": (44, 0, 0, 0),
+    "mobilenetv3_small_050": (34, 0, 0, 0),
+    "tinynet_e": (31, 0, 0, 0),
+    "ghostnet_050": (80, 0, 0, 0),
+    "repvgg_a0": (44, 0, 0, 17),
+    "levit_128s": (4, 0, 0, 48),
+    "mobilevit_xxs": (32, 0, 0, 0),
+    "cpubone_nano": (19, 0, 0, 0),
+    "efficientvit_m0": (112, 0, 0, 1),
+    "efficientvit_b0": (26, 0, 0, 0),
+    "dla46_c": (48, 0, 0, 0),
+    "ese_vovnet19b_slim_dw": (22, 0, 0, 0),
+    "mixnet_s": (15, 0, 2, 32),
+}
+
+
+@pytest.mark.parametrize("arch", SAMPLE)
+@pytest.mark.filterwarnings("default")
+def test_fold(arch: str) -> None:
+    row = network.check(arch)
+    assert row["status"] == "exact", row
+    assert row["left"] == 0
+    assert tuple(row.get(way, 0) for way in ("back", "forward", "moved", "affine")) == SAMPLE[arch]
+    assert row["sensitivity"] > 1e-2
+    assert row["fuse"]["status"] != "wrong"
+
+
+@pytest.mark.parametrize("arch", ["test_resnet", "regnety_002", "cpubone_nano"])
+def test_the_checker_notices_one_percent_of_one_channel(arch: str) -> None:
+    row = mutants.check(arch)
+    assert (row["detected"], row["missed"]) == (mutants.TRIALS, [])
+
+
+class Pair(nn.Module):
+    """A convolution with its norm, as many networks have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), bn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class Optional(Pair):
+    def forward(self, x: Tensor, plain: bool = False) -> Tensor:
+        return self.conv(x) if plain else self.bn(self.conv(x))
+
+
+class Secretive(nn.Module):
+    """Calls its part as a whole, here and there; branches on its input."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(x) if self.part is not None else x
+        return self.part(y) if float(x.sum()) < 1e9 else x
+
+
+class ByIndex(Secretive):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part[0](x)
+        return self.part[1](y) + y if float(x.sum()) < 1e9 else x
+
+
+class InALoop(Secretive):
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for layer in self.part:
+            x = layer(x)
+            total = total + x
+        return total if float(x.sum()) < 1e9 else x
+
+
+class ByName(Secretive):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + self.part.conv(x) if float(x.sum()) < 1e9 else x
+
+
+class ByWeight(Secretive):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + self._slope(x) if float(x.sum()) < 1e9 else x
+
+    def _slope(self, x: Tensor) -> Tensor:
+        return next(self.part.parameters()).sum() * x
+
+
+class ByFunction(Secretive):
+    def forward(self, x: Tensor) -> Tensor:
+        return twice(self, x) if float(x.sum()) < 1e9 else x
+
+
+def twice(module: Any, x: Tensor) -> Tensor:
+    return module.part(x) + module.part.conv(x)
+
+
+class Option(Secretive):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + self.part(x, True) if float(x.sum()) < 1e9 else x
+
+
+class Heir(ByName):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Silent(Pair):
+    def train(self, mode: bool = True) -> Any:  # as some of timm's: it returns nothing
+        super().train(mode)
+
+
+def nested() -> nn.Module:
+    return Secretive(Secretive(nn.Sequential(Pair(), nn.ReLU(inplace=True), conv(), bn())))
+
+
+CLOSED: dict[str, Callable[[], nn.Module]] = {
+    "as a whole": lambda: Secretive(Pair()),
+    "a sequence": lambda: Secretive(nn.Sequential(conv(), bn(), nn.ReLU(), conv(), bn())),
+    "nested": nested,
+    "train returns nothing": lambda: Secretive(Silent()),
+}
+OPEN: dict[str, Callable[[], nn.Module]] = {
+    "by index": lambda: ByIndex(nn.Sequential(conv(), bn())),
+    "in a loop": lambda: InALoop(nn.Sequential(conv(), bn())),
+    "by name": lambda: ByName(Pair()),
+    "by weight": lambda: ByWeight(Pair()),
+    "by a function": lambda: ByFunction(Pair()),
+    "by an option": lambda: Option(Optional()),
+    "by a parent's forward": lambda: Heir(Pair()),
+}
+
+
+def around(inner: nn.Module) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(3, C, 7, 7, dtype=torch.float64)
+    return lived_in(nn.Sequential(conv(), inner, nn.ReLU()), x), x
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_what_an_untraceable_module_calls_as_a_whole_folds(name: str) -> None:
+    model, x = around(CLOSED[name]())
+    planned, draft = step(model, "folded")
+    assert draft.refusals == {}
+    assert inspect(model).refusals[0][0].startswith("1")
+    result = surgery.apply_step(model, planned)
+    assert batchnorms(result) == []
+    assert distance(run(model, x), run(result, x)) < 1e-12
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_an_untraceable_module_reaches_into_is_refused(name: str) -> None:
+    model, _ = around(OPEN[name]())
+    planned, draft = step(model, "folded")
+    assert list(draft.refusals) == batchnorms(model)
+    assert all("cannot be traced" in why for why in draft.refusals.values())
+    assert planned.edits == ()
+
+
+def test_a_part_known_under_two_names_is_refused() -> None:
+    inner: Any = Secretive(Pair())
+    inner.alias = inner.part.conv
+    model, _ = around(inner)
+    assert list(step(model, "folded")[1].refusals) == ["1.part.bn"]
