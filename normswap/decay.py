@@ -2,7 +2,7 @@
 
 The policy `kim2022` follows Kim et al. 2022, "Guidelines for the Regularization of Gammas in Batch Normalization for
 Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). Guidelines 1-4 sort the gammas of a
-residual network into four classes, and say of each whether L2 regularization applies. Classes and answers are taken from
+residual network into four classes, and say of each whether L2 regularization applies. Classes and answers are from
 a summary, the paper's full text was not at hand: so no number is given to a class, and the reasons are in our words.
 
 - gamma_last, of the last norm of a residual branch: yes. A small one brings the block near the identity (variance
