@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from typing import Any
@@ -109,12 +108,17 @@ def outputs(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([part.flatten(1) for part in (value if isinstance(value, (tuple, list)) else (value,))], 1)
 
 
+def checksum(model: nn.Module) -> list[float]:
+    """Whether a tensor was changed, without a copy of all."""
+    return [float(tensor.sum()) for tensor in model.state_dict().values()]
+
+
 def check(name: str) -> dict[str, Any]:
     """What folding did to one network."""
     warnings.simplefilter("ignore")
     model, x, noise = living(name)
     reference = outputs(model, x)
-    total = len(batchnorms(model))
+    total, before = len(batchnorms(model)), checksum(model)
     row: dict[str, Any] = {
         "norms": total,
         "size": x.shape[-1],
@@ -128,7 +132,7 @@ def check(name: str) -> dict[str, Any]:
         row["error"] = distance(reference, outputs(result, x))
         row["left"] = len(batchnorms(result)) - (total - used)
         row["status"] = "exact" if row["error"] <= EXACT else "wrong"
-        if not torch.equal(outputs(model, x), reference):
+        if checksum(model) != before:
             row |= {"status": "wrong", "why": "the source was changed"}
     del result
     row["fuse"] = fuse(model, x, reference)
@@ -136,10 +140,10 @@ def check(name: str) -> dict[str, Any]:
 
 
 def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
-    """The same by `torch.fx.experimental.optimization.fuse`."""
+    """The same by `torch.fx.experimental.optimization.fuse`; the model is used up."""
     total = len(batchnorms(model))
     try:
-        fused: Any = optimization.fuse(copy.deepcopy(model), inplace=True)
+        fused: Any = optimization.fuse(model, inplace=True)
         left = sum(_normalizes(fused, node) for node in fused.graph.nodes)
         error = distance(reference, outputs(fused, x))
     except Exception as problem:
