@@ -165,6 +165,13 @@ def _convert(
         str | None, typer.Option(metavar="match|inv-sqrt-depth|NUMBER", help="What the branches' scalars start from.")
     ] = None,
     dropout: Annotated[float | None, typer.Option(metavar="P", help="Dropout before the classifier.")] = None,
+    ghost_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="batchnorm: statistics over N samples in training.")
+    ] = None,
+    init: Annotated[str | None, typer.Option(metavar="keep|fixup", help="fixup: `fixup` resets the weights.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(metavar="balduzzi|szegedy|hanin|arpit|rescale", help="residual-scale: which factors.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None,
     from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None,
@@ -185,6 +192,7 @@ def _convert(
 
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
     given: dict[str, Any] = {"alpha": _number(alpha), "dropout": dropout}
+    given |= {"ghost_batch": ghost_batch, "init": init, "rule": rule}
     options = {name: value for name, value in given.items() if value is not None}
     wanted = commands.Wanted(to, options, from_plan, output, plan, dry_run, force)
     return commands.convert(source, wanted, json)

@@ -159,7 +159,7 @@ def _planned(wanted: Wanted) -> Plan | None:
         if wanted.to != "unfold":
             schemes.resolve(wanted.to, wanted.options)
         return None
-    given = [f"--{name}" for name in wanted.options] + (["--to"] if wanted.to is not None else [])
+    given = [f"--{name.replace('_', '-')}" for name in wanted.options] + (["--to"] if wanted.to is not None else [])
     if given:
         raise OptionError(f"{' and '.join(given)} cannot go with --from-plan", "the plan says it")
     try:

@@ -80,6 +80,7 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     args |= {} if empty else {"keep": True}
+    args |= {"fresh": True} if vacated and isinstance(modules[path], layers.Scale) else {}
     draft.seats[path] = Edit(path, layer, args)
 
 

@@ -60,13 +60,23 @@ class Scale(nn.Module):
 
     @classmethod
     def replacing(
-        cls, old: nn.Module, *, like: Tensor, alpha: float, bias: bool = False, keep: bool = False
+        cls,
+        old: nn.Module,
+        *,
+        like: Tensor,
+        alpha: float,
+        bias: bool = False,
+        keep: bool = False,
+        fresh: bool = False,
     ) -> nn.Module:
-        """`keep`: chain the scalar after what sits in the seat, whose tensors are then called `inner.*`."""
+        """`keep`: chain the scalar after what sits in the seat, whose tensors are then called `inner.*`.
+
+        `fresh`: a bias starts at 0, also if there was one in the seat.
+        """
         scale = cls(alpha, bias=bias, like=like)
         if keep:
             return Chain(old, scale)
-        if isinstance(old, Scale) and old.bias is not None and scale.bias is not None:
+        if isinstance(old, Scale) and old.bias is not None and scale.bias is not None and not fresh:
             scale.bias.copy_(old.bias)
         act = _activation(old)
         return scale if act is None else Chain(Vacant(act), scale)

@@ -263,13 +263,17 @@ def evaluation(body: Body) -> None:
     _out().print(_facts(facts))
 
 
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
 def schemes(bodies: Sequence[Body]) -> None:
     """What one can convert to."""
     out = _out()
     for body in bodies:
         only = body["exact_only_with"]
-        options = ", ".join(f"--{name} (default {value})" for name, value in body["options"].items())
-        needed = ", ".join(f"--{name} {body['options'][name]}" for name in only)
+        options = ", ".join(f"{_flag(name)} (default {value})" for name, value in body["options"].items())
+        needed = ", ".join(f"{_flag(name)} {body['options'][name]}" for name in only)
         exact = "no" if not body["exact"] else f"with {needed}" if only else "always"
         out.print(Text(body["name"], style="bold"))
         for line in (body["summary"], body["paper"], options and f"options: {options}", f"exact: {exact}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -46,7 +47,8 @@ def _scale(draft: Draft, block: Block, a: float, b: float) -> list[tuple[str, fl
     modules = draft.anatomy.traced.modules
     if block.tail is None:
         raise Blocked("its branch ends in a function of the block itself, where no module can sit")
-    if isinstance(modules[block.tail], layers.Scale) and block.tail not in draft.seats:
+    tail: Any = modules[block.tail]
+    if isinstance(tail, layers.Scale) and tail.bias is not None and block.tail not in draft.seats:
         raise Blocked(f"it has a scalar that {draft.verdicts.get(block.tail, 'stays')}")
     enlarge(draft, block.branch, a / b, {block.total})
     if a == 1:

@@ -19,6 +19,7 @@ from normswap.errors import RefusedError
 from normswap.undress import undress
 from normswap.walks import Draft, read_directly
 
+_AFFINE = (layers.ChannelBias, layers.ChannelAffine, norm_layers.EvalNorm)
 Wish = Callable[[Draft, str, nn.Module], None]
 
 
@@ -31,7 +32,8 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
     modules = anatomy.traced.modules
     called = [norm.path for norm in anatomy.norms if id(modules[norm.path]) in anatomy.traced.calls]
     living = [path for path in called if affine.is_batchnorm(modules[path])]
-    draft = undress(anatomy, leave=living)
+    lost = [path for path in sites(anatomy) if path not in living]
+    draft = undress(anatomy, leave=[*living, *(path for path in lost if isinstance(modules.get(path), _AFFINE))])
     for path in living:
         read = read_directly(anatomy.traced, modules[path])
         why = affine.refusal(modules[path]) or (read and f"{read} is read in forward, not only by the norm itself")
@@ -39,7 +41,6 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
             draft.refusals[path] = why
         else:
             keep(draft, path, modules[path])
-    lost = [path for path in sites(anatomy) if path not in living]
     if not living and not lost:
         raise RefusedError(
             "no statistics are known",
@@ -63,9 +64,8 @@ def _restore(draft: Draft, path: str, layer: str, args: dict[str, Any]) -> None:
     if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, layers.Vacant)):
         draft.notes.append(f"{path}: there is no seat for its norm any more")
         return
-    affinity = isinstance(old, layers.ChannelBias | layers.ChannelAffine | norm_layers.EvalNorm)
     vacant = edit.layer == "Vacant" if edit is not None else isinstance(old, layers.Vacant)
-    if not vacant and not affinity:
+    if not vacant and not isinstance(old, _AFFINE):
         draft.notes.append(f"{path} stays a {type(old).__name__}: {draft.verdicts.get(path, 'it is in use')}")
         return
     if isinstance(old, norm_layers.EvalNorm) and not vacant:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from normswap import affine, baking, gauge, layers, norm_free, scalar_layers
 from normswap.anatomy import LINEAR, Anatomy
+from normswap.overwriting import overwritten
 from normswap.tracing import inputs
 from normswap.walks import (
     Blocked,
@@ -26,7 +27,6 @@ from normswap.walks import (
     is_relu,
     last_linear,
     name,
-    overwritten,
     pads,
     passes_positive,
     read_directly,

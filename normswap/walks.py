@@ -42,7 +42,6 @@ _SCALAR_FUNCTIONS = (
     *_RELU_FUNCTIONS, torch.mean, torch.flatten, torch.amax, F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d,
     "mean", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "unsqueeze", "squeeze", "amax",
 )  # fmt: skip
-_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
 @dataclass
@@ -131,39 +130,6 @@ def _ends(draft: Draft, start: fx.Node, passes: Callable[[fx.Node], bool]) -> It
             yield from _ends(draft, user, passes)
         else:
             yield user
-
-
-def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
-    """A later node that writes into the value that `call` reads, which must then not be passed on uncopied."""
-    traced = draft.anatomy.traced
-    late = traced.index(call)
-    (value,) = inputs(call)
-    while (draft.silent(value) or _overwrites(traced, value)) and inputs(value):
-        value = inputs(value)[0]
-    family = [value]
-    for node in family:
-        for user in traced.users[node]:
-            if _overwrites(traced, user) and inputs(user)[0] is node:
-                if traced.index(user) > late:
-                    return user
-                family.append(user)
-            elif draft.silent(user) and user is not call:
-                family.append(user)
-    return None
-
-
-def _overwrites(traced: Traced, node: fx.Node) -> bool:
-    """Whether `node` writes its result into its first input."""
-    module = traced.module(node)
-    if module is not None:
-        return bool(getattr(module, "inplace", False))
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    if node.op != "call_function":
-        return False
-    if getattr(node.target, "__name__", "").endswith("_") or node.target in _IN_PLACE:
-        return True
-    return any(flag is True for flag in (node.kwargs.get("inplace"), *node.args[1:]))
 
 
 def passes_positive(draft: Draft, node: fx.Node) -> bool:

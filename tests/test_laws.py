@@ -247,7 +247,10 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
         if (then.scheme, row.scheme) == ("folded", "folded"):
             continue
         planned, draft = step(result, then.scheme, **then.options)
-        assert not draft.refusals
+        if draft.refusals:  # behind a gate, a negative scalar that has a bias is stuck
+            assert then.scheme == "residual-scale"
+            assert all("it has a scalar that stays" in why for why in draft.refusals.values())
+            continue
         assert distance(reference, run(surgery.apply_step(result, planned), x)) <= 1e-12
 
 
