@@ -156,9 +156,17 @@ def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
     edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "FrozenNorm")]
     gone = {edit.path for edit in edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
-             and affine.is_batchnorm(result.get_submodule(path))]  # fmt: skip
+             and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
+
+
+def _now(path: str, kept: set[str]) -> str:
+    """Where the module at `path` is after the step: what is inside a kept module has moved into its `inner`."""
+    parts = path.split(".")
+    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    inside = [f"{part}.inner" if head in kept else part for part, head in zip(parts[:-1], heads, strict=False)]
+    return ".".join([*inside, parts[-1]])
 
 
 def _record(model: nn.Module, step: Step) -> Provenance:
