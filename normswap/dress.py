@@ -79,6 +79,11 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
     empty = vacated or isinstance(modules[path], nn.Identity | layers.Vacant)
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
+    if path in draft.takes or (path in draft.seats and not vacated):  # the seat gets its newcomer, and the scalar
+        if layer != "Scale" or path in draft.scalars:
+            raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
+        draft.scalars[path] = args
+        return
     args |= {} if empty else {"keep": True}
     args |= {"fresh": True} if vacated and isinstance(modules[path], layers.Scale) else {}
     draft.seats[path] = Edit(path, layer, args)

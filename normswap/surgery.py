@@ -93,7 +93,7 @@ def find(model: nn.Module, path: str, who: str) -> Any:
 def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
     """(old, new) names of the tensors that a step keeps under another name."""
     for edit in step.edits:
-        if edit.args.get("keep"):
+        if edit.args.get("keep") or edit.args.get("then"):
             for name in find(model, edit.path, "plan").state_dict():
                 yield f"{edit.path}.{name}", f"{edit.path}.inner.{name}"
         for name, new in getattr(SEATED.get(edit.layer), "NAMES", {}).items():
@@ -104,9 +104,12 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:
     if edit.layer not in SEATED:
         raise PlanError(f"edit of {edit.path} seats an unknown layer {edit.layer!r}", f"known: {', '.join(SEATED)}")
+    args = dict(edit.args)
+    then = args.pop("then", None)  # a scalar after the newcomer, where one seat is both
     try:
         with torch.no_grad():
-            return SEATED[edit.layer].replacing(old, *reads, like=like, **edit.args)
+            new = SEATED[edit.layer].replacing(old, *reads, like=like, **args)
+            return new if then is None else layers.Chain(new, layers.Scale(**then, like=like))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = str(error).split("\n")[0]
         raise PlanError(f"edit of {edit.path} does not fit", f"{edit.layer}.replacing: {reason}") from error

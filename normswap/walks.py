@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class Draft:
     verdicts: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # a Scale to chain after the newcomer at a path
 
     def take(self, path: str) -> Take:
         return self.takes.setdefault(path, Take())
@@ -82,7 +83,9 @@ class Draft:
         self.seats[path] = Edit(path, layer, args)
 
     def edits(self) -> tuple[Edit, ...]:
-        return (*(take.edit(path) for path, take in self.takes.items()), *self.seats.values())
+        edits = (*(take.edit(path) for path, take in self.takes.items()), *self.seats.values())
+        then = {path: {"then": scalar} for path, scalar in self.scalars.items()}
+        return tuple(replace(edit, args={**edit.args, **then.get(edit.path, {})}) for edit in edits)
 
     def silent(self, node: fx.Node) -> bool:
         """Whether `node` passes its input on unchanged in eval mode, once the draft is carried out."""
