@@ -155,6 +155,7 @@ def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
     edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "FrozenNorm")]
     gone = {edit.path for edit in edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
+    kept = {edit.path for edit in edits if edit.args.get("keep") or edit.args.get("then")}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
              and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
     if still:
