@@ -13,7 +13,7 @@ from lived import batchnorms, distance, lived_in, run, step
 from tiny import C, bn, conv
 from torch import Tensor, nn
 
-from normswap import surgery
+from normswap import convert, surgery
 from normswap.anatomy import inspect
 
 sys.path.insert(0, str(Path(__file__).parent / "coverage"))
@@ -190,3 +190,21 @@ def test_a_part_known_under_two_names_is_refused() -> None:
     inner.alias = inner.part.conv
     model, _ = around(inner)
     assert list(step(model, "folded")[1].refusals) == ["1.part.bn"]
+
+
+class Residual(nn.Module):
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def test_a_scalar_behind_an_untraceable_branch_whose_norms_fold() -> None:
+    """The branch is kept and chained, so the norms inside it have other paths in the result."""
+    model, x = around(Residual(Secretive(Pair())))
+    done = convert(model, "skipinit", inputs=x)
+    assert batchnorms(done.model) == []
+    assert done.verdicts["1.branch.part.bn"] == "folds into 1.branch.part.conv"
+    assert distance(run(model, x), run(done.model, x)) < 1e-12
