@@ -13,6 +13,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
+from torch.nn.utils import parametrize
 
 from normswap import hub, provenance
 from normswap.config import Cfg, read_config, record, shape_of
@@ -276,7 +277,8 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
 
 
 def _blueprint(model: nn.Module) -> tuple[object, ...]:
-    layers = tuple((path, type(layer), layer.extra_repr()) for path, layer in model.named_modules())
+    kind = parametrize.type_before_parametrizations  # torch makes a class of its own for each parametrized layer
+    layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
     return layers, tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,8 +241,8 @@ def test_other_layers_are_reparametrized_too() -> None:
         assert distance(run(model, x), run(to(result, "folded"), x)) <= 1e-12
 
 
-def test_convert_proves_the_new_schemes() -> None:
-    """The whole way, in float32, with its verification."""
+def test_convert_proves_the_new_schemes(tmp_path: Path) -> None:
+    """The whole way, in float32, with its verification, to a checkpoint and back."""
     model = source("resnet18")[0]
     single = skeleton("resnet18").float()
     single.load_state_dict(model.state_dict())
@@ -249,3 +250,10 @@ def test_convert_proves_the_new_schemes() -> None:
         done = normswap.convert(single, scheme, size=(3, 64, 64), **options)
         assert done.report.passed
         assert done.report.exact
+        normswap.save(done, tmp_path / f"{scheme}{len(options)}", force=True)
+        again = normswap.load(tmp_path / f"{scheme}{len(options)}", skeleton=skeleton("resnet18").float())
+        x = torch.randn(2, 3, 64, 64)
+        assert torch.equal(run(again, x), run(done.model, x))
+    named = timm.create_model("resnet18", num_classes=10).eval()
+    normswap.save(normswap.convert(named, "weightnorm", size=(3, 64, 64)), tmp_path / "named")
+    normswap.load(tmp_path / "named")
