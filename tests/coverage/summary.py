@@ -66,7 +66,7 @@ def _mutants(rows: list[Row]) -> list[str]:
     trials, found = sum(row["trials"] for row in tried), sum(row["detected"] for row in tried)
     missed = [f"{row['name']} {where}" for row in tried for where in row["missed"]]
     return [
-        f"The checker, checked: one channel of one norm shifted by 1 % of its deviation, on {len(tried)} networks: "
+        f"The checker, checked: one channel of one norm off by 1 %, on {len(tried)} networks: "
         f"{found} of {trials} detected ({found / trials:.1%})." + (f" Missed: {'; '.join(missed)}." if missed else "")
     ]
 
