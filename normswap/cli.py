@@ -172,6 +172,17 @@ def _convert(
     rule: Annotated[
         str | None, typer.Option(metavar="balduzzi|szegedy|hanin|arpit|rescale", help="residual-scale: which factors.")
     ] = None,
+    groups: Annotated[int | None, typer.Option(metavar="N", help="groupnorm: groups of channels [default: 1].")] = None,
+    steady: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="groupnorm: share of the variance that is no sample's own.")
+    ] = None,
+    mean: Annotated[str | None, typer.Option(metavar="fit|keep", help="nf: what to do with filters' means.")] = None,
+    stem: Annotated[str | None, typer.Option(metavar="fit|keep", help="nf: the same, first convolution.")] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(metavar="DATA|noise", help="Fit values to these images (as --data elsewhere).")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=2, metavar="N", help="Take this many of them.")] = 1000,
+    seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None,
     from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None,
@@ -193,8 +204,9 @@ def _convert(
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
     given: dict[str, Any] = {"alpha": _number(alpha), "dropout": dropout}
     given |= {"ghost_batch": ghost_batch, "init": init, "rule": rule}
+    given |= {"groups": groups, "steady": steady, "mean": mean, "stem": stem}
     options = {name: value for name, value in given.items() if value is not None}
-    wanted = commands.Wanted(to, options, from_plan, output, plan, dry_run, force)
+    wanted = commands.Wanted(to, options, from_plan, output, plan, dry_run, force, calibrate, samples, seed)
     return commands.convert(source, wanted, json)
 
 

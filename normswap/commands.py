@@ -70,6 +70,18 @@ class Wanted:
     plan: Path | None
     dry_run: bool
     force: bool
+    calibrate: str | None = None
+    samples: int = 1000
+    seed: int = 0
+
+    def fitting(self, model: Any, advance: Callable[[int, int], None]) -> Body:
+        """The arguments of `conversion.convert` that say what to fit values to."""
+        if self.calibrate is None or self.calibrate == "noise":
+            return {"calibrate": self.calibrate, "seed": self.seed, "progress": advance}
+        from normswap.data import make_loader
+
+        images = make_loader(model, self.calibrate, split="train", samples=self.samples, seed=self.seed)
+        return {"calibrate": images, "seed": self.seed, "progress": advance}
 
 
 def parse(text: str) -> Any:
@@ -130,8 +142,9 @@ def convert(source: Source, wanted: Wanted, as_json: bool) -> int:
     if wanted.plan is not None and wanted.plan.exists() and not wanted.force:
         raise OutputError(f"{wanted.plan} exists", remedy="Give another --plan, or --force to replace it")
     model = source.open()
-    with progress.working(f"converting to {scheme}, verifying"):
-        done, steps, todo = _carry_out(model, wanted, plan)
+    what = f"converting to {scheme}, verifying"
+    with progress.working(what) if wanted.calibrate is None else progress.bar(what) as advance:
+        done, steps, todo = _carry_out(model, wanted, plan, advance)
     if done is not None:
         with progress.working(f"writing {place}"):
             checkpoint.save(done, place, force=wanted.force)
@@ -173,9 +186,9 @@ def _planned(wanted: Wanted) -> Plan | None:
     return plan
 
 
-def _carry_out(model: Any, wanted: Wanted, plan: Plan | None) -> tuple[Any, list[Body], list[Step]]:
+def _carry_out(model: Any, wanted: Wanted, plan: Plan | None, advance: Any) -> tuple[Any, list[Body], list[Step]]:
     """The conversion (None for a dry run), what to say of each step, and the steps."""
-    from normswap import summary
+    from normswap import calibration, summary
     from normswap.anatomy import inspect as look
     from normswap.conversion import carry_out, draft
     from normswap.conversion import convert as run
@@ -184,7 +197,7 @@ def _carry_out(model: Any, wanted: Wanted, plan: Plan | None) -> tuple[Any, list
         steps: list[Body] = []
         for step in plan.steps:
             try:
-                done = carry_out(model, step)
+                done = carry_out(model, step, **(wanted.fitting(model, advance) if calibration.fits(step) else {}))
             except RuntimeError as error:  # torch's, when layers do not fit each other
                 why = str(error).split("\n")[0]
                 raise PlanError(f"{wanted.from_plan} gives a network that does not run", why) from error
@@ -195,7 +208,7 @@ def _carry_out(model: Any, wanted: Wanted, plan: Plan | None) -> tuple[Any, list
     if wanted.dry_run:
         step, sketch = draft(look(model), scheme, **wanted.options)
         return None, [summary.of_step(step, sketch)], [step]
-    done = run(model, scheme, **wanted.options)
+    done = run(model, scheme, **wanted.fitting(model, advance), **wanted.options)
     return done, [summary.of_conversion(done, scheme)], list(done.plan.steps[-1:])
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, anatomy, provenance, restore, schemes, surgery, verification
+from normswap import affine, anatomy, calibration, provenance, restore, schemes, surgery, verification
 from normswap.anatomy import Anatomy
+from normswap.calibration import Batches, Progress
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
@@ -69,12 +70,17 @@ def convert(
     inputs: Sequence[Tensor] | Tensor | None = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
+    calibrate: Batches | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Conversion:
     """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
 
     Args:
         to: a scheme (`normswap schemes` lists them).
+        calibrate: batches of images (N, C, H, W), or of (images, labels), or a function that gives them, for a scheme
+            that fits values to data; they are read once. "noise": N(0, 1) images, a poor substitute.
+        progress: called while fitting, with the layers done and their total.
         inputs: batches (N, C, H, W) to verify on; by default N(0, 1) noise of `size`.
         size: (C, H, W); by default what the model's timm configuration says, else (3, 224, 224).
         options: those of the scheme.
@@ -87,8 +93,10 @@ def convert(
         return _unfold(model, inputs, size, seed, options)
     seen = anatomy.inspect(model)
     step, sketch = draft(seen, to, **options)
-    done = carry_out(model, step, seen, inputs=inputs, size=size, seed=seed)
-    return replace(done, verdicts=sketch.verdicts, notes=tuple(sketch.notes))
+    done = carry_out(
+        model, step, seen, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress
+    )  # fmt: skip
+    return replace(done, verdicts=sketch.verdicts, notes=(*sketch.notes, *done.notes))
 
 
 def carry_out(
@@ -99,18 +107,28 @@ def carry_out(
     inputs: Sequence[Tensor] | Tensor | None = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
+    calibrate: Batches | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
-    """Apply one step, also one edited by hand, and measure the result.
+    """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.
 
     Raises:
+        OptionError: the scheme needs data and there are none, or the other way round.
+        SourceError: the calibration data are unusable.
         PlanError: the step does not fit the model.
         VerificationError: the result is wrong.
     """
     seen = seen or anatomy.inspect(model)
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
-    precise = verification.compare_double(model, lambda: surgery.apply_step(model, step, double=True), batches)
+    fitted = calibration.wanted(step, calibrate)
+    precise = None  # what is fitted differs by far more than float32 does
+    if not fitted:
+        precise = verification.compare_double(model, lambda: surgery.apply_step(model, step, double=True), batches)
     result = surgery.apply_step(model, step)
+    notes: tuple[str, ...] = ()
+    if fitted and calibrate is not None:
+        notes = calibration.fit(model, result, step, calibrate, size=batches[0].shape[1:], seed=seed, progress=progress)
     report = verification.compare(
         model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described
     )
@@ -118,7 +136,7 @@ def carry_out(
     _count(model, result, step)
     record = _record(model, step)
     provenance.attach(result, record)
-    return Conversion(result, record.plan, report, {}, (), tuple(surgery.renames(model, step)))
+    return Conversion(result, record.plan, report, {}, notes, tuple(surgery.renames(model, step)))
 
 
 def _unfold(

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import layers, norm_layers, scalar_layers, weight_layers
+from normswap import layers, norm_layers, persample, scalar_layers, standardized, weight_layers
 from normswap.errors import PlanError
 from normswap.plan import Edit, Plan, Step
 
-_ROOMS: tuple[Any, ...] = (layers, norm_layers, scalar_layers, weight_layers)
+_ROOMS: tuple[Any, ...] = (layers, norm_layers, persample, scalar_layers, standardized, weight_layers)
 SEATED: dict[str, Any] = {name: layer for room in _ROOMS for name, layer in room.SEATED.items()}
 
 

@@ -52,6 +52,12 @@ ROWS = (
     Row("residual-scale", {"rule": "szegedy"}),
     Row("weightnorm"),
     Row("spectralnorm"),
+    Row("nf", {"mean": "keep"}),
+    Row("centered-weightnorm", {"mean": "keep"}),
+    Row("groupnorm", exact=False),
+    Row("groupnorm", {"groups": 2, "steady": 0}, exact=False),
+    Row("layernorm", exact=False),
+    Row("instancenorm", exact=False),
     Row("regularized-skipinit", {"alpha": "0"}, exact=False),
 )
 EXACT = [row for row in ROWS if row.exact]
@@ -125,8 +131,10 @@ def test_lived_in_networks_can_tell(trained: Lived) -> None:
         assert bool((gamma > 0).any())
 
 
-def test_every_scheme_has_an_exact_row() -> None:
-    assert {row.scheme for row in EXACT} == set(schemes.names())
+def test_every_scheme_has_a_row() -> None:
+    """An exact one, but for the norms with statistics per sample."""
+    assert {row.scheme for row in ROWS} == set(schemes.names())
+    assert {row.scheme for row in ROWS} - {row.scheme for row in EXACT} == {"groupnorm", "layernorm", "instancenorm"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

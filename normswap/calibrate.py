@@ -1,0 +1,233 @@
+"""Streamed least squares: from the moments of a layer's input patches and of its targets to its best weights.
+
+What is kept of the data is a covariance per layer, in float64, whatever the number of images: patches are sampled,
+never the whole layer unrolled. The images are dealt to two folds, so that the ridge can be chosen by what the weights
+fitted on one fold make of the other. See `regress` for the algebra.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import pad_same
+from torch import Tensor, nn
+
+from normswap.errors import SourceError
+
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+
+
+@dataclass
+class Moments:
+    """Sums of inputs x (G, n, f) and targets y (G, n, o) and of their products, about a point near their means.
+
+    Args:
+        count: rows seen.
+        x, y: sums, (G, f) and (G, o).
+        xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
+        x0, y0: the point; the first batch's means.
+    """
+
+    count: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    xy: Tensor
+    yy: Tensor
+    x0: Tensor
+    y0: Tensor
+
+    @classmethod
+    def like(cls, x: Tensor, y: Tensor) -> Moments:
+        """Empty moments about the means of a first batch."""
+        x, y = x.double(), y.double()
+        (groups, _, fan), out = x.shape, y.shape[2]
+        shapes = ((groups, fan), (groups, out), (groups, fan, fan), (groups, out, fan), (groups, out))
+        sums: list[Any] = [x.new_zeros(shape) for shape in shapes]
+        xs, ys, xx, xy, yy = sums
+        return cls(0, xs, ys, xx, xy, yy, x.mean(1), y.mean(1))
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Take in a batch of rows."""
+        x, y = x.double() - self.x0[:, None], y.double() - self.y0[:, None]
+        self.count += x.shape[1]
+        self.x += x.sum(1)
+        self.y += y.sum(1)
+        self.xx += x.transpose(1, 2) @ x
+        self.xy += y.transpose(1, 2) @ x
+        self.yy += y.square().sum(1)
+
+    def __add__(self, other: Moments) -> Moments:
+        names = ("count", "x", "y", "xx", "xy", "yy")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Of x (G, f) and of y (G, o)."""
+        return self.x0 + self.x / self.count, self.y0 + self.y / self.count
+
+    def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
+        """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o)."""
+        x, y = self.x / self.count, self.y / self.count
+        return (
+            self.xx / self.count - x[:, :, None] * x[:, None, :],
+            self.xy / self.count - y[:, :, None] * x[:, None, :],
+            self.yy / self.count - y.square(),
+        )
+
+
+@dataclass
+class Folds:
+    """Moments of the even and of the odd images."""
+
+    halves: list[Moments] = field(default_factory=list)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+        if not self.halves:
+            self.halves = [Moments.like(x.flatten(1, 2), y.flatten(1, 2)) for _ in range(2)]
+        for i, half in enumerate(self.halves):
+            if x[:, i::2].numel():
+                half.add(x[:, i::2].flatten(1, 2), y[:, i::2].flatten(1, 2))
+
+    def total(self) -> Moments:
+        return self.halves[0] + self.halves[1]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The weights V (G, o, f) and biases (G, o) that were found, and the ridge they were found with."""
+
+    weight: Tensor
+    bias: Tensor
+    ridge: float
+
+
+def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False) -> Fit:
+    """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little:
+
+        V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
+
+        V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum:  V -= (V 1) / (1' K^-1 1) (K^-1 1)'
+
+    The ridge is the one of `RIDGES` whose V, fitted on one half of the images, errs least on the other.
+
+    Args:
+        prior: (G, o, f).
+        zero_sum: every filter sums to zero (weight standardization, arXiv:1903.10520).
+    """
+    prior = prior.detach().double()
+    halves = folds.halves
+    errors = [0.0] * len(RIDGES)
+    if all(half.count > 1 for half in halves):
+        for one, other in (halves, halves[::-1]):
+            for i, ridge in enumerate(RIDGES):
+                errors[i] += _error(solve(one, prior, ridge, zero_sum=zero_sum), one, other)
+    ridge = RIDGES[min(range(len(RIDGES)), key=errors.__getitem__)]
+    total = folds.total()
+    weight = solve(total, prior, ridge, zero_sum=zero_sum)
+    return Fit(weight, _bias(weight, total), ridge)
+
+
+def solve(moments: Moments, prior: Tensor, ridge: float, *, zero_sum: bool = False) -> Tensor:
+    """V (G, o, f) of `regress` for one ridge."""
+    covariance, cross, _ = moments.covariances()
+    damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
+    kernel = covariance + damp * torch.eye(prior.shape[2], dtype=torch.float64, device=covariance.device)
+    factor = torch.linalg.cholesky(kernel)
+    weight = torch.cholesky_solve((cross + damp * prior).transpose(1, 2), factor).transpose(1, 2)
+    if zero_sum:
+        ones = weight.new_ones(prior.shape[0], prior.shape[2], 1)
+        away = torch.cholesky_solve(ones, factor)
+        weight = weight - weight.sum(2, keepdim=True) / away.sum(1, keepdim=True) * away.transpose(1, 2)
+        weight = weight - weight.mean(2, keepdim=True)  # what rounding left
+    return weight
+
+
+def _bias(weight: Tensor, moments: Moments) -> Tensor:
+    x, y = moments.means()
+    return y - (weight @ x[:, :, None])[:, :, 0]
+
+
+def _error(weight: Tensor, own: Moments, other: Moments) -> float:
+    """Mean square error on `other` of weights, with their biases, that were fitted on `own`, summed over targets."""
+    covariance, cross, variance = other.covariances()
+    x, y = other.means()
+    offset = y - (weight @ x[:, :, None])[:, :, 0] - _bias(weight, own)
+    square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross).sum(2) + variance + offset.square()
+    return float(square.sum())
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether `patches` knows the layer: convolutions in two dimensions that pad with zeros, and linear maps."""
+    if isinstance(module, nn.Conv2d):
+        return module.padding_mode == "zeros"
+    return isinstance(module, nn.Linear)
+
+
+def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """At most `count` places, the same for all images: what the layer reads there, and the target.
+
+    Args:
+        layer: a Conv2d or Linear.
+        x: its input, (N, C, H, W) or (N, ..., f).
+        y: the target, of the shape of its output.
+
+    Returns:
+        (N, G, p, f) and (N, G, p, o), G the layer's groups; f runs as in its weight.
+    """
+    if isinstance(layer, nn.Linear):
+        x, y = x.reshape(len(x), -1, x.shape[-1]), y.reshape(len(y), -1, y.shape[-1])
+        places = _draw(x.shape[1], count, generator).to(x.device)
+        return x[:, None, places], y[:, None, places]
+    height, width = y.shape[2:]
+    places = _draw(height * width, count, generator).to(x.device)
+    rows, columns = places // width, places % width
+    padded = _pad(layer, x)
+    taps = [torch.arange(k, device=x.device) * d for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+    rows_at = rows[:, None, None] * layer.stride[0] + taps[0][:, None]
+    columns_at = columns[:, None, None] * layer.stride[1] + taps[1]
+    seen = padded[:, :, rows_at, columns_at]  # (N, C, p, kh, kw)
+    groups = layer.groups
+    seen = seen.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
+    wanted = y[:, :, rows, columns].unflatten(1, (groups, -1)).transpose(2, 3)
+    return seen, wanted
+
+
+def _draw(places: int, count: int, generator: torch.Generator) -> Tensor:
+    if places <= count:
+        return torch.arange(places)
+    return torch.randperm(places, generator=generator)[:count]
+
+
+def _pad(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    if conv.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
+        return F.pad(x, [totals[1] // 2, totals[1] - totals[1] // 2, totals[0] // 2, totals[0] - totals[0] // 2])
+    if getattr(conv, "same_pad", type(conv).__name__ == "Conv2dSame"):
+        return pad_same(x, list(conv.kernel_size), list(conv.stride), list(conv.dilation))
+    if isinstance(conv.padding, str):
+        return x
+    return F.pad(x, [conv.padding[1], conv.padding[1], conv.padding[0], conv.padding[0]])
+
+
+def checked(batch: Any, size: tuple[int, ...] | None, index: int) -> Tensor:
+    """The images of one calibration batch; labels beside them are dropped.
+
+    Args:
+        size: (C, H, W) of the images before, if any.
+
+    Raises:
+        SourceError: no images, images of another size, or NaN or infinite values.
+    """
+    images = batch[0] if isinstance(batch, tuple | list) else batch
+    if not isinstance(images, Tensor) or images.ndim < 2 or not images.is_floating_point():
+        raise SourceError(f"calibration batch {index} is no batch of images", f"it is a {type(images).__name__}")
+    if size is not None and tuple(images.shape[1:]) != size:
+        raise SourceError(f"calibration batch {index} has images of size {tuple(images.shape[1:])}", f"not {size}")
+    if not bool(torch.isfinite(images).all()):
+        raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
+    return images

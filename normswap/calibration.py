@@ -1,0 +1,85 @@
+"""How data enter a conversion: whether a step wants them, and the call to its scheme's `fit`.
+
+A plan's structure never depends on data; a scheme with a `fit` sets values of the converted network afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import schemes, surgery
+from normswap.errors import OptionError
+from normswap.plan import Step
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+Progress = Callable[[int, int], None]
+NOISE, BATCH = 512, 32
+
+
+def wanted(step: Step, calibrate: Batches | None) -> bool:
+    """Whether the step's values are to be fitted.
+
+    Raises:
+        OptionError: the scheme needs data and there are none; or it has no use for those given.
+    """
+    scheme, options = schemes.get(step.scheme), schemes.resolve(step.scheme, step.options)
+    needs = getattr(scheme, "needs_data", lambda options: False)(options)
+    if calibrate is None:
+        if needs:
+            remedy = "Give '--calibrate DATA' (images, no labels needed), or '--mean keep', which is exact"
+            raise OptionError(f"{step.scheme} fits its filters to images", "there are none", remedy)
+        return False
+    if not fits(step):
+        raise OptionError(f"{step.scheme} has no use for calibration data", "nothing in it is fitted")
+    return True
+
+
+def fits(step: Step) -> bool:
+    """Whether the step's scheme can fit values to data."""
+    scheme = schemes.get(step.scheme)
+    return hasattr(scheme, "fit") and not scheme.exact(schemes.resolve(step.scheme, step.options))
+
+
+def fit(
+    source: nn.Module,
+    result: nn.Module,
+    step: Step,
+    calibrate: Batches,
+    *,
+    size: Sequence[int],
+    seed: int,
+    progress: Progress | None = None,
+) -> tuple[str, ...]:
+    """Let the step's scheme set the values of `result`, in place; returns what the user should know.
+
+    Args:
+        calibrate: batches, a function that gives them, or "noise".
+        size: (C, H, W) of noise.
+
+    Raises:
+        OptionError: a word that is not "noise".
+        SourceError: unusable or too few images.
+    """
+    notes: tuple[str, ...] = ()
+    if isinstance(calibrate, str):
+        if calibrate != "noise":
+            raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor 'noise'")
+        calibrate = noise(size, seed)
+        notes = ("fitted to noise: on images the result is worse than one fitted to images like those it will see",)
+    batches = calibrate() if callable(calibrate) else calibrate
+    scheme = schemes.get(step.scheme)
+    if hasattr(scheme, "pattern"):  # what the result is fitted to: the source in the gauge of the result
+        source = surgery.apply_step(source, scheme.pattern(step))
+    scheme.fit(source, result, step, batches, seed=seed, progress=progress)
+    return notes
+
+
+def noise(size: Sequence[int], seed: int, count: int = NOISE) -> Iterator[Tensor]:
+    """Batches (N, C, H, W) of N(0, 1) images."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, count, BATCH):
+        yield torch.randn(min(BATCH, count - start), *size, generator=generator)

@@ -1,0 +1,82 @@
+"""Filters that sum to zero, found by regression: what `nf` and `centered-weightnorm` share.
+
+The pattern is the same conversion with every mean kept, which computes what the source computes, in the gauge of the
+result: so the two go by the same paths and the same units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from normswap.errors import OptionError
+from normswap.plan import Step
+from normswap.refit import Progress, refit
+from normswap.standardized import STANDARDIZED, MeanStdConv2d
+from normswap.walks import Blocked, Draft, check_linear
+
+
+def check(**options: str) -> None:
+    """Raises:
+    OptionError: neither `fit` nor `keep`.
+    """
+    for name, value in options.items():
+        if value not in ("fit", "keep"):
+            raise OptionError(f"--{name} {value!r} is neither 'fit' nor 'keep'")
+
+
+def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
+    """Let every convolution of the draft, but those of gates and the classifier, have standardized filters.
+
+    Args:
+        mean: let all of them keep their means.
+        stem: so let the one that reads the image; its filters' means see the image's brightness and colour.
+    """
+    traced = draft.anatomy.traced
+    plain = tuple(f"{block.gate}." for block in draft.anatomy.blocks if block.gate)
+    first = True
+    seen: set[int] = set()
+    for node in traced.nodes:
+        module: Any = traced.module(node)
+        if not isinstance(module, nn.Conv2d) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        path, keep = str(node.target), mean or (stem and first)
+        first = False
+        if path.startswith(plain) or path == draft.anatomy.classifier:
+            continue
+        try:
+            check_linear(draft, path, module)
+        except Blocked as why:
+            draft.notes.append(f"{path} is not standardized: {why}")
+            continue
+        if module.weight[0].numel() < 2 or module.padding_mode != "zeros":
+            draft.notes.append(f"{path} is not standardized: filters of one number, or padding that is not zeros")
+            continue
+        take = draft.take(path)
+        take.layer, take.extra = "StandardizedConv", {"mean": keep}
+    return draft
+
+
+def kept(step: Step) -> Step:
+    """The same step with every mean kept."""
+    edits = (replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in step.edits)
+    return replace(step, edits=tuple(edits))
+
+
+def fit_zero_sum(
+    pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+) -> None:
+    """Fit `result`, which came of `step`, in place, to `pattern`, which came of `kept(step)`.
+
+    Raises:
+        SourceError: unusable or too few images.
+    """
+    refit(pattern, result, batches, zero_sum=_must, seed=seed, progress=progress)
+
+
+def _must(path: str, module: nn.Module) -> bool:
+    return isinstance(module, STANDARDIZED) and not isinstance(module, MeanStdConv2d)

@@ -1,0 +1,90 @@
+"""Dress in norms with statistics per sample: which norm gets how many groups, and which convolution its constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from normswap import affine
+from normswap.anatomy import LINEAR, Anatomy
+from normswap.errors import OptionError, RefusedError
+from normswap.plan import Edit, Step
+from normswap.tracing import inputs
+from normswap.undress import undress
+from normswap.walks import Blocked, Draft, check_linear, read_directly
+
+
+def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) -> Draft:
+    """A GroupNorm in the seat of every BatchNorm; None: one channel per group.
+
+    Args:
+        steady: see `offsets`; where a convolution comes right before the norm.
+
+    Raises:
+        OptionError: steady is not in [0, 1).
+        RefusedError: the network has no BatchNorm, or a group would have one element, which the norm would erase.
+    """
+    if not isinstance(steady, float | int) or not 0 <= steady < 1:
+        raise OptionError(f"--steady {steady} is not in [0, 1)")
+    modules = anatomy.traced.modules
+    norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
+    if not norms:
+        remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
+        raise RefusedError("no BatchNorm to put a norm with statistics per sample in the seat of", remedy=remedy)
+    draft = undress(anatomy, leave=norms)
+    seen: set[int] = set()
+    for path, module in norms.items():
+        if id(module) in seen or id(module) not in anatomy.traced.calls:
+            continue
+        seen.add(id(module))
+        why = affine.refusal(module) or read_directly(anatomy.traced, module)
+        if why:
+            draft.refusals[path] = why
+            continue
+        _seat(draft, path, module, groups, steady)
+    return draft
+
+
+def _seat(draft: Draft, path: str, module: nn.Module, groups: int | None, steady: float) -> None:
+    channels = affine.channels(module)
+    count = channels if groups is None else nearest_divisor(channels, groups)
+    if channels == count and (groups is not None or isinstance(module, nn.BatchNorm1d)):
+        remedy = "`--groups 1`" if isinstance(module, nn.BatchNorm1d) else "fewer groups, or `--to instancenorm`"
+        draft.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
+        return
+    if groups is not None and count != groups:
+        draft.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
+    conv = _conv_before(draft, module) if steady and count < channels else None
+    draft.seat(path, "GroupNorm", groups=count, **({"steady": steady} if conv is not None else {}))
+    if conv is not None:
+        draft.seats[conv] = Edit(conv, "Steadied", {"groups": count, "steady": steady}, (path,))
+    draft.verdicts[path] = (
+        f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
+    )
+
+
+def _conv_before(draft: Draft, norm: nn.Module) -> str | None:
+    """The convolution whose output this norm, and nothing else, reads, if it can be given a bias."""
+    traced = draft.anatomy.traced
+    calls = traced.calls[id(norm)]
+    (node,) = inputs(calls[0])
+    conv = traced.module(node)
+    if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
+        return None
+    try:
+        check_linear(draft, str(node.target), conv)
+    except Blocked:
+        return None
+    return None if str(node.target) in draft.takes else str(node.target)
+
+
+def recentred(step: Step) -> Step:
+    """The same step with the BatchNorms left in place: what its result is fitted to."""
+    edits = (replace(edit, layer="Recentred") if edit.layer == "GroupNorm" else edit for edit in step.edits)
+    return replace(step, edits=tuple(edits))
+
+
+def nearest_divisor(channels: int, groups: int) -> int:
+    """The divisor of `channels` nearest to `groups`; of two, the smaller."""
+    return min((d for d in range(1, channels + 1) if channels % d == 0), key=lambda d: (abs(d - groups), d))

@@ -1,0 +1,138 @@
+"""Two networks marching over the same images, side by side, from one layer to the next.
+
+Between two stops only the values that later nodes still read are kept, per batch, in files of a temporary folder: so
+each network runs over the data exactly once, however many stops there are, and memory does not grow with the images.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from normswap.calibrate import checked
+from normswap.errors import SourceError, VerificationError
+from normswap.tracing import Traced
+from normswap.weights import first_line
+
+Values = dict[str, Any]
+
+
+class Walker:
+    """One traced network, run from node to node."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.nodes = traced, traced.nodes
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        self.last: dict[fx.Node, int] = {}  # the last node that reads each value
+        for i, node in enumerate(self.nodes):
+            self.last.update(dict.fromkeys(node.all_input_nodes, i))
+
+    def start(self, images: Tensor) -> Values:
+        """The values before the first node: the images in the place of the first input."""
+        first = next(node for node in self.nodes if node.op == "placeholder")
+        return {first.name: images}
+
+    def run(self, values: Values, begin: int, end: int) -> Values:
+        """`values` after the nodes from `begin` up to, but not including, `end`; what nobody reads any more is gone."""
+        for i in range(begin, end):
+            node = self.nodes[i]
+            if node.op == "output":
+                break
+            if node.name not in values:
+                values[node.name] = self._compute(node, values)
+        return {n.name: values[n.name] for n in self.nodes[:end] if n.name in values and self.last.get(n, -1) >= end}
+
+    def _compute(self, node: fx.Node, values: Values) -> Any:
+        args = fx.node.map_arg(node.args, lambda n: values[n.name])
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n.name])
+        target: Any = node.target
+        if node.op == "call_module":
+            return self.traced.modules[target](*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        if node.op == "call_function":
+            return target(*args, **kwargs)
+        if node.op == "placeholder":  # an optional argument, pinned when traced
+            return node.args[0] if node.args else None
+        found: Any = self.traced.modules[""]
+        for name in target.split("."):
+            found = getattr(found, name)
+        return found
+
+
+class March:
+    """The stored batches and how far each network has come on them.
+
+    Args:
+        walkers: the networks, in eval mode.
+        batches: images, or (images, labels); read once.
+        dtype, device: of the networks.
+        mirror: take every image's mirror image, too.
+        needed: fewer images than this are an error.
+
+    Raises:
+        SourceError: the batches are unusable, or too few.
+    """
+
+    def __init__(
+        self, walkers: list[Walker], batches: Iterable[Any], *, like: Tensor, mirror: bool = False, needed: int = 2
+    ) -> None:
+        self.walkers, self.folder = walkers, tempfile.TemporaryDirectory(prefix="normswap-")
+        self.at, self.files, self.images = 0, 0, 0
+        self.reached = [0] * len(walkers)
+        try:
+            self._store(batches, like, mirror)
+            if self.images < needed:
+                raise SourceError(f"{self.images} calibration images", f"at least {needed} are needed")
+        except BaseException:
+            self.close()
+            raise
+
+    def _store(self, batches: Iterable[Any], like: Tensor, mirror: bool) -> None:
+        size: tuple[int, ...] | None = None
+        for i, batch in enumerate(batches):
+            images = checked(batch, size, i)
+            images = images.to(like.device, like.dtype)
+            if size is None:
+                self._probe(images[:1])
+            size = tuple(images.shape[1:])
+            self.images += len(images)
+            for shown in (images, images.flip(-1)) if mirror and images.ndim == 4 else (images,):
+                self._save(self.files, [walker.start(shown) for walker in self.walkers])
+                self.files += 1
+
+    @torch.no_grad()
+    def _probe(self, image: Tensor) -> None:
+        for walker in self.walkers:
+            try:
+                walker.traced.modules[""](image)
+            except (RuntimeError, ValueError) as error:
+                raise SourceError("the calibration images do not fit the network", first_line(error)) from None
+
+    def close(self) -> None:
+        self.folder.cleanup()
+
+    def _file(self, index: int) -> Path:
+        return Path(self.folder.name) / f"{index}.pt"
+
+    def _save(self, index: int, values: list[Values]) -> None:
+        torch.save(values, self._file(index))
+
+    @torch.no_grad()
+    def stop(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
+        """Go on to the given node of each network, which is not run yet; gives each batch's values there."""
+        ends = [walker.index[node] for walker, node in zip(self.walkers, nodes, strict=True)]
+        for i in range(self.files):
+            values = torch.load(self._file(i), weights_only=False)
+            values = [w.run(v, b, e) for w, v, b, e in zip(self.walkers, values, self.reached, ends, strict=True)]
+            if any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all()
+                   for held in values for t in held.values()):  # fmt: skip
+                raise VerificationError("the network gives values that are not finite on the calibration images")
+            self._save(i, values)
+            yield values
+        self.reached = ends

@@ -1,0 +1,36 @@
+"""Centered weight normalization: W = g (v - mean v) / |v - mean v| per filter; no normalization of activations.
+
+That is timm's `ScaledStdConv2d` up to a constant factor sqrt(fan-in) in g, which is what the convolutions become. The
+network is folded first; then, as in `nf`, the filters that sum to zero and come nearest to the source are fitted
+(`--mean fit`, needs `--calibrate`), or the means are kept as one more parameter per filter (`--mean keep`, exact).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.centring import check, standardize
+from normswap.centring import fit_zero_sum as fit
+from normswap.centring import kept as pattern
+from normswap.undress import undress
+from normswap.walks import Draft
+
+PAPER = "Huang et al. 2017, arXiv:1710.02338, section 3"
+__all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return options["mean"] == "keep"
+
+
+def needs_data(options: dict[str, Any]) -> bool:
+    return options["mean"] != "keep"
+
+
+def plan(anatomy: Anatomy, *, mean: str = "fit", stem: str = "fit") -> Draft:
+    """Args:
+    mean, stem: as in `nf`.
+    """
+    check(mean=mean, stem=stem)
+    return standardize(undress(anatomy), mean=mean == "keep", stem=stem == "keep")

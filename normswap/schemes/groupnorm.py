@@ -1,0 +1,46 @@
+"""GroupNorm in the seat of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
+
+With the running statistics of the channels of a group taken together (mean m, variance v): gamma' = s sqrt(v + eps),
+beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no data. With `--calibrate` the convolutions
+and the norms' gamma and beta are then fitted, layer by layer, to what the source computes on the same images (`refit`).
+Approximate: each sample has its own statistics. The fewer groups, the less is lost; nothing is tied to the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from normswap.anatomy import Anatomy
+from normswap.errors import OptionError
+from normswap.grouping import dress_per_sample
+from normswap.grouping import recentred as pattern
+from normswap.plan import Step
+from normswap.refit import Progress, refit
+from normswap.walks import Draft
+
+PAPER = "Wu & He 2018, arXiv:1803.08494, section 3"
+__all__ = ["PAPER", "exact", "fit", "pattern", "plan"]
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return False
+
+
+def plan(anatomy: Anatomy, *, groups: int = 1, steady: float = 0.5) -> Draft:
+    """Args:
+    groups: of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so.
+    steady: the share of a group's variance that is the same in every sample (0: none), by constants in the bias of the
+        convolution before. It halves how much the statistics of a sample move its output; keeps more, normalizes less.
+    """
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise OptionError(f"--groups {groups} is not a whole number >= 1")
+    return dress_per_sample(anatomy, groups, steady)
+
+
+def fit(
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+) -> None:
+    refit(source, result, batches, seed=seed, progress=progress)

@@ -1,0 +1,27 @@
+"""InstanceNorm: every channel of every sample is normalized by itself, as GroupNorm with one channel per group.
+
+gamma' and beta' as in `groupnorm`; with one channel per group the BatchNorm's own gamma and beta come out. Approximate,
+and costly: a channel's mean and size, which often say what is in the image, are erased. Without calibration and
+further training little is left of a classifier's accuracy. A channel of one
+element would be erased: refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.grouping import dress_per_sample
+from normswap.schemes.groupnorm import fit, pattern
+from normswap.walks import Draft
+
+PAPER = "Ulyanov et al. 2016, arXiv:1607.08022, section 2"
+__all__ = ["PAPER", "exact", "fit", "pattern", "plan"]
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return False
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return dress_per_sample(anatomy, None)

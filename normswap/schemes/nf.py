@@ -1,0 +1,40 @@
+"""Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
+
+Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly; beta is a scalar at
+the branch's end that makes f's output of unit variance, exactly. The constant alpha = 1 / sqrt(expected variance) in
+front of a branch is part of the first convolution's gain. What is lost is each filter's mean. `--mean fit` (needs
+`--calibrate`) finds, layer by layer, the zero-sum filters that come nearest to the source on the converted network's
+own inputs (`refit`). `--mean keep` keeps the means as one more parameter per filter, and with it the function. `--stem
+keep` keeps those of the convolution that reads the image.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.centring import check, standardize
+from normswap.centring import fit_zero_sum as fit
+from normswap.centring import kept as pattern
+from normswap.dress import scale_branches
+from normswap.walks import Draft
+
+PAPER = "Brock et al. 2021, arXiv:2101.08692, sections 3 and 4"
+__all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return options["mean"] == "keep"
+
+
+def needs_data(options: dict[str, Any]) -> bool:
+    return options["mean"] != "keep"
+
+
+def plan(anatomy: Anatomy, *, mean: str = "fit", stem: str = "fit") -> Draft:
+    """Args:
+    mean: `fit` or `keep` the filters' means.
+    stem: the same for the convolution that reads the image.
+    """
+    check(mean=mean, stem=stem)
+    return standardize(scale_branches(anatomy, None), mean=mean == "keep", stem=stem == "keep")

@@ -1,0 +1,232 @@
+"""Streamed least squares against a dense computation of its own, and what calibration refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from lived import distance, lived_in, run
+from timm.layers import ScaledStdConv2d
+from torch import Tensor, nn
+
+from normswap import anatomy, calibrate, conversion, grouping, refit, surgery
+from normswap.calibrate import Folds
+from normswap.errors import OptionError, RefusedError, SourceError
+
+CONVS: dict[str, dict[str, Any]] = {
+    "plain": {"kernel_size": 3, "padding": 1},
+    "strided": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "dilated": {"kernel_size": 3, "padding": 2, "dilation": 2},
+    "grouped": {"kernel_size": 3, "padding": 1, "groups": 2},
+    "same": {"kernel_size": 3, "padding": "same", "dilation": 2},
+    "pointwise": {"kernel_size": 1},
+}
+
+
+def narrow(arch: str = "resnet18", seed: int = 0) -> nn.Module:
+    """A lived-in float32 network."""
+    torch.manual_seed(seed)
+    width: dict[str, Any] = {"stem_chs": 8} if "v2" in arch else {}
+    model = timm.create_model(arch, num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1), **width)
+    return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64)).float()
+
+
+def images(count: int = 32, size: int = 32, seed: int = 1) -> list[Tensor]:
+    return list(torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed)).split(8))
+
+
+def dense(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """The unrolled input, (N * places, G, f), by probing the layer with one tap at a time."""
+    out = []
+    for g in range(conv.groups):
+        columns = []
+        probe = copy.deepcopy(conv)
+        probe.bias = None
+        for tap in range(conv.weight[0].numel()):
+            with torch.no_grad():
+                probe.weight.zero_()
+                probe.weight[g * (conv.out_channels // conv.groups)].view(-1)[tap] = 1
+                columns.append(probe(x)[:, g * (conv.out_channels // conv.groups)].flatten())
+        out.append(torch.stack(columns, 1))
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("kind", CONVS)
+def test_patches_are_what_the_layer_reads(kind: str) -> None:
+    conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
+    x = torch.randn(3, 4, 9, 7, dtype=torch.float64)
+    y = conv(x).detach()
+    seen, wanted = calibrate.patches(conv, x, y, 11, torch.Generator().manual_seed(0))
+    weight = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
+    bias = conv.get_parameter("bias").detach().reshape(conv.groups, 1, -1)
+    assert distance(wanted, seen @ weight.transpose(1, 2) + bias) < 1e-12
+
+
+@pytest.mark.parametrize("zero_sum", [False, True])
+@pytest.mark.parametrize("kind", CONVS)
+def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind: str, zero_sum: bool) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
+    batches = [3 + torch.randn(5, 4, 9, 7, dtype=torch.float64) for _ in range(3)]
+    targets = [(torch.randn_like(conv(x)) + conv(x).relu()).detach() for x in batches]
+    folds = Folds()
+    for x, y in zip(batches, targets, strict=True):
+        folds.add(*calibrate.patches(conv, x, y, 10_000, torch.Generator()))
+    prior = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
+    fit = calibrate.regress(folds, prior, zero_sum=zero_sum)
+    unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
+    wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
+    for g in range(conv.groups):
+        a, b = unrolled[:, g], np.split(wanted, conv.groups, 1)[g]
+        ac, bc = a - a.mean(0), b - b.mean(0)
+        damp = fit.ridge * (ac**2).mean()
+        # the ridge as further rows; the constraint by substitution: V = P u with the columns of P spanning zero sums
+        rows = np.concatenate([ac / np.sqrt(len(a)), np.sqrt(damp) * np.eye(a.shape[1])])
+        goal = np.concatenate([bc / np.sqrt(len(a)), np.sqrt(damp) * prior[g].numpy().T])
+        basis = np.linalg.svd(np.ones((1, a.shape[1])))[2][1:].T if zero_sum else np.eye(a.shape[1])
+        v = basis @ np.linalg.lstsq(rows @ basis, goal, rcond=None)[0]
+        assert np.linalg.norm(fit.weight[g].numpy().T - v) <= 1e-8 * np.linalg.norm(v)
+        assert np.allclose(fit.bias[g].numpy(), b.mean(0) - a.mean(0) @ v, atol=1e-8)
+        if zero_sum:
+            assert abs(v.sum(0)).max() < 1e-10
+
+
+def test_the_ridge_follows_the_data() -> None:
+    """Much data that contradict the prior: no ridge; noise alone: as much of it as there is."""
+    x = torch.randn(400, 1, 4, 5, dtype=torch.float64)
+    truth, prior = torch.randn(1, 3, 5, dtype=torch.float64), torch.zeros(1, 3, 5)
+    clear, blind = Folds(), Folds()
+    clear.add(x, x @ truth.transpose(1, 2))
+    blind.add(x[:8, :, :1], torch.randn(8, 1, 1, 3, dtype=torch.float64))
+    assert calibrate.regress(clear, prior).ridge == min(calibrate.RIDGES)
+    assert calibrate.regress(blind, prior).ridge == max(calibrate.RIDGES)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
+    model = narrow(arch).double()
+    twin = copy.deepcopy(model)
+    refit.refit(model, twin, [x.double() for x in images()])
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert distance(run(model, x), run(twin, x)) < 1e-8
+
+
+@pytest.mark.parametrize("scheme", ["groupnorm", "nf", "centered-weightnorm"])
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
+    model, data = narrow(arch), images(64)
+    x = images(8, seed=9)
+    results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))
+    step = results[0].plan.steps[-1]
+    unfitted = surgery.apply_step(model, step)
+    reference = run(model, x[0])
+    assert distance(reference, run(results[0].model, x[0])) < 0.8 * distance(reference, run(unfitted, x[0]))
+    assert all(module.training is model.training for module in results[0].model.modules())
+
+
+def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
+    model = narrow("resnetv2_18")
+    done = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32))
+    convs = [m for m in done.model.modules() if isinstance(m, nn.Conv2d)]
+    assert sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1  # the classifier is none
+    kept = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32), stem="keep")
+    assert sum(type(m) is ScaledStdConv2d for m in kept.model.modules()) == len(convs) - 2
+
+
+def test_progress_batches_with_labels_and_functions() -> None:
+    model, told = narrow(), []
+    data = [(x, torch.zeros(len(x), dtype=torch.long)) for x in images()]
+    conversion.convert(
+        model, "layernorm", size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
+    )
+    assert told == [(i + 1, len(told)) for i in range(len(told))]
+    assert len(told) == 27
+
+
+def test_memory_does_not_hold_the_images() -> None:
+    """What stays of the data in memory is a matrix per layer."""
+    folds = Folds()
+    for _ in range(5):
+        folds.add(torch.randn(8, 1, 4, 9), torch.randn(8, 1, 4, 3))
+    held = sum(t.numel() for half in folds.halves for t in vars(half).values() if isinstance(t, Tensor))
+    assert folds.total().count == 5 * 8 * 4
+    assert held == 2 * (2 * 9 + 2 * 3 + 81 + 27 + 3)
+
+
+def with_nan() -> list[Tensor]:
+    data = images()
+    data[2][1, 0, 3, 3] = float("nan")
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (with_nan(), "batch 2 has values that are not finite"),
+        ([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 33, 32)], r"batch 1 has images of size \(3, 33, 32\)"),
+        ([torch.randn(1, 3, 32, 32)], "1 calibration images"),
+        ([], "0 calibration images"),
+        ([torch.randint(0, 9, (2, 3, 8, 8))], "no batch of images"),
+        (["a"], "no batch of images"),
+        ([torch.randn(2, 1, 32, 32)], "do not fit the network"),
+    ],
+)
+def test_bad_data_are_named(data: list[Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
+
+
+def test_options_are_checked() -> None:
+    model = narrow()
+    with pytest.raises(OptionError, match="--calibrate DATA"):
+        conversion.convert(model, "nf", size=(3, 32, 32))
+    with pytest.raises(OptionError, match="no use for calibration data"):
+        conversion.convert(model, "nf", size=(3, 32, 32), calibrate=images(), mean="keep")
+    with pytest.raises(OptionError, match="no use for calibration data"):
+        conversion.convert(model, "folded", size=(3, 32, 32), calibrate=images())
+    with pytest.raises(OptionError, match="nor 'noise'"):
+        conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate="nose")
+    for bad in ({"groups": 0}, {"groups": 1.5}, {"steady": 1}, {"steady": -0.1}):
+        with pytest.raises(OptionError):
+            conversion.convert(model, "groupnorm", size=(3, 32, 32), **bad)
+    with pytest.raises(OptionError, match="neither 'fit' nor 'keep'"):
+        conversion.convert(model, "nf", size=(3, 32, 32), mean="zero")
+    noisy = conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate="noise")
+    assert any("noise" in note for note in noisy.notes)
+
+
+def test_groups_are_explained_or_refused() -> None:
+    model = narrow()
+    _, sketch = conversion.draft(anatomy.inspect(model), "groupnorm", groups=5)
+    assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in sketch.notes  # resnet18's stem has 64
+    assert any("nearest to 5" in note for note in sketch.notes)
+    with pytest.raises(RefusedError, match="a group of one element erases it"):
+        conversion.draft(anatomy.inspect(model), "groupnorm", groups=8)
+    flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with pytest.raises(RefusedError, match="erases it"):
+        conversion.draft(anatomy.inspect(flat), "instancenorm")
+    with pytest.raises(RefusedError, match="no BatchNorm"):
+        conversion.draft(anatomy.inspect(conversion.convert(model, "folded").model), "groupnorm")
+    assert [grouping.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+
+
+def test_an_average_sample_sees_the_batchnorm() -> None:
+    """On an input whose statistics are the running ones, moment matching is exact, steadied or not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)).double().eval()
+    x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        seen = net[0](x)
+        net[1].running_mean.copy_(seen.mean((0, 2, 3)))
+        net[1].running_var.copy_(seen.var((0, 2, 3), correction=0))
+        net[1].weight.copy_(torch.randn(8))
+        net[1].bias.copy_(torch.randn(8))
+    for steady in (0.0, 0.5):
+        for groups in (1, 2, 4):
+            done = conversion.convert(net, "groupnorm", inputs=x, groups=groups, steady=steady)
+            assert distance(run(net, x), run(done.model, x)) < 1e-12
