@@ -166,6 +166,8 @@ class Folded:
         """
         from normswap import affine
 
+        if next(old.parameters(), None) is None:
+            raise TypeError(f"a {type(old).__name__} has no weight to fold into")
         dtype = next(old.parameters()).dtype
         if bake:
             old = baking.plain(old)  # in float64
