@@ -65,9 +65,11 @@ def _mutants(rows: list[Row]) -> list[str]:
         return []
     trials, found = sum(row["trials"] for row in tried), sum(row["detected"] for row in tried)
     missed = [f"{row['name']} {where}" for row in tried for where in row["missed"]]
+    unseen = sum(row["unseen"] for row in tried)
     return [
         f"The checker, checked: one channel of one norm off by 1 %, on {len(tried)} networks: "
-        f"{found} of {trials} detected ({found / trials:.1%})." + (f" Missed: {'; '.join(missed)}." if missed else "")
+        f"{found} of {trials} detected ({found / trials:.1%}); {unseen} drawn again, as their "
+        "channel was dead on these images." + (f" Missed: {'; '.join(missed)}." if missed else "")
     ]
 
 
