@@ -131,7 +131,7 @@ def check(name: str) -> dict[str, Any]:
         used = total - found.get("unused", 0)
         row["error"] = distance(reference, outputs(result, x))
         row["left"] = len(batchnorms(result)) - (total - used)
-        row["status"] = "exact" if row["error"] <= EXACT else "wrong"
+        row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
         if checksum(model) != before:
             row |= {"status": "wrong", "why": "the source was changed"}
     del result

@@ -53,7 +53,7 @@ def _totals(rows: list[Row], mine: list[Row]) -> str:
             f"({left / max(total, 1):.0%}).",
             f"- Worst exact error {max((r['error'] for r in mine if r['status'] == 'exact'), default=0):.0e}; least "
             f"input sensitivity {min((r['sensitivity'] for r in mine if 'sensitivity' in r), default=0):.0e}; "
-            f"{sum(r.get('seconds', 0) for r in mine) / 60:.0f} minutes of one core; most memory for one network "
+            f"{sum(r.get('seconds', 0) for r in mine) / 60:.0f} minutes on a busy core; most memory for one network "
             f"{max((r.get('peak', 0) for r in mine), default=0) / 1024:.1f} GiB.",
         ]
     )
