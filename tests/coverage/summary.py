@@ -46,8 +46,8 @@ def _totals(rows: list[Row], mine: list[Row]) -> str:
     other = Counter(row["status"] for row in rows)
     return "\n".join(
         [
-            f"- {len(mine)} architectures, {total:,} norms: **{exact} exact ({exact / max(len(mine), 1):.1%})**, "
-            + ", ".join(f"{n} {state}" for state, n in states.most_common() if state != "exact")
+            f"- {len(mine)} architectures, {total:,} norms: **{exact} exact ({exact / max(len(mine), 1):.1%})**"
+            + "".join(f", {n} {state}" for state, n in states.most_common() if state != "exact")
             + f"; not walked: {other['none']} without BatchNorm, {other['large']} larger.",
             f"- fx.fuse: {', '.join(f'{n} {state}' for state, n in theirs.most_common())}; {left:,} norms left "
             f"({left / max(total, 1):.0%}).",
