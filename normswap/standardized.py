@@ -31,7 +31,11 @@ class MeanStdConv2d(ScaledStdConv2d):
         """(N, I, H, W) -> (N, O, H', W')"""
         if self.same_pad:
             x = pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))
-        return F.conv2d(x, effective(self), self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(x, self.effective_weight(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def effective_weight(self) -> Tensor:
+        """The weight it computes with (`baking` asks for it)."""
+        return effective(self)
 
 
 def effective(conv: Any) -> Tensor:
