@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from normswap import baking
 from normswap.errors import OptionError
 from normswap.plan import Step
 from normswap.refit import Progress, refit
@@ -52,6 +53,9 @@ def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
             check_linear(draft, path, module)
         except Blocked as why:
             draft.notes.append(f"{path} is not standardized: {why}")
+            continue
+        if baking.is_stuck(module):
+            draft.notes.append(f"{path} is not standardized: its scalar input bias cannot pass the padding")
             continue
         if module.weight[0].numel() < 2 or module.padding_mode != "zeros":
             draft.notes.append(f"{path} is not standardized: filters of one number, or padding that is not zeros")

@@ -144,6 +144,8 @@ class ChannelBias(nn.Module):
 class Folded:
     """A convolution or linear layer that has taken in its neighbours' affine maps. It keeps its class and its name."""
 
+    CASTS = True  # makes float64 from any dtype by itself, if `like` asks for it
+
     @staticmethod
     def replacing(
         old: Linearity,
@@ -168,7 +170,8 @@ class Folded:
 
         if next(old.parameters(), None) is None:
             raise TypeError(f"a {type(old).__name__} has no weight to fold into")
-        dtype = next(old.parameters()).dtype
+        own = next(old.parameters()).dtype
+        dtype = like.dtype if like.dtype == torch.float64 else own
         if bake:
             old = baking.plain(old)  # in float64
         weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
@@ -195,7 +198,7 @@ class Folded:
         if gain != 1:
             weight *= gain
         born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
-        return _with(old, restore(weight), bias * gain if born or old.bias is not None else None).to(dtype)
+        return _with(old, restore(weight), bias * gain if born or old.bias is not None else None, dtype)
 
 
 class Dropout:
@@ -229,17 +232,17 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Any]:
     return grouped, lambda w: w.reshape(weight.shape)
 
 
-def _with(old: Linearity, weight: Tensor, bias: Tensor | None) -> Linearity:
+def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linearity:
     """A copy of `old` with these tensors (None: it has no bias and gets none); the old ones are never copied."""
     grad = old.weight.requires_grad
-    parameter = nn.Parameter(weight.to(old.weight).contiguous(), requires_grad=grad)
+    parameter = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=grad)
     memo: dict[int, Any] = {id(old.weight): parameter}
     if old.bias is not None and bias is not None:
-        memo[id(old.bias)] = nn.Parameter(bias.to(old.weight), requires_grad=old.bias.requires_grad)
+        memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)
     new = copy.deepcopy(old, memo)
     if old.bias is None and bias is not None:
-        new.bias = nn.Parameter(bias.to(old.weight), requires_grad=grad)
-    return new
+        new.bias = nn.Parameter(bias.to(dtype), requires_grad=grad)
+    return new.to(dtype)
 
 
 _SEATED = (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout, Number)

@@ -47,7 +47,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
             attributes.append((edit.path, _newcomer(edit, old, reads, like)))
             continue
         seat = id(old)
-        if double or edit.args.get("keep"):
+        if edit.args.get("keep") or (double and not getattr(SEATED.get(edit.layer), "CASTS", False)):
             old = duplicate(old, memo if edit.args.get("keep") else {})
         new = _newcomer(edit, old, reads, like)
         new.train(old.training)

@@ -97,8 +97,8 @@ def noise(model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 
     why = ""
     shapes = dict.fromkeys((min(height, side), min(width, side)) for side in (64, 97, max(height, width)))
     for i, shape in enumerate(shapes):
-        if found and i == 2:
-            break
+        if found:  # one more image at a second size, which `compare` leaves out if the network does not take it
+            return [*found, torch.randn(1, channels, *shape, generator=generator).to(like)] if i < 2 else found
         x = torch.randn(batch, channels, *shape, generator=generator).to(like)
         try:
             _run(model, x[:1], ())
@@ -164,7 +164,12 @@ def compare(
     stray = 0.0
     for i, x in enumerate(inputs):
         paths = tuple(b.path for b in blocks)
-        a, at = _run(source, x, (*paths, *tails) if i == 0 else paths)
+        try:
+            a, at = _run(source, x, (*paths, *tails) if i == 0 else paths)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            if i == 0 or x.shape[-2:] == inputs[0].shape[-2:]:
+                raise VerificationError(f"the source does not run on {tuple(x.shape)}", str(error)) from None
+            continue
         b, bt = _run(result, x, paths)
         logits.append(_error("logits", own, x, a, b))
         if i == 0:

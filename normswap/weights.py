@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import inspect
 import logging
+import math
 import re
 import sys
 import warnings
@@ -163,9 +164,7 @@ def _clean(state: Mapping[str, Any], file: Path) -> State:
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
     """Raises SourceError naming the tensors that hold NaN or inf."""
     floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-    suspects = [
-        name for name, tensor in floats.items() if not torch.isfinite(tensor.sum())
-    ]  # a fast pass; may overflow
+    suspects = [name for name, t in floats.items() if not math.isfinite(t.sum().item())]  # fast; may overflow
     bad = [name for name in suspects if not torch.isfinite(floats[name]).all()]
     if bad:
         raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy="These weights are broken.")
