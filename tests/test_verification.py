@@ -245,7 +245,7 @@ def test_measuring_leaves_no_trace() -> None:
     model.get_submodule("layer1").eval()
     modes = [module.training for module in model.modules()]
     verification.compare(model, converted, inputs(), anatomy=anatomy.inspect(model))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(VerificationError, match="does not run on"):
         verification.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=anatomy.inspect(model))
     assert [module.training for module in model.modules()] == modes
     assert all(module.training for module in converted.modules())

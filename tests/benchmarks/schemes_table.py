@@ -1,6 +1,6 @@
 """Accuracy before and after the approximate conversions, on the trained networks, with no gradient step.
 
-    python tests/benchmarks/schemes_table.py [--test DIR] [--train DIR] [--networks NAME ...] > tests/benchmarks/schemes.md
+    python tests/benchmarks/schemes_table.py [--test DIR] [--train DIR] [--networks NAME ...] > FILE.md
 
 1000 unlabelled training images to calibrate on where the row says so, all 10,000 test images, relative L2 at the
 logits.
