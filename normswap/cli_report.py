@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from normswap import progress
-from normswap.cli import BatchSize, Data, Json, Samples, Split, Workers, app
+from normswap.cli import app
+from normswap.cli_options import BatchSize, Data, Json, Samples, Split, Workers
 
 
 @app.command("report")

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from normswap import progress, render
-from normswap.cli import (
+from normswap import progress, render, writing
+from normswap.cli import app
+from normswap.cli_options import (
     ArchArgs,
     ArchName,
     BatchSize,
@@ -22,9 +23,8 @@ from normswap.cli import (
     Split,
     Weights,
     Workers,
-    app,
 )
-from normswap.errors import OptionError, OutputError
+from normswap.errors import OptionError
 
 Body = dict[str, Any]
 STATISTICS = ("auto", "batch", "running")
@@ -102,8 +102,8 @@ def spp(
 
         check_format(output)
     for file in (output, table):
-        if file is not None and file.exists() and not force:
-            raise OutputError(f"{file} exists", remedy="Give another name, or --force to replace it")
+        if file is not None:
+            writing.claim(file, force=force)
     rest = (weights, arch, arch_arg or [], num_classes, in_chans)
     sources = [commands.Source(name, *rest) for name in models]
     images = None if data == "noise" else commands.Images(data, batch_size, workers, samples, split)

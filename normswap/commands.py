@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from normswap import progress, render
+from normswap import progress, render, writing
 from normswap.errors import OptionError, OutputError, PlanError
 from normswap.plan import Plan, Step
 
@@ -149,7 +147,7 @@ def convert(source: Source, wanted: Wanted, as_json: bool) -> int:
         with progress.working(f"writing {place}"):
             checkpoint.save(done, place, force=wanted.force)
     if wanted.plan is not None:
-        _write(wanted.plan, Plan(tuple(todo)).to_json(indent=2) + "\n")
+        writing.text(wanted.plan, Plan(tuple(todo)).to_json(indent=2) + "\n")
     body = {
         "source": source.name,
         "output": None if done is None else str(place),
@@ -221,22 +219,6 @@ def last_part(name: str) -> str:
     if path.is_dir():
         return path.resolve().name
     return path.stem if path.is_file() else path.name
-
-
-def _write(file: Path, text: str) -> None:
-    """Write beside, then rename: a file is there whole or not at all."""
-    try:
-        handle, aside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    except OSError as error:
-        raise OutputError(f"cannot write {file}", error.strerror or "") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.chmod(aside, 0o644)
-        os.replace(aside, file)
-    except OSError as error:
-        os.unlink(aside)
-        raise OutputError(f"cannot write {file}", error.strerror or "") from None
 
 
 def verify(directory: Path, against: str | None, images: Images | None, as_json: bool) -> int:

@@ -6,14 +6,13 @@ import csv
 import io
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from normswap import writing
 from normswap.errors import OutputError
 from normswap.signal import Point
 
@@ -111,8 +110,8 @@ def save(figure: Any, file: str | Path) -> Path:
     file = Path(file)
     form = check_format(file)
     if form == "png":
-        return _whole(file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True))
-    return _whole(file, lambda temporary: figure.savefig(temporary, format=form))
+        return writing.whole(file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True))
+    return writing.whole(file, lambda temporary: figure.savefig(temporary, format=form))
 
 
 def check_format(file: Path) -> str:
@@ -147,7 +146,7 @@ def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = Non
 def write_json(curves: Curves, file: str | Path, expected: Mapping[str, Sequence[float]] | None = None) -> Path:
     """Write `to_json` to a file."""
     text = json.dumps(to_json(curves, expected), indent=2, allow_nan=False) + "\n"
-    return _whole(Path(file), lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return writing.text(Path(file), text)
 
 
 def write_csv(curves: Curves, file: str | Path) -> Path:
@@ -158,29 +157,8 @@ def write_csv(curves: Curves, file: str | Path) -> Path:
     writer.writerow(["network", *names])
     for network, points in curves.items():
         writer.writerows([network, *(getattr(point, name) for name in names)] for point in points)
-    return _whole(Path(file), lambda temporary: temporary.write_text(out.getvalue(), encoding="utf-8"))
+    return writing.text(Path(file), out.getvalue())
 
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _whole(file: Path, write: Callable[[Path], Any]) -> Path:
-    """Write to a temporary file beside `file`, then rename it."""
-    try:
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        os.close(handle)
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written", error.strerror or str(error)) from None
-    temporary = Path(name)
-    try:
-        write(temporary)
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private
-        temporary.replace(file)
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written", error.strerror or str(error)) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return file

@@ -6,8 +6,6 @@ else only what the directory itself holds is told.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, checkpoint, layers, page, prove, provenance, restore, schemes, summary, zoo
+from normswap import anatomy, checkpoint, layers, page, prove, provenance, restore, schemes, summary, writing, zoo
 from normswap.anatomy import Anatomy
 from normswap.data import Loader
 from normswap.errors import NormswapError, OutputError, SourceError
@@ -37,14 +35,9 @@ def claim(file: Path, *, force: bool) -> None:
     Raises:
         OutputError: it is a directory, exists (without `force`), or is no page of HTML.
     """
-    if file.is_dir():
-        raise OutputError(f"{file} is a directory", remedy="Name a file")
-    if not file.parent.is_dir():
-        raise OutputError(f"cannot write {file}", f"{file.parent} is no directory")
+    writing.claim(file, force=force)
     if not file.exists():
         return
-    if not force:
-        raise OutputError(f"{file} exists", remedy="Give another -o, or --force to replace it")
     with file.open(errors="replace") as opened:
         if opened.read(len(page.MARK)).lower() not in (page.MARK, ""):
             raise OutputError(f"{file} is no HTML file", remedy="Give another -o")
@@ -103,19 +96,7 @@ def write(facts: Facts, file: Path) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    text = page.render(facts)
-    try:
-        handle, aside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    except OSError as error:
-        raise OutputError(f"cannot write {file}", error.strerror or "") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.chmod(aside, 0o644)
-        os.replace(aside, file)
-    except OSError as error:
-        os.unlink(aside)
-        raise OutputError(f"cannot write {file}", error.strerror or "") from None
+    writing.text(file, page.render(facts))
 
 
 def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, str, list[str]]:

@@ -283,7 +283,7 @@ def test_nothing_is_left_where_writing_fails(made: Any, tmp_path: Path, monkeypa
 
     out = tmp_path / "out.html"
     out.write_text("<!doctype html>old")
-    monkeypatch.setattr(report.os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OutputError, match="No space left"):
         report.write(made["v1-skipinit"][2], out)
     assert out.read_text() == "<!doctype html>old"

@@ -1,0 +1,61 @@
+"""Files are there whole or not at all: written beside their place, then renamed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from normswap.errors import OutputError
+
+
+def whole(file: Path, write: Callable[[Path], Any]) -> Path:
+    """Let `write` fill a temporary file beside `file`, then give it its name.
+
+    The temporary name ends as `file` does, for writers that go by the ending.
+
+    Raises:
+        OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}.", suffix=file.suffix)
+        os.close(handle)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
+    aside = Path(name)
+    try:
+        write(aside)
+        mask = os.umask(0)
+        os.umask(mask)
+        aside.chmod(0o666 & ~mask)  # mkstemp makes it private
+        aside.replace(file)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
+    finally:
+        aside.unlink(missing_ok=True)
+    return file
+
+
+def text(file: Path, content: str) -> Path:
+    """The same for text, in UTF-8.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    return whole(file, lambda aside: aside.write_text(content, encoding="utf-8"))
+
+
+def claim(file: Path, *, force: bool = False) -> None:
+    """See that `file` may be written, before any work is done for it.
+
+    Raises:
+        OutputError: it exists (and `force` is not given), its folder does not, or it is a folder.
+    """
+    if file.is_dir():
+        raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
+    if file.exists() and not force:
+        raise OutputError(f"{file} exists", remedy="Give another name, or --force to replace it")
+    if not file.parent.is_dir():
+        raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
