@@ -1,0 +1,1 @@
+"""Ship: a network as a file for another runtime (`normswap export`), and how fast each runtime runs it (`bench`)."""
