@@ -1,0 +1,168 @@
+"""What a recipe may say. Every key has a type, a range and a line that explains it; anything else is an error.
+
+A recipe is one YAML file (`recipes/`); `load.py` finds and reads them and applies overrides such as `optim.lr=0.05`.
+No torch here: recipes are listed and checked without it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Part(BaseModel):
+    """A group of keys: unknown ones are refused, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Network(Part):
+    """`model`: what to train, if the command line names no MODEL."""
+
+    name: str = Field(description="As MODEL on the command line: a timm name, a directory, hf-hub:...")
+    weights: Literal["pretrained", "random"] = Field("pretrained", description="Random: train from scratch.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the timm architecture.")
+
+
+class Convert(Part):
+    """`convert`: the conversion before training, as `normswap convert` does it."""
+
+    to: str = Field(description="A scheme, see `normswap schemes`.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Its options, e.g. {alpha: 0}.")
+    calibrate: bool = Field(False, description="Fit values on training images (labels are not used).")
+    samples: AtLeastOne = Field(1000, description="How many of them.")
+
+
+class Augment(Part):
+    """`data.augment`: timm's training transforms and mixup, by timm's names."""
+
+    scale: tuple[Share, Share] | None = Field(None, description="Area of random resized crops; null: no such crops.")
+    padding: Count = Field(0, description="Pixels of padding before a random crop, where `scale` is null.")
+    hflip: Share = Field(0.5, description="Chance of a horizontal flip.")
+    color_jitter: NotNegative = Field(0.0, description="timm's color_jitter.")
+    auto_augment: str | None = Field(None, description="timm's policy string, e.g. rand-m9-mstd0.5-inc1.")
+    erase: Share = Field(0.0, description="Chance of random erasing (timm's re_prob).")
+    mixup: NotNegative = Field(0.0, description="Alpha of mixup; 0: off.")
+    cutmix: NotNegative = Field(0.0, description="Alpha of cutmix; 0: off.")
+
+
+class Data(Part):
+    """`data`: images. Sizes, mean, std and interpolation are the network's own."""
+
+    root: str | None = Field(
+        None, description="Training images: as --data; PATH/{train,validation|val|test} are found."
+    )
+    validation: str | None = Field(None, description="Validation images [default: found beside the training ones].")
+    batch_size: AtLeastOne = Field(128, description="Images per optimizer step, over all processes.")
+    samples: AtLeastOne | None = Field(None, description="Train on this many images, drawn by train.seed.")
+    validation_samples: AtLeastOne | None = Field(None, description="Validate on this many.")
+    workers: Count = Field(2, description="Loader processes per training process.")
+    input_size: AtLeastOne | None = Field(None, description="Side in pixels [default: the network's].")
+    augment: Augment = Field(default_factory=lambda: Augment())
+
+
+class Clip(Part):
+    """`optim.clip`: gradient clipping by timm's utils; AGC leaves the classifier alone, by role."""
+
+    mode: Literal["agc", "norm", "value"] = "agc"
+    value: Positive = 0.01
+
+
+class Optim(Part):
+    """`optim`: a timm optimizer and its groups."""
+
+    name: str = Field("sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ...")
+    lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 5e-5
+    decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] = Field(
+        "auto", description="Who decays: a policy of `normswap decay`; auto: kim2022, or the scheme's paper's."
+    )
+    scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
+    layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
+    clip: Clip | None = None
+
+
+class Schedule(Part):
+    """`schedule`: a timm scheduler, stepped per update."""
+
+    name: Literal["cosine", "step", "multistep", "poly", "constant"] = "cosine"
+    warmup: NotNegative = Field(0.0, description="Epochs (may be a fraction) from lr 0 to the peak.")
+    min_lr: NotNegative = 0.0
+    milestones: tuple[Positive, ...] = Field((), description="multistep: epochs; step: one number, every so many.")
+    rate: Positive = Field(0.1, description="step, multistep: the factor.")
+
+
+class Ema(Part):
+    """`train.ema`: timm's ModelEmaV3."""
+
+    decay: Share = 0.9999
+    warmup: bool = Field(True, description="Shorter memory at the beginning.")
+
+
+class Train(Part):
+    """`train`: how long, in what precision, and what to do when it goes wrong."""
+
+    epochs: Positive = Field(1.0, description="May be a fraction.")
+    seed: int = 0
+    accumulate: AtLeastOne = Field(1, description="Micro-batches per update: each process holds a share of batch_size.")
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    channels_last: bool = False
+    compile: bool = False
+    ema: Ema | None = None
+    smoothing: Share = Field(0.0, description="Label smoothing.")
+    sync_bn: bool = Field(False, description="BatchNorm statistics over all processes.")
+    checkpoint: AtLeastOne | None = Field(None, description="Save every so many updates, as well as every epoch.")
+    not_finite: Literal["stop", "rollback"] = Field(
+        "stop", description="On a NaN or infinite loss: stop, or go back to the last checkpoint with lr x 0.5."
+    )
+    rollbacks: Count = Field(3, description="At most so many.")
+
+
+class Distill(Part):
+    """`distill`: learn from the network that the converted one came from (Hinton et al. 2015)."""
+
+    teacher: str = Field("source", description="`source`: the checkpoint knows it; or a MODEL.")
+    kind: Literal["logits", "features"] = "logits"
+    weight: Share = Field(0.5, description="Of the teacher's loss; 1: labels are not used.")
+    temperature: Positive = 2.0
+
+
+class Anneal(Part):
+    """`anneal`: for `nf --mean keep`: the filters' means go to zero over the first part of training."""
+
+    means: Share = Field(0.5, description="The share of all updates after which they are zero.")
+
+
+class Recipe(Part):
+    """Everything that decides a training run, but for where its output goes."""
+
+    summary: str = Field(description="One line for `normswap recipes`.")
+    source: str = Field("", description="Paper, section, table.")
+    model: Network | None = None
+    convert: Convert | None = None
+    data: Data = Field(default_factory=lambda: Data())
+    optim: Optim = Field(default_factory=lambda: Optim())
+    schedule: Schedule = Field(default_factory=lambda: Schedule())
+    train: Train = Field(default_factory=lambda: Train())
+    distill: Distill | None = None
+    anneal: Anneal | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.data.batch_size % self.train.accumulate:
+            raise ValueError(f"data.batch_size {self.data.batch_size} is no multiple of train.accumulate")
+        if self.schedule.name == "step" and len(self.schedule.milestones) != 1:
+            raise ValueError("schedule.milestones: `step` takes one number of epochs")
+        if self.schedule.name == "multistep" and not self.schedule.milestones:
+            raise ValueError("schedule.milestones: `multistep` needs some")
+        if self.train.epochs <= self.schedule.warmup:
+            raise ValueError(f"schedule.warmup {self.schedule.warmup} is not shorter than train.epochs")
+        return self
