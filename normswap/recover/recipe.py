@@ -56,9 +56,7 @@ class Augment(Part):
 class Data(Part):
     """`data`: images. Sizes, mean, std and interpolation are the network's own."""
 
-    root: str | None = Field(
-        None, description="Training images: as --data; PATH/{train,validation|val|test} are found."
-    )
+    root: str | None = Field(None, description="Images, as --data; PATH/train and PATH/val (or test) are found.")
     validation: str | None = Field(None, description="Validation images [default: found beside the training ones].")
     batch_size: AtLeastOne = Field(128, description="Images per optimizer step, over all processes.")
     samples: AtLeastOne | None = Field(None, description="Train on this many images, drawn by train.seed.")
