@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
+    from normswap.ship.exporting import Exported as Exported
+    from normswap.ship.exporting import export as export
     from normswap.verification import Report as Report
     from normswap.verification import verify as verify
 
@@ -29,10 +31,12 @@ _HOMES = {
     "Anatomy": "anatomy",
     "Arch": "plan",
     "Conversion": "conversion",
+    "Exported": "ship.exporting",
     "NormswapError": "errors",
     "Plan": "plan",
     "Report": "verification",
     "convert": "conversion",
+    "export": "ship.exporting",
     "inspect": "anatomy",
     "load": "checkpoint",
     "param_groups": "decay",

@@ -1,0 +1,149 @@
+"""PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normswap import verification
+from normswap.errors import OptionError, VerificationError
+from normswap.ship.formats import Runs
+
+# relative L2 at the logits. In half precisions it is the arithmetic that errs, by a few units of its last place per
+# layer; the bounds are what deep networks with measured statistics stay below (tests/benchmarks/export.md)
+TOLERANCE = {"fp32": verification.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 8e-2}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far a file is from the network it was made from.
+
+    Args:
+        relative_l2: the largest of any batch, |file - source| / |source|.
+        largest: max |file - source| / max |source|, likewise.
+        agreement: fraction of images with the same argmax; count: of how many.
+        tolerance: what relative_l2 may be.
+        inputs: what both were run on.
+    """
+
+    relative_l2: float
+    largest: float
+    agreement: float
+    count: int
+    tolerance: float
+    inputs: str
+
+
+def check(
+    source: nn.Module,
+    runs: Runs,
+    batches: Iterable[Tensor],
+    *,
+    dtype: str = "fp32",
+    softmax: bool = False,
+    raw: Callable[[Tensor], Tensor] = lambda images: images,
+    described: str = "given images",
+) -> Figures:
+    """Run both on the same images and compare.
+
+    Args:
+        batches: (N, C, H, W), preprocessed for `source`.
+        raw: from those to what the file wants.
+
+    Raises:
+        VerificationError: the file computes something else, or does not run.
+    """
+    worst = largest = excess = 0.0
+    equal = count = 0
+    tolerance = TOLERANCE[dtype]
+    for x in batches:
+        logits = answers(source, x)
+        try:
+            got = runs(raw(x))
+        except Exception as error:  # every runtime has its own
+            raise VerificationError(f"the exported file does not run on {tuple(x.shape)}", str(error)) from None
+        allowed = tolerance
+        if softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
+            allowed = tolerance * max(1.0, 2 * float(logits.abs().max()))
+        expected = logits.softmax(-1) if softmax else logits
+        off = _distance(expected, got)
+        if dtype == "fp32" and off > allowed:
+            allowed = max(allowed, 4 * _stray(source, x, logits))
+        worst, excess = max(worst, off), max(excess, off / allowed)
+        largest = max(largest, float((expected - got).abs().max() / expected.abs().max())) if off < math.inf else off
+        equal += int((expected.flatten(1).argmax(1) == got.flatten(1).argmax(1)).sum()) if off < math.inf else 0
+        count += len(x)
+    if not count:
+        raise OptionError("no images to check the file on")
+    if not excess <= 1:
+        raise VerificationError(
+            f"the exported file computes something else: relative L2 error {worst:.1e}, allowed {worst / excess:.1e}",
+            remedy="Nothing was written",
+        )
+    return Figures(worst, largest, equal / count, count, worst / excess if excess else tolerance, described)
+
+
+@torch.no_grad()
+def answers(source: nn.Module, x: Tensor) -> Tensor:
+    """What the source computes for `x`, in float32.
+
+    Raises:
+        OptionError: it does not run on that, or does not give one tensor.
+    """
+    try:
+        output = source(x)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        why = str(error).strip().split("\n")[0]
+        raise OptionError(f"the network does not run on an input of size {_size(x)}", why) from None
+    if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != len(x):
+        raise OptionError("the network does not give one tensor, a row per image", "only such networks are exported")
+    return output.float()
+
+
+def _size(x: Tensor) -> str:
+    return ",".join(map(str, x.shape[1:]))
+
+
+def _distance(expected: Tensor, got: Tensor) -> float:
+    if expected.shape != got.shape or not bool(torch.isfinite(got).all()):
+        return float("inf")
+    a, b = expected.double(), got.double()
+    return float((a - b).norm() / a.norm().clamp_min(1e-300))
+
+
+def _stray(source: nn.Module, x: Tensor, logits: Tensor) -> float:
+    """How far the source itself is from its own float64 values (a chaotic network)."""
+    return _distance(verification.run_double(source, x.double()), logits.flatten(1).double())
+
+
+def pictures(
+    size: tuple[int, int, int], mean: Iterable[float], std: Iterable[float], *, count: int = 16, seed: int = 0
+) -> Tensor:
+    """Inputs (count, C, H, W) that are smooth as images are: noise of many scales, in 0..1, then normalized."""
+    generator = torch.Generator().manual_seed(seed)
+    channels, height, width = size
+    total = torch.zeros(count, channels, height, width)
+    side = 2
+    while side <= 2 * max(height, width):
+        grid = torch.randn(count, channels, min(side, height), min(side, width), generator=generator)
+        total += F.interpolate(grid, (height, width), mode="bilinear", align_corners=False) / side**0.5
+        side *= 2
+    pixels = torch.sigmoid(2 * total)
+    center, spread = (torch.tensor(list(values)).view(-1, 1, 1) for values in (mean, std))
+    return (pixels - center) / spread
+
+
+def split(batches: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:
+    """The same images, `size` at a time; None: as they come, but of more than one size (a short one first)."""
+    for i, batch in enumerate(batches):
+        if size is not None:
+            yield from batch.split(size)
+        elif i == 0 and len(batch) > 1:
+            yield from (batch[:1], batch[1:])
+        else:
+            yield batch

@@ -1,0 +1,202 @@
+"""`normswap.export`: one file that holds the folded network, proven in its own runtime before it gets its name."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import writing
+from normswap.conversion import Conversion
+from normswap.errors import OptionError
+from normswap.ship import checks, formats, sidecar, undressing
+from normswap.ship.checks import Figures
+from normswap.ship.shipped import Shipped
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written file.
+
+    Args:
+        file: where it is; `sidecar`: its preprocess.json.
+        format, dtype: as asked for.
+        input_size: (C, H, W); dynamic_batch: whether the number of images at a time is free.
+        figures: how far the file, in its runtime, is from the source.
+        nodes: its operators, counted by kind.
+        bytes: its size.
+        notes: what the user should know.
+        seconds: what it all took.
+    """
+
+    file: Path
+    sidecar: Path
+    format: str
+    dtype: str
+    input_size: tuple[int, int, int]
+    dynamic_batch: bool
+    figures: Figures
+    nodes: dict[str, int]
+    bytes: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What shall be exported, with all that is to be known of it."""
+
+    source: nn.Module
+    file: Path
+    form: Any
+    dtype: str
+    dynamic_batch: bool
+    size: tuple[int, int, int]
+    normalize: bool
+    softmax: bool
+    config: dict[str, Any]
+    output: str
+
+
+def export(
+    model: nn.Module | Conversion,
+    path: str | Path,
+    *,
+    format: str | None = None,
+    dtype: str = "fp32",
+    dynamic_batch: bool = False,
+    input_size: Sequence[int] | None = None,
+    normalize: bool = False,
+    softmax: bool = False,
+    images: Iterable[Any] | Tensor | None = None,
+    force: bool = False,
+    say: Callable[[str], None] = lambda what: None,
+) -> Exported:
+    """Fold `model`, which is not changed, and write it as one file for another runtime.
+
+    The file is run in that runtime against `model` before it gets its name; FILE.preprocess.json, beside it, says what
+    is to be done with an image first. Images come in and answers go out in float32, whatever `dtype` is.
+
+    Args:
+        format: onnx, pt2, torchscript or safetensors; by default what the ending of `path` says.
+        dtype: of the weights and the arithmetic: fp32, fp16 or bf16.
+        dynamic_batch: any number of images at a time, else one.
+        input_size: (C, H, W); by default the size the network was made for.
+        normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
+        softmax: the file answers with probabilities.
+        images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
+            default smooth noise.
+        force: replace a file that exists.
+        say: called with what is going on.
+
+    Raises:
+        OptionError: an unknown format, a missing package, a size that the network rejects, ...
+        OutputError: the file exists, or cannot be written.
+        TraceError, RefusedError: the network cannot be folded, or the format cannot express it.
+        VerificationError: the file computes something else than `model`. Nothing was written.
+    """
+    start = time.perf_counter()
+    order = _order(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax)
+    beside = sidecar.place(order.file)
+    for file in (order.file, beside):
+        writing.claim(file, force=force)
+    checks.answers(order.source, torch.zeros(1, *order.size))
+    say("folding")
+    network, notes = _prepare(order)
+    body = sidecar.body(order.source, order.size, order.output, normalize=normalize, dynamic=dynamic_batch)
+    metadata = sidecar.metadata(order.source, body, dtype)
+    found: dict[str, Any] = {}
+
+    def write(aside: Path) -> None:
+        say(f"exporting to {order.form.NAME}")
+        x = torch.zeros(2 if dynamic_batch else 1, *order.size)
+        order.form.write(network, x, aside, dynamic=dynamic_batch, metadata=metadata)
+        say("checking")
+        found["figures"] = _check(order, order.form.open(aside), images)
+        found["nodes"] = order.form.nodes(aside)
+        sidecar.write(beside, body)
+
+    writing.whole(order.file, write)
+    size = order.file.stat().st_size
+    return Exported(
+        order.file, beside, order.form.NAME, dtype, order.size, dynamic_batch, found["figures"], found["nodes"],
+        size, tuple(notes), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _order(
+    model: nn.Module | Conversion,
+    file: Path,
+    format: str | None,
+    dtype: str,
+    dynamic_batch: bool,
+    input_size: Sequence[int] | None,
+    normalize: bool,
+    softmax: bool,
+) -> _Order:
+    form = formats.choose(file, format)
+    if dtype not in DTYPES:
+        raise OptionError(f"unknown dtype '{dtype}'", f"there are {', '.join(DTYPES)}")
+    if not form.GRAPH and (normalize or softmax):
+        option = "normalize" if normalize else "softmax"
+        raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
+    given = model.model if isinstance(model, Conversion) else model
+    source = copy.deepcopy(given).cpu().float().eval()
+    config = sidecar.config(source)
+    size = tuple(config["input_size"] if input_size is None else input_size)
+    if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
+        raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
+    classes = getattr(source, "num_classes", None)
+    if softmax and classes == 0:
+        raise OptionError("the network has no classifier", "a softmax needs classes")
+    output = "probabilities" if softmax else "features" if classes == 0 else "logits"
+    return _Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, output)
+
+
+def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
+    """What goes into the file, and what the user should know of it."""
+    network = undressing.undressed(order.source, order.size)
+    if not order.form.GRAPH:
+        return network.to(DTYPES[order.dtype]), []
+    notes: list[str] = []
+    scale = shift = None
+    if order.normalize:
+        std = _per_channel(order.config["std"], order.size[0])
+        mean = _per_channel(order.config["mean"], order.size[0])
+        scale, shift = 1 / std, -mean / std
+    shipped = Shipped(
+        network, dtype=DTYPES[order.dtype], scale=scale, shift=shift, softmax=order.softmax, output=order.output
+    )
+    return shipped.eval().requires_grad_(False), notes
+
+
+def _per_channel(values: Sequence[float], channels: int) -> Tensor:
+    """(C, 1, 1), from a value per channel or one for all."""
+    return torch.tensor(list(values), dtype=torch.float64).expand(channels).reshape(-1, 1, 1).float()
+
+
+def _check(order: _Order, runs: formats.Runs, images: Iterable[Any] | Tensor | None) -> Figures:
+    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
+
+    def raw(x: Tensor) -> Tensor:
+        return x * std + mean if order.normalize else x
+
+    described = "smooth noise, seed 0" if images is None else "given images"
+    batches = _tensors(checks.pictures(order.size, mean, std) if images is None else images)
+    batches = checks.split(batches, None if order.dynamic_batch else 1)
+    return checks.check(
+        order.source, runs, batches, dtype=order.dtype, softmax=order.softmax, raw=raw, described=described
+    )
+
+
+def _tensors(images: Iterable[Any] | Tensor) -> Iterator[Tensor]:
+    for batch in [images] if isinstance(images, Tensor) else images:
+        yield (batch[0] if isinstance(batch, (tuple, list)) else batch).float()

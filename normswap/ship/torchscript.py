@@ -1,0 +1,52 @@
+"""TorchScript: traced and frozen, for libtorch and what still reads it: `torch.jit.load(file)(images)`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.errors import RefusedError, VerificationError
+from normswap.ship.formats import Runs, reason
+from normswap.ship.shipped import Shipped
+from normswap.weights import first_line, quiet
+
+NAME = "torchscript"
+NEEDS = ()
+GRAPH = True
+_BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
+
+
+def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The metadata are extra files of the archive.
+
+    A trace takes any number of images anyway, unless the network computes with that number.
+    """
+    try:
+        with quiet(), torch.no_grad():
+            frozen = torch.jit.freeze(torch.jit.trace(network, x, check_trace=False))
+    except Exception as error:  # whatever tracing meets on its way
+        raise RefusedError("TorchScript cannot express the network", reason(error)) from None
+    with quiet():
+        torch.jit.save(frozen, file, _extra_files=dict(metadata))
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`."""
+    try:
+        with quiet():
+            return torch.no_grad()(torch.jit.load(file))
+    except Exception as error:
+        raise VerificationError("torch.jit.load does not take it", first_line(error)) from None
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
+    with quiet():
+        graph: Any = torch.jit.load(file).inlined_graph
+    kinds = [node.kind() for node in graph.nodes()]
+    return dict(Counter(kind.removeprefix("aten::") for kind in kinds if kind not in _BOOKKEEPING).most_common())
