@@ -271,4 +271,4 @@ def _demo(json: Json = False) -> int:
     return commands.demo(json)
 
 
-from normswap import cli_report, cli_see  # noqa: E402, F401 (they register their commands here)
+from normswap import cli_recipes, cli_report, cli_see  # noqa: E402, F401 (they register their commands here)

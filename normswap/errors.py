@@ -37,6 +37,10 @@ class OptionError(NormswapError):
     """An option is unknown or out of range for the scheme."""
 
 
+class RecipeError(NormswapError):
+    """A recipe cannot be found or read, or says something that it may not say."""
+
+
 class RefusedError(NormswapError):
     """The surgery is impossible at some module path, or there is nothing to do."""
 

@@ -1,0 +1,221 @@
+"""Reading recipes: overrides, and errors of one line that name the key and the file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from normswap.errors import RecipeError
+from normswap.recover import load, strict_yaml
+from normswap.recover.recipe import Clip, Recipe
+
+GOOD = """\
+# a comment
+summary: For the tests
+model: {name: resnet18, args: {channels: [8, 16, 32, 64]}}
+optim:
+  lr: 1e-4
+train: {precision: no}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_file_is_read_by_the_rules_of_yaml_1_2(file: Path) -> None:
+    recipe = load.read(file)
+    assert recipe.optim.lr == 1e-4
+    assert recipe.train.precision == "no"
+    assert recipe.model is not None
+    assert recipe.model.args == {"channels": [8, 16, 32, 64]}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"), ("off", "off"), ("true", True), ("False", False), ("~", None), ("", None), ("null", None),
+        ("1e-4", 1e-4), ("1E3", 1000.0), ("-.5", -0.5), ("1.", 1.0), ("010", 10.0), ("12", 12), ("+3", 3),
+        ("1:30", "1:30"), ("0x1F", "0x1F"), ("1_000", "1_000"), ("2026-01-01", "2026-01-01"), (".inf", float("inf")),
+        ("'1'", "1"), ("[1, a, 0.5]", [1, "a", 0.5]), ("inv-sqrt-depth", "inv-sqrt-depth"), ("2^-4", "2^-4"),
+    ],
+)  # fmt: skip
+def test_scalars(text: str, value: object) -> None:
+    found = strict_yaml.load(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1\n", "line 3: "),
+        ("a: 1\na: 2\n", "line 2: a stands twice"),
+        ("a:\n  b: 1\n  b: 2\n", "line 3: b stands twice"),
+        ("1: a", "line 1: key 1 is no word"),
+        ("a: !!python/object/apply:os.system [ls]", "line 1: could not determine a constructor"),
+        ("a: \x00", "special characters are not allowed"),
+        ("\ta: 1", "line 1: "),
+    ],
+)
+def test_what_is_not_yaml_names_the_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message.replace(".", r"\.")):
+        strict_yaml.load(text)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1e-05,
+        5e-324,
+        1e300,
+        0.1,
+        1.0,
+        -0.0,
+        3,
+        True,
+        None,
+        "no",
+        "1e5",
+        "1",
+        "",
+        "null",
+        "ü",
+        [1, 2.5],
+        {"a": {"b": []}},
+    ],
+)
+def test_what_is_dumped_is_read_again(value: object) -> None:
+    again = strict_yaml.load(strict_yaml.dump({"key": value}))["key"]
+    assert again == value
+    assert type(again) is type(value)
+
+
+def test_a_recipe_is_dumped_and_read_again(file: Path, tmp_path: Path) -> None:
+    recipe = load.read(file, ["optim.clip.value=0.02", "data.augment.scale=[0.25, 1]", "convert.to=skipinit"])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(load.dump(recipe))
+    assert load.read(copy) == recipe
+    assert "epochs" in copy.read_text(), "defaults are written down as well"
+
+
+def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
+    given = ["optim.lr=0.05", "train.epochs=10", "data.root=/a=b", "convert.to=skipinit", "convert.options.alpha=0"]
+    recipe = load.read(file, [*given, "optim.clip.mode=norm", "data.augment.scale=[0.1,1]", "model.name=resnet34"])
+    assert (recipe.optim.lr, recipe.train.epochs, recipe.data.root) == (0.05, 10.0, "/a=b")
+    assert recipe.convert is not None
+    assert recipe.convert.options == {"alpha": 0}
+    assert recipe.optim.clip == Clip(mode="norm", value=0.01)
+    assert recipe.data.augment.scale == (0.1, 1.0)
+    assert recipe.model is not None
+    assert (recipe.model.name, recipe.model.args) == ("resnet34", {"channels": [8, 16, 32, 64]}), "the rest stays"
+    assert load.read(file, ["optim.clip.value=1", "optim.clip=null"]).optim.clip is None
+
+
+WRONG = [
+    ("optim.lrr=1", "unknown key optim.lrr (did you mean optim.lr?)"),
+    ("lr=1", "unknown key lr (did you mean optim.lr?)"),
+    ("trian.epochs=3", "unknown key trian (did you mean train?)"),
+    ("data.hflip=1", "unknown key data.hflip (did you mean data.augment.hflip?)"),
+    ("zebra=1", "unknown key zebra (a recipe has summary, source, model, "),
+    ("distill.qqq=1", "unknown key distill.qqq (distill has teacher, kind, weight, temperature)"),
+    ("optim.lr=fast", "optim.lr is no number (it is 'fast')"),
+    ("optim.lr=-1", "optim.lr must be greater than 0 (it is -1)"),
+    ("optim.lr=.nan", "optim.lr must be a finite number (it is nan)"),
+    ("data.batch_size=1.5", "data.batch_size is no whole number (it is 1.5)"),
+    ("optim.name=3", "optim.name is no text (it is 3)"),
+    ("train.compile=maybe", "train.compile is neither true nor false (it is 'maybe')"),
+    ("train=3", "train is no group of keys (it is 3)"),
+    ("model.args=3", "model.args is no group of keys (it is 3)"),
+    ("optim.clip.mode=foo", "optim.clip.mode must be 'agc', 'norm' or 'value' (it is 'foo')"),
+    ("data.augment.scale=3", "data.augment.scale is no list (it is 3)"),
+    ("data.augment.scale=[1,2]", "data.augment.scale.1 must be less than or equal to 1 (it is 2)"),
+    ("convert.options.alpha=0", "convert.to is missing"),
+    ("schedule.warmup=1", "schedule.warmup 1.0 is not shorter than train.epochs"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
+def test_errors_name_the_key_and_the_file(file: Path, override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load.read(file, [override])
+    assert str(caught.value).startswith(f"{file}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["x", "=1", "a..b=1", "optim.lr=[1", "optim.lr.x=1"])
+def test_overrides_that_make_no_sense_name_themselves(file: Path, override: str) -> None:
+    with pytest.raises(RecipeError, match=override.replace("[", r"\[").replace(".", r"\.")):
+        load.read(file, [override])
+
+
+def test_every_error_of_a_recipe_is_told(file: Path) -> None:
+    with pytest.raises(RecipeError, match=r"optim\.lr is no number \(it is 'x'\); train\.seed is no whole number"):
+        load.read(file, ["optim.lr=x", "train.seed=y"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"summary: [", "is not YAML: line 1"),
+        (b"", "is no recipe: expected keys"),
+        (b"- a\n", "is no recipe: expected keys"),
+        (b"optim: {lr: 0.1}\n", ": summary is missing"),
+        (b"\xff\xfe", "is no text in UTF-8"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    with pytest.raises(RecipeError) as caught:
+        load.read(file)
+    assert str(file) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_files_and_names_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*none\.yaml: No such file"):
+        load.read(tmp_path / "none.yaml")
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*: Is a directory"):
+        load.read(tmp_path)
+    with pytest.raises(RecipeError, match=r"no recipe is called 'demo_trian'\. Did you mean demo_train"):
+        load.read("demo_trian")
+    with pytest.raises(RecipeError, match="`normswap recipes` lists them"):
+        load.text("zzzzzz")
+
+
+def test_a_shipped_name_wins_over_a_file_and_a_file_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (load.names()[0], "mine"):
+        Path(name).write_text("summary: My own\n")
+    assert load.read(load.names()[0]).summary != "My own"
+    assert load.read("mine").summary == load.read(f"./{load.names()[0]}").summary == "My own"
+
+
+def test_every_key_is_explained() -> None:
+    known = list(load.keys())
+    assert {"summary", "optim.lr", "optim.clip.mode", "data.augment.scale", "train.ema.decay"} <= set(known)
+    assert len(known) == len(set(known))
+
+
+def test_recipes_are_read_without_torch() -> None:
+    code = (
+        "import sys; from normswap.recover import load; [load.read(name) for name in load.names()]; "
+        "sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_recipe_does_not_change(file: Path) -> None:
+    recipe = load.read(file)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.optim.lr = 1.0
+    assert isinstance(recipe, Recipe)
