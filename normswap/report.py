@@ -123,7 +123,7 @@ def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, st
 
 def _exact(plan: Plan) -> bool:
     try:
-        return all(schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options)) for step in plan.steps)
+        return all(schemes.exact(step) for step in plan.steps)
     except NormswapError:
         return False
 
@@ -143,7 +143,8 @@ def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
     fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
     said: dict[str, list[str]] = {path: [] for path in fates}
     into = {"after": "folded into", "after-unit": "statistics folded into",
-            "before": "folded forward into", "before-magnitude": "scale moved on to"}  # fmt: skip
+            "before": "folded forward into", "before-magnitude": "scale moved on to",
+            "norm": "statistics and gamma scale the weights of"}  # fmt: skip
     seated = {"Vacant": ("gone", ""), "Scale": ("scalar", "a scalar alpha in its seat"),
               "ChannelBias": ("bias", "a shift per channel stays"),
               "ChannelAffine": ("affine", "a scale and a shift per channel stay")}  # fmt: skip

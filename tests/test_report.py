@@ -29,6 +29,9 @@ CASES = {
     "v1-reset": ("v1", "skipinit", {"alpha": 0.5}),
     "v2-folded": ("v2", "folded", {}),
     "v2-skipinit": ("v2", "skipinit", {}),
+    "v1-tune": ("v1", "tune", {}),
+    "v1-groupnorm": ("v1", "groupnorm", {}),
+    "v2-nf": ("v2", "nf", {"mean": "keep"}),
 }
 
 
@@ -102,9 +105,11 @@ def test_every_norm_has_a_fate(case: tuple[Path, Path, Facts, str]) -> None:
     )
     modules = dict(normswap.load(folder).named_modules())
     seated = {"gone": ("Vacant",), "scalar": ("Scale", "Chain"), "bias": ("ChannelBias",), "affine": ("ChannelAffine",)}
+    seated["replaced"] = ("GroupNorm",)
     for norm in listed:
         assert type(modules[norm.path]).__name__ in seated[norm.fate]
         assert norm.said != "stays as it is"
+        assert re.match(r"(folded|statistics|scale|a|an) ", norm.said), norm.said  # words, not the plan's own terms
 
 
 def test_signal_of_source_and_result(made: Any) -> None:
