@@ -20,6 +20,7 @@ from normswap.config import Cfg, read_config, record, shape_of
 from normswap.errors import OptionError, PlanError, SourceError
 from normswap.plan import Arch
 from normswap.provenance import Provenance
+from normswap.recover import wide_resnet  # noqa: F401 (adds its network to timm's registry)
 from normswap.weights import SUFFIXES, check_finite, first_line, hash_tensors, load_into, quiet, read
 
 __all__ = ["create", "data_config", "hash_tensors", "identify", "input_size", "open_source"]

@@ -1,0 +1,179 @@
+"""Wide-ResNets n-k: the parameter counts of their paper, timm's ways, and SkipInit on them against plain formulas."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from lived import batchnorms, distance, run, swapped
+from torch import Tensor, nn
+
+import normswap
+from normswap import zoo
+from normswap.errors import SourceError
+from normswap.plan import Arch
+from normswap.recover import wide_resnet
+
+ORDERS = ("pre", "post")
+
+
+def network(**args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("wide_resnet_cifar", **{"depth": 16, "width": 1, **args}).eval().double()
+
+
+def images(n: int = 2) -> Tensor:
+    return torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "millions"), [(16, 8, 11.0), (28, 10, 36.5), (40, 1, 0.6), (40, 4, 8.9), (22, 8, 17.2)]
+)
+def test_the_parameter_counts_of_the_paper(depth: int, width: int, millions: float) -> None:
+    """Zagoruyko & Komodakis 2016, tables 4 and 5."""
+    with torch.device("meta"):
+        model = wide_resnet.WideResNet(depth, width)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("depth", [16, 100, 1000])
+def test_the_depth_is_the_number_of_layers_with_weights(depth: int, order: str) -> None:
+    """n - 4 in the blocks; the paper also counts the stem and the three projections of the skips."""
+    with torch.device("meta"):
+        model = wide_resnet.WideResNet(depth, 2, order)
+    inside = [path for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and "stages" in path]
+    assert sum("downsample" not in path for path in inside) == depth - 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ORDERS)
+def test_it_computes_what_its_formula_says(order: str) -> None:
+    model = network(order=order, depth=10, divide=True)
+    x = images()
+
+    def plain(conv: nn.Module, x: Tensor) -> Tensor:
+        return F.conv2d(x, conv.weight, stride=conv.stride, padding=conv.padding)  # type: ignore[arg-type]
+
+    eps = math.sqrt(1 + 1e-5)  # a fresh norm in eval mode
+    y = plain(model.conv1, x)
+    y = y if order == "pre" else F.relu(y / eps)
+    for stage in model.stages:
+        for block in stage:
+            if order == "pre":
+                active = F.relu(y / eps)
+                branch = plain(block.conv2, F.relu(plain(block.conv1, active) / eps))
+                skip = y if block.downsample is None else plain(block.downsample, active)
+                y = (skip + branch) / math.sqrt(2)
+            else:
+                branch = plain(block.conv2, F.relu(plain(block.conv1, y) / eps)) / eps
+                skip = y if block.downsample is None else plain(block.downsample[0], y) / eps
+                y = F.relu((skip + branch) / math.sqrt(2))
+    y = F.relu(y / eps) if order == "pre" else y
+    assert distance(F.linear(y.mean((2, 3)), model.fc.weight, model.fc.bias), run(model, x)) < 1e-14
+
+
+def test_weights_start_from_he() -> None:
+    torch.manual_seed(0)
+    model = wide_resnet.WideResNet(16, 8)
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) and layer.weight.numel() > 50_000:
+            fan_in = layer.weight[0].numel()
+            assert layer.weight.var().item() == pytest.approx(2 / fan_in, rel=0.03)
+
+
+@pytest.mark.parametrize("args", [{"depth": 15}, {"depth": 4}, {"width": 0}, {"order": "v2"}, {"nonsense": 1}])
+def test_what_it_cannot_be_is_an_error_of_the_input(args: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match="wide_resnet_cifar cannot be built with"):
+        zoo.create(Arch("wide_resnet_cifar", args))
+
+
+def test_timm_knows_it_and_its_ways() -> None:
+    model: Any = network(depth=10, num_classes=7, in_chans=1).float()
+    x = torch.randn(2, 1, 32, 32)
+    assert model.forward_features(x).shape == (2, 64, 8, 8)
+    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 64)
+    assert model.get_classifier() is model.fc
+    model.reset_classifier(3)
+    assert model(x).shape == (2, 3)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, 64)
+    assert zoo.data_config(zoo.create(Arch("wide_resnet_cifar", {})))["input_size"] == (3, 32, 32)
+    groups = timm.models.group_parameters(model, model.group_matcher(), reverse=True)
+    assert set(groups) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_norm_goes_and_the_function_stays(order: str) -> None:
+    model = network(order=order)
+    for to in ("folded", "skipinit", "fixup"):
+        result = swapped(model, to)
+        assert not batchnorms(result)
+        assert distance(run(model, images()), run(result, images())) < 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("alpha", "value"), [(0, 0.0), (1, 1.0), ("inv-sqrt-depth", 1 / math.sqrt(6)), (0.25, 0.25)]
+)  # six blocks at depth 16
+def test_skipinit_resets_the_scalars(order: str, alpha: float | str, value: float) -> None:
+    """y = skip + alpha f(x), f of unit variance on normalized inputs: a plain forward with the source's own weights."""
+    model: Any = network(order=order)
+    result: Any = swapped(model, "skipinit", alpha=alpha)
+    x, eps = images(), math.sqrt(1 + 1e-5)
+
+    def plain(conv: Any, x: Tensor) -> Tensor:
+        return F.conv2d(x, conv.weight / eps, stride=conv.stride, padding=conv.padding)
+
+    y = F.conv2d(x, model.conv1.weight, padding=1) if order == "pre" else F.relu(plain(model.conv1, x))
+    for stage, changed in zip(model.stages, result.stages, strict=True):
+        for block, new in zip(stage, changed, strict=True):
+            active = F.relu(y) if order == "pre" else y
+            branch = plain(block.conv2, F.relu(plain(block.conv1, active)))
+            branch = branch * gauge(block, new) if order == "pre" else branch  # after a norm it is 1 already
+            skip = y if block.downsample is None else plain(projection(block), active)
+            y = skip + value * branch if order == "pre" else F.relu(skip + value * branch)
+    y = F.relu(y) / eps if order == "pre" else y
+    reference = F.linear(y.mean((2, 3)), model.fc.weight, model.fc.bias)
+    assert distance(reference, run(result, x)) < 1e-12
+
+
+def gauge(block: Any, new: Any) -> float:
+    """What the last convolution was divided by: its output's deviation where its input is relu(z), z ~ N(0, 1).
+
+    The variance of relu(z) is 1/2 - 1/(2 pi); normswap finds it by quadrature, to a percent.
+    """
+    ratio = new.conv2.weight / block.conv2.weight
+    assert float(ratio.std()) < 1e-12
+    found = float(ratio.mean())
+    variance = block.conv2.weight.square().sum((1, 2, 3)).mean() * (0.5 - 1 / (2 * math.pi))
+    assert found * math.sqrt(variance) == pytest.approx(1, rel=0.02)
+    return found
+
+
+def projection(block: Any) -> nn.Module:
+    return block.downsample if isinstance(block.downsample, nn.Conv2d) else block.downsample[0]
+
+
+def test_a_converted_one_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = zoo.open_source("wide_resnet_cifar", weights="random", arch_args={"depth": 10, "width": 1})
+    done = normswap.convert(model, "skipinit", alpha=0)
+    normswap.save(done, tmp_path / "net")
+    again = normswap.load(tmp_path / "net")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(run(done.model, x), run(again, x))
+    assert [layer.alpha.item() for layer in again.modules() if hasattr(layer, "alpha")] == [0.0] * 3
+
+
+@torch.no_grad()
+def test_a_norm_that_was_left_is_noticed() -> None:
+    """The checks above can fail: batch statistics are not the running ones, and depth 22 is not depth 16."""
+    model = network()
+    assert distance(run(model, images()), model.train()(images())) > 1e-2
+    assert distance(run(network(), images()), run(network(depth=22), images())) > 1e-2
