@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
+    from normswap.recover.engine import finetune as finetune
     from normswap.ship.exporting import Exported as Exported
     from normswap.ship.exporting import export as export
     from normswap.verification import Report as Report
@@ -37,6 +38,7 @@ _HOMES = {
     "Report": "verification",
     "convert": "conversion",
     "export": "ship.exporting",
+    "finetune": "recover.engine",
     "inspect": "anatomy",
     "load": "checkpoint",
     "param_groups": "decay",

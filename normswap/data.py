@@ -28,7 +28,7 @@ from normswap import provenance, zoo
 from normswap.errors import OptionError, SourceError
 from normswap.weights import first_line, quiet, some
 
-_PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
+PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
 _PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".txz": lzma.open}
 _unpacked: dict[tuple[Path, int], Path] = {}
 
@@ -95,25 +95,42 @@ def make_loader(
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")
-    config, classes, names = _wanted(model)
-    mode = "RGB" if config["input_size"][0] == 3 else "L"
-    dataset = _open(data, split, mode)
-    transform = create_transform(**config)
+    dataset = open_images(model, data, split, create_transform(**_wanted(model)[0]))
     count: int | None = None
     if isinstance(dataset, IterableDataset):
-        dataset.transform = transform  # type: ignore[attr-defined]
         if hasattr(dataset, "set_loader_cfg"):
             dataset.set_loader_cfg(num_workers=workers)  # shards are dealt out by it
     else:
-        dataset = _Labelled(dataset, mode, transform, _label_table(dataset, classes, names, data))
         count = len(dataset)
         if samples is not None and samples < count:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
             dataset, count = Subset(dataset, sorted(order.tolist())), samples
     batches: DataLoader[Any] = DataLoader(
-        dataset, batch_size, num_workers=workers, collate_fn=_collate, generator=torch.Generator().manual_seed(seed)
+        dataset, batch_size, num_workers=workers, collate_fn=collate, generator=torch.Generator().manual_seed(seed)
     )
     return Loader(batches, data, count if count is not None else samples, samples if count is None else None)
+
+
+def open_images(
+    model: nn.Module | Mapping[str, Any], data: str, split: str, transform: Any, *, labelled: bool = True
+) -> Any:
+    """A dataset of (transformed image, the network's label); one that streams has no length.
+
+    Args:
+        model, data, split: as in `make_loader`.
+        transform: what becomes of a PIL image.
+        labelled: without, labels mean nothing, and the folders may be any.
+
+    Raises:
+        SourceError: as `make_loader`.
+    """
+    config, classes, names = _wanted(model)
+    mode = "RGB" if config["input_size"][0] == 3 else "L"
+    dataset = _open(data, split, mode)
+    if isinstance(dataset, IterableDataset):
+        dataset.transform = transform  # type: ignore[attr-defined]
+        return dataset
+    return _Labelled(dataset, mode, transform, _label_table(dataset, classes, names, data) if labelled else None)
 
 
 def _wanted(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, Any], int | None, list[str]]:
@@ -137,10 +154,10 @@ def _open(data: str, split: str, mode: str) -> Any:
     path, prefix = Path(data), data.partition("/")[0].lower()
     if path.exists():
         name, root = "", str(_plain_tar(path))
-    elif prefix in _PREFIXES:
+    elif prefix in PREFIXES:
         name, _, root = data.partition(":")
     else:
-        raise SourceError(f"{data} does not exist", remedy=f"Other datasets start with {', '.join(_PREFIXES)} and '/'.")
+        raise SourceError(f"{data} does not exist", remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.")
     try:
         with quiet():
             return create_dataset(name, root=root or None, split=split, input_img_mode=mode)
@@ -232,6 +249,7 @@ def _tar_member(reader: Any, index: int) -> tuple[io.BytesIO, Any]:
         return io.BytesIO(tar.read(member.size)), reader.targets[index]
 
 
-def _collate(batch: list[Any]) -> Any:
+def collate(batch: list[Any]) -> Any:
+    """A batch for `Loader`, which raises what a worker could not read."""
     broken = next((item for item in batch if isinstance(item, _Unreadable)), None)
     return default_collate(batch) if broken is None else broken

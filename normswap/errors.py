@@ -49,5 +49,9 @@ class VerificationError(NormswapError):
     """The result does not compute what the source computes."""
 
 
+class TrainingError(NormswapError):
+    """Training has gone wrong: the loss is not finite."""
+
+
 class OutputError(NormswapError):
     """The output cannot be written."""
