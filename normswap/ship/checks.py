@@ -121,10 +121,10 @@ def _stray(source: nn.Module, x: Tensor, logits: Tensor) -> float:
     return _distance(verification.run_double(source, x.double()), logits.flatten(1).double())
 
 
-def pictures(
-    size: tuple[int, int, int], mean: Iterable[float], std: Iterable[float], *, count: int = 16, seed: int = 0
-) -> Tensor:
-    """Inputs (count, C, H, W) that are smooth as images are: noise of many scales, in 0..1, then normalized."""
+def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: int = 16, seed: int = 0) -> Tensor:
+    """Inputs (count, C, H, W) that are smooth as images are: noise of many scales, in 0..1, then normalized
+    by mean and std (C, 1, 1).
+    """
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = size
     total = torch.zeros(count, channels, height, width)
@@ -133,9 +133,7 @@ def pictures(
         grid = torch.randn(count, channels, min(side, height), min(side, width), generator=generator)
         total += F.interpolate(grid, (height, width), mode="bilinear", align_corners=False) / side**0.5
         side *= 2
-    pixels = torch.sigmoid(2 * total)
-    center, spread = (torch.tensor(list(values)).view(-1, 1, 1) for values in (mean, std))
-    return (pixels - center) / spread
+    return (torch.sigmoid(2 * total) - mean) / std
 
 
 def split(batches: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normswap import writing
 from normswap.conversion import Conversion
 from normswap.errors import OptionError
-from normswap.ship import checks, formats, sidecar, undressing
+from normswap.ship import baked_input, checks, formats, sidecar, undressing
 from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped
 
@@ -163,19 +163,17 @@ def _order(
 
 def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
     """What goes into the file, and what the user should know of it."""
-    network = undressing.undressed(order.source, order.size)
+    dtype = DTYPES[order.dtype]
     if not order.form.GRAPH:
-        return network.to(DTYPES[order.dtype]), []
-    notes: list[str] = []
-    scale = shift = None
-    if order.normalize:
-        std = _per_channel(order.config["std"], order.size[0])
-        mean = _per_channel(order.config["mean"], order.size[0])
-        scale, shift = 1 / std, -mean / std
+        return undressing.undressed(order.source, order.size, features=True).to(dtype), []
+    network = undressing.undressed(order.source, order.size)
+    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
+    network = undressing.streamlined(network, order.source, checks.pictures(order.size, mean, std, count=4), dtype)
+    before = baked_input.bake(network, mean, std) if order.normalize else baked_input.Before(None, None, "")
     shipped = Shipped(
-        network, dtype=DTYPES[order.dtype], scale=scale, shift=shift, softmax=order.softmax, output=order.output
+        network, dtype=dtype, scale=before.scale, shift=before.shift, softmax=order.softmax, output=order.output
     )
-    return shipped.eval().requires_grad_(False), notes
+    return shipped.eval().requires_grad_(False), [before.note] if before.note else []
 
 
 def _per_channel(values: Sequence[float], channels: int) -> Tensor:
