@@ -91,3 +91,60 @@ def _row(name: str) -> Body:
         "model": recipe.model and recipe.model.name,
         "convert": recipe.convert and recipe.convert.to,
     }
+
+
+@app.command("curves")
+def _curves(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", show_default=False, help="Folders that `finetune` wrote.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="Table, a row per run and epoch.")
+    ] = None,
+    title: Annotated[str, typer.Option(metavar="TEXT", show_default=False, help="Over the picture.")] = "",
+    force: Force = False,
+    json: Json = False,
+) -> int:
+    """Compare the learning curves of several runs: training loss and top-1 by epoch.
+
+    The keys of --json: runs, each with name, rows (one per epoch, as in metrics.csv) and best (epoch, top1), and files.
+    """
+    if output is not None:
+        from normswap.draw import check_format
+
+        check_format(output)
+    for file in (output, table):
+        if file is not None:
+            writing.claim(file, force=force)
+    from normswap.recover import curves
+
+    found = curves.read(runs)
+    files = [curves.plot(found, output, title=title)] if output else []
+    files += [curves.write_csv(found, table)] if table else []
+    body: Body = {"runs": curves.to_json(found), "files": [str(file) for file in files]}
+    if json:
+        print(as_json.dumps(body, indent=2, allow_nan=False))
+    else:
+        _curves_table(body)
+    return 0
+
+
+def _curves_table(body: Body) -> None:
+    out = render._out()
+    columns = ("run", "epochs", "loss", "top-1 before", "top-1 at the end", "best top-1", "in epoch")
+    rows = []
+    for run in body["runs"]:
+        first, last = (run["rows"][0], run["rows"][-1]) if run["rows"] else ({}, {})
+        before, best = first.get("top1") if first.get("epoch") == 0 else None, run["best"] or {}
+        accuracies = (_percent(value) for value in (before, last.get("top1"), best.get("top1")))
+        rows.append((run["name"], last.get("epoch"), last.get("train_loss"), *accuracies, best.get("epoch")))
+    out.print(render._table("Runs", columns, rows, right=",".join(columns[1:])))
+    for file in body["files"]:
+        render._line(out, f"written to {file}")
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}"

@@ -1,0 +1,169 @@
+"""Learning curves of several runs: what `finetune` wrote to metrics.csv, as one figure and one table. No torch here.
+
+A run that is still going on is read as far as it is: metrics.csv is whole at every moment.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from normswap import writing
+from normswap.errors import SourceError
+
+_NEEDED = ("epoch", "train_loss", "top1")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's metrics.
+
+    Args:
+        name: of its folder; made longer, by the folders above, where two are called the same.
+        columns: of metrics.csv.
+        rows: one per epoch, by column; None where nothing was measured (no training before the first row).
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[dict[str, float | None], ...]
+
+    def best(self) -> tuple[float, float] | None:
+        """(epoch, top-1) of the best epoch, by the network itself or by its moving average."""
+        found = [(row["epoch"] or 0.0, score) for row in self.rows if (score := self.score(row)) is not None]
+        return max(found, key=lambda pair: pair[1], default=None)
+
+    @staticmethod
+    def score(row: dict[str, float | None]) -> float | None:
+        """The better top-1 of a row."""
+        known = [v for v in (row.get("top1"), row.get("ema_top1")) if v is not None and math.isfinite(v)]
+        return max(known, default=None)
+
+
+def read(places: Sequence[str | Path]) -> list[Run]:
+    """The runs in these folders (or metrics.csv files).
+
+    Raises:
+        SourceError: a folder has no metrics.csv, or something else is in it.
+    """
+    files = [path / "metrics.csv" if (path := Path(place)).is_dir() else path for place in places]
+    return [_read(file, name) for file, name in zip(files, _names(files), strict=True)]
+
+
+def _read(file: Path, name: str) -> Run:
+    if not file.is_file():
+        why = "there is no metrics.csv" if file.parent.is_dir() else "no such folder"
+        raise SourceError(f"{file.parent if file.name == 'metrics.csv' else file} is no run", why)
+    try:
+        table = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
+        columns = tuple(table.fieldnames or ())
+        missing = [column for column in _NEEDED if column not in columns]
+        if missing:
+            raise SourceError(f"{file} holds no metrics", f"it has no column {', '.join(missing)}")
+        rows = tuple({key: float(row[key]) if row[key] else None for key in columns} for row in table)
+    except (UnicodeDecodeError, ValueError, TypeError, csv.Error) as error:
+        raise SourceError(f"{file} holds no metrics", str(error)) from None
+    return Run(name, columns, rows)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    parts = [file.resolve().parent.parts if file.name == "metrics.csv" else (file.stem,) for file in files]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(one[-1:])} ({i})" for i, one in enumerate(parts, 1)]
+
+
+def plot(runs: Sequence[Run], file: str | Path, *, title: str = "") -> Path:
+    """One figure: training loss, and top-1 on the validation images, by epoch. Moving averages are drawn thinner.
+
+    Args:
+        file: its suffix says the format: .png, .svg, .pdf ...
+
+    Raises:
+        OutputError: the file cannot be written, or not in that format.
+    """
+    from matplotlib.figure import Figure
+
+    from normswap import draw
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    loss, top1 = figure.subplots(1, 2)
+    for i, run in enumerate(runs):
+        for axes, column in ((loss, "train_loss"), (top1, "top1")):
+            draw.line(axes, *_points(run, column), i, run.name)
+        x, y = _points(run, "ema_top1")
+        if x:
+            colour = draw.COLOURS[i % len(draw.COLOURS)]
+            top1.plot(x, y, color=colour, linewidth=1.0, alpha=0.75, marker=".", label="_average")
+    draw.dress(loss, "epoch", "Training loss", "nats")
+    draw.dress(top1, "epoch", "Top-1, validation images", "%", log=False)
+    _close(top1)
+    figure.legend(*top1.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(runs)), fontsize=11)
+    if any(_points(run, "ema_top1")[0] for run in runs):
+        top1.set_title("thin: moving average of the weights", fontsize=10, color="0.3")
+    if title:
+        figure.suptitle(title, fontsize=13)
+    return draw.save(figure, file)
+
+
+def _points(run: Run, column: str) -> tuple[list[float], list[float]]:
+    """Epochs and values, where there are some."""
+    found = [(row["epoch"] or 0.0, value) for row in run.rows if (value := row.get(column)) is not None]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _close(axes: Any) -> None:
+    """Percentages: from a little below the lowest to a little above the highest."""
+    values = [float(v) for drawn in axes.get_lines() for v in drawn.get_ydata() if math.isfinite(v)]
+    if values:
+        margin = max(0.5, 0.06 * (max(values) - min(values)))
+        axes.set_ylim(max(0.0, min(values) - margin), min(100.0, max(values) + margin))
+
+
+def to_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One object per run: name, rows and best ({epoch, top1}, or None)."""
+    bodies = []
+    for run in runs:
+        best = run.best()
+        rows = [{key: _plain(value) for key, value in row.items()} for row in run.rows]
+        bodies.append({"name": run.name, "rows": rows, "best": best and {"epoch": best[0], "top1": best[1]}})
+    return bodies
+
+
+def write_csv(runs: Sequence[Run], file: str | Path) -> Path:
+    """One row per run and epoch; the column `run` comes first, then those of any of the runs.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    columns = dict.fromkeys(column for run in runs for column in run.columns)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["run", *columns])
+    for run in runs:
+        for row in run.rows:
+            values = [row.get(column) for column in columns]
+            writer.writerow([run.name, *("" if v is None else f"{v:.8g}" for v in values)])
+    return writing.text(Path(file), out.getvalue())
+
+
+def write_json(runs: Sequence[Run], file: str | Path) -> Path:
+    """Write `to_json` to a file.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    return writing.text(Path(file), json.dumps(to_json(runs), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
