@@ -271,4 +271,10 @@ def _demo(json: Json = False) -> int:
     return commands.demo(json)
 
 
-from normswap import cli_recipes, cli_report, cli_see  # noqa: E402, F401 (they register their commands here)
+from normswap import (  # noqa: E402 (they register their commands here)
+    cli_finetune,  # noqa: F401
+    cli_recipes,  # noqa: F401
+    cli_report,  # noqa: F401
+    cli_see,  # noqa: F401
+    cli_ship,  # noqa: F401
+)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -43,3 +45,33 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task(what, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total or None)
+
+
+@contextmanager
+def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[Any], None], Callable[[str], None]]]:
+    """A bar over all updates of a training run, and a way to say something beside it; a line per epoch in a log.
+
+    The first function takes the engine's `Moment`, the second a sentence.
+    """
+    console = _console()
+    text = "epoch {task.fields[epoch]}  {task.fields[rate]} img/s  lr {task.fields[lr]}  loss {task.fields[loss]}"
+    columns = (BarColumn(24), TextColumn(text + "{task.fields[top1]}"), TimeRemainingColumn())
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
+        task = shown.add_task("", total=None, visible=False, epoch="", rate="", lr="", loss="", top1="")
+
+        def show(moment: Any) -> None:
+            epoch = f"{moment.epoch:.2f}/{moment.epochs:g}"
+            top1 = "" if moment.top1 is None else f"  top-1 {moment.top1:.2f}"
+            words: dict[str, Any] = {
+                "rate": f"{moment.images_per_s:.0f}",
+                "lr": f"{moment.lr:.3g}",
+                "loss": f"{moment.loss:.4f}",
+            }
+            shown.update(
+                task, completed=moment.update, total=moment.updates, visible=True, epoch=epoch, top1=top1, **words
+            )
+            if hidden and not quiet and moment.epoch == int(moment.epoch):
+                print(f"epoch {epoch}  {words['rate']} img/s  lr {words['lr']}  loss {words['loss']}", file=sys.stderr)
+
+        yield show, (lambda what: None) if quiet else (lambda what: console.print(what, soft_wrap=True))

@@ -152,6 +152,7 @@ class Task:
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = copy.deepcopy(begin.model).to(engine.device).to(memory_format=self.layout)
+        self.dtype = next(self.raw.parameters()).dtype
         self.means = Means(self.raw, recipe.anneal, self.updates) if recipe.anneal else None
         if train.sync_bn and engine.num_processes > 1:
             synced.synchronize(self.raw)

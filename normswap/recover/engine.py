@@ -78,6 +78,10 @@ def finetune(
         with stopping.on_request() as stop:
             finished = run.train(stop)
         engine.end_training()
+    except RuntimeError as error:
+        if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistBackendError)):
+            raise TrainingError("another process is gone", remedy="--resume auto continues the run") from None
+        raise
     finally:
         torch.set_rng_state(before)
     at = run.at
@@ -186,8 +190,8 @@ class Run:
         if classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             wrong = next(label for label in labels.tolist() if not 0 <= label < classes)
             raise SourceError(f"label {wrong} is no class of this network", f"it has {classes}")
-        device = self.engine.device
-        images = images.to(device, non_blocking=True).contiguous(memory_format=self.task.layout)
+        device, task = self.engine.device, self.task
+        images = images.to(device, task.dtype, non_blocking=True).contiguous(memory_format=task.layout)
         return images, labels.to(device, non_blocking=True)
 
     def _agree(self, asked: bool) -> tuple[bool, bool]:
@@ -272,10 +276,18 @@ class Run:
         self._main(lambda: self.folder.write_state(self.at, self.task.parts()))
 
     def _main(self, work: Callable[[], None]) -> None:
-        """Let the first process do it, and the others wait."""
+        """Let the first process do it; the others wait, and fail if it does."""
+        problem: Exception | None = None
         if self.engine.is_main_process:
-            work()
-        self.engine.wait_for_everyone()
+            try:
+                work()
+            except Exception as error:
+                problem = error
+        failed = self.engine.reduce(torch.tensor(float(problem is not None), device=self.engine.device), "sum")
+        if problem is not None:
+            raise problem
+        if failed.item():
+            raise TrainingError("the first process has failed")
 
     def _show(self) -> None:
         at, task = self.at, self.task

@@ -1,0 +1,61 @@
+"""Several processes on one machine: what torchrun does, without its own words."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from normswap.errors import OptionError, TrainingError
+
+
+def is_worker() -> bool:
+    """Whether torchrun, `accelerate launch`, or this file has started this process."""
+    return "LOCAL_RANK" in os.environ
+
+
+def count(wanted: str) -> int:
+    """How many processes `--nproc` asks for; `auto`: one per GPU, or one.
+
+    Raises:
+        OptionError: it is no number above zero.
+    """
+    if wanted == "auto":
+        return max(torch.cuda.device_count(), 1)
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise OptionError(f"--nproc {wanted}", "must be a number above zero, or auto")
+    return int(wanted)
+
+
+def run(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
+    """Run `normswap ARGUMENTS` in so many processes that train together; returns the exit code.
+
+    Args:
+        restarts: so often all of them are started again when one has failed; they continue the run.
+
+    Raises:
+        TrainingError: a process was killed, and not started again.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=restarts, local_addr="localhost",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "normswap", *arguments)
+    except SignalException as signal:  # the workers have had it too, and saved
+        return 130 if signal.sigval == 2 else 0
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:
+            why = f"by signal {-failure.exitcode}" if failure.exitcode != -9 else "(is there memory enough?)"
+            remedy = "--resume auto continues the run"
+            raise TrainingError(f"process {rank} of {processes} was killed", why, remedy) from None
+        return int(failure.exitcode)
+    return 0
