@@ -163,6 +163,13 @@ def _convert(
     ] = None,
     mean: Annotated[str | None, typer.Option(metavar="fit|keep", help="nf: what to do with filters' means.")] = None,
     stem: Annotated[str | None, typer.Option(metavar="fit|keep", help="nf: the same, first convolution.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these parts as they are.")] = None,
+    purpose: Annotated[
+        str | None, typer.Option("--for", metavar="opacus|federated", help="Add what such training needs.")
+    ] = None,
     calibrate: Annotated[
         str | None, typer.Option(metavar="DATA|noise", help="Fit values to these images (as --data elsewhere).")
     ] = None,
@@ -190,8 +197,9 @@ def _convert(
     given: dict[str, Any] = {"alpha": _number(alpha), "dropout": dropout}
     given |= {"ghost_batch": ghost_batch, "init": init, "rule": rule}
     given |= {"groups": groups, "steady": steady, "mean": mean, "stem": stem}
+    given |= {"only": only or None, "skip": skip or None}
     options = {name: value for name, value in given.items() if value is not None}
-    wanted = commands.Wanted(to, options, from_plan, output, plan, dry_run, force, calibrate, samples, seed)
+    wanted = commands.Wanted(to, options, from_plan, output, plan, dry_run, force, calibrate, samples, seed, purpose)
     return commands.convert(source, wanted, json)
 
 

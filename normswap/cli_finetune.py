@@ -58,7 +58,7 @@ def finetune(
     and rows (metrics.csv).
     """
     from normswap import commands
-    from normswap.recover import launching, load
+    from normswap.recover import launching, load, records
     from normswap.recover.images import Share
 
     if not recipe:
@@ -85,9 +85,11 @@ def finetune(
     source = commands.Source(models[0], weights, arch, arch_arg or [], num_classes, in_chans) if models else None
     try:
         return _train(source, plan, place, {"resume": resume, "device": device, "track": track}, json)
-    except NormswapError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # if the first process says it too, this one ends before it does
-            time.sleep(3)
+    except NormswapError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            if error.what == records.FIRST_FAILED:
+                return 2
+            time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise
 
 

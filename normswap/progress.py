@@ -69,9 +69,10 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[Any], None], Ca
                 "loss": f"{moment.loss:.4f}",
             }
             shown.update(
-                task, completed=moment.update, total=moment.updates, visible=True, epoch=epoch, top1=top1, **words
-            )
+                task, completed=moment.update, total=moment.updates, visible=True,
+                epoch=epoch, rate=rate, lr=lr, loss=loss, top1=top1,
+            )  # fmt: skip
             if hidden and not quiet and moment.epoch == int(moment.epoch):
-                print(f"epoch {epoch}  {words['rate']} img/s  lr {words['lr']}  loss {words['loss']}", file=sys.stderr)
+                print(f"epoch {epoch}  {rate} img/s  lr {lr}  loss {loss}", file=sys.stderr)
 
         yield show, (lambda what: None) if quiet else (lambda what: console.print(what, soft_wrap=True))

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, TrainingError
-from normswap.evaluate import Evaluation, evaluate
 from normswap.recover import assembly, means, stopping
 from normswap.recover.assembly import Task
 from normswap.recover.folder import COLUMNS, Folder, Position, Row, identify
 from normswap.recover.images import key
 from normswap.recover.recipe import Recipe
-from normswap.recover.records import Moment, Result
+from normswap.recover.records import FIRST_FAILED, Moment, Result
+from normswap.recover.validating import measure, score
 
 
 def finetune(
@@ -230,8 +230,8 @@ class Run:
     def _end_epoch(self, *, began: bool = True) -> None:
         """Validate, write a row, the network and, if it is the best so far, the best one."""
         at, task = self.at, self.task
-        own = self._measure(task.raw)
-        averaged = self._measure(task.ema.module) if task.ema and began else None
+        own = measure(task.raw, task.validation, self.engine)
+        averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
         count = (at.update - 1) % task.per_epoch + 1
         epoch = at.update / task.per_epoch
         row: Row = dict.fromkeys(COLUMNS)
@@ -242,12 +242,12 @@ class Run:
         if own is not None:
             row.update(top1=own.top1, top5=own.top5, val_loss=own.loss, ema_top1=averaged.top1 if averaged else None)
         at.rows, at.loss, at.seconds = [*at.rows, row], 0.0, 0.0
-        score, network = _score(row), task.raw
+        points, network = score(row), task.raw
         if task.ema is not None and averaged is not None and own is not None and averaged.top1 > own.top1:
             network = task.ema.module
-        better = at.best is None or score > at.best
+        better = at.best is None or points > at.best
         if better:
-            at.best, at.best_epoch = score, row["epoch"]
+            at.best, at.best_epoch = points, row["epoch"]
         self._main(lambda: self._write(row, network if better else None))
         self._save()
 
@@ -258,19 +258,6 @@ class Run:
         self.folder.write_metrics(self.at.rows)
         values = {name: value for name, value in row.items() if value is not None}
         self.engine.log(values, step=self.at.update)
-
-    def _measure(self, model: nn.Module) -> Evaluation | None:
-        """The accuracy over the shares of all processes."""
-        if self.task.validation is None:
-            return None
-        if self.engine.num_processes > 1:
-            for buffer in model.buffers():  # without SyncBN, every process has its own running statistics
-                dist.broadcast(buffer, 0)
-        mine = evaluate(model, self.task.validation)
-        part = torch.tensor([mine.top1, mine.top5, mine.loss, 1.0, mine.images_per_s / mine.count], dtype=torch.float32)
-        total = self.engine.reduce((part * mine.count).to(self.engine.device), "sum").tolist()
-        top1, top5, loss = (value / total[3] for value in total[:3])
-        return Evaluation(top1, top5, loss, round(total[3]), total[4])
 
     def _save(self) -> None:
         self._main(lambda: self.folder.write_state(self.at, self.task.parts()))
@@ -287,7 +274,7 @@ class Run:
         if problem is not None:
             raise problem
         if failed.item():
-            raise TrainingError("the first process has failed")
+            raise TrainingError(FIRST_FAILED)
 
     def _show(self) -> None:
         at, task = self.at, self.task
@@ -309,14 +296,6 @@ class Run:
         fresh = copy.deepcopy(self.blank)
         fresh.load_state_dict(trained.state_dict())
         return means.drop(fresh)
-
-
-def _score(row: Row) -> float:
-    """What the best network is chosen by: accuracy, or without validation the training loss."""
-    known = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
-    if known:
-        return max(known)
-    return -math.inf if row["train_loss"] is None else -row["train_loss"]
 
 
 def _restarted() -> bool:

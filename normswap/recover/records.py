@@ -9,6 +9,8 @@ from torch import nn
 
 from normswap.recover.folder import Row
 
+FIRST_FAILED = "the first process has failed"  # which says why itself
+
 
 @dataclass(frozen=True)
 class Moment:
