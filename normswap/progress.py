@@ -63,11 +63,7 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[Any], None], Ca
         def show(moment: Any) -> None:
             epoch = f"{moment.epoch:.2f}/{moment.epochs:g}"
             top1 = "" if moment.top1 is None else f"  top-1 {moment.top1:.2f}"
-            words: dict[str, Any] = {
-                "rate": f"{moment.images_per_s:.0f}",
-                "lr": f"{moment.lr:.3g}",
-                "loss": f"{moment.loss:.4f}",
-            }
+            rate, lr, loss = f"{moment.images_per_s:.0f}", f"{moment.lr:.3g}", f"{moment.loss:.4f}"
             shown.update(
                 task, completed=moment.update, total=moment.updates, visible=True,
                 epoch=epoch, rate=rate, lr=lr, loss=loss, top1=top1,
