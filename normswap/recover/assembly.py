@@ -18,7 +18,7 @@ from torch import nn
 from normswap import checkpoint, conversion, data, provenance, zoo
 from normswap.errors import OptionError
 from normswap.recover import synced, teachers
-from normswap.recover.images import Share, Training, places, validation
+from normswap.recover.images import Share, Training, drawn_by, places, validation
 from normswap.recover.means import Means
 from normswap.recover.objective import Objective, Teacher
 from normswap.recover.optimizing import Clipping, Rate, optimizer
@@ -48,7 +48,8 @@ def start(model: nn.Module | None, recipe: Recipe, say: Say) -> Start:
         if recipe.model is None:
             raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
         part = recipe.model
-        model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args)
+        with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
+            model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args)
     if recipe.convert is None:
         return Start(model, None, model)
     say(f"converting to {recipe.convert.to}")
@@ -101,7 +102,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     idle = part is not None and part.kind == "features" and part.weight == 1  # then the classifier has no gradient
     return Accelerator(
         cpu=cpu, mixed_precision=recipe.train.precision, gradient_accumulation_steps=recipe.train.accumulate,
-        log_with=trackers, project_dir=str(out / "trackers"),
+        log_with=trackers or None, project_dir=str(out / "trackers"),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=idle)],
     )  # fmt: skip
 
