@@ -28,7 +28,11 @@ _BATCHNORM_FORWARDS = {
     split_batchnorm.SplitBatchNorm2d.forward,
 }
 _BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
-_FUSED = (norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d)
+FROZEN = (FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
+_FUSED = (
+    norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d, norm_act.GroupNormAct,
+    norm_act.LayerNormAct2d,
+)  # fmt: skip
 _OURS = (layers.Scale, layers.ChannelAffine, layers.ChannelBias, norm_layers.EvalNorm, scalar_layers.ScalarBias)
 _WITH_ACT = (
     layers.Vacant, layers.ChannelAffine, layers.ChannelBias, scalar_layers.ScalarBias,

@@ -74,6 +74,7 @@ class Anatomy:
         classifier: path of the last linear layer before the output.
         dropout: the seat of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
+        outside: paths of the modules that a conversion leaves as they are (see `partial`).
     """
 
     blocks: tuple[Block, ...]
@@ -82,6 +83,15 @@ class Anatomy:
     classifier: str | None
     dropout: str | None
     traced: Traced = field(repr=False, compare=False)
+    outside: frozenset[str] = frozenset()
+
+    def takes_part(self, path: str) -> bool:
+        """Whether what sits at the path of a module, or of a block, may be converted."""
+        return path.partition("+")[0] not in self.outside
+
+    def part(self) -> tuple[Block, ...]:
+        """The blocks that may be converted."""
+        return tuple(block for block in self.blocks if self.takes_part(block.path))
 
     def block(self, path: str) -> Block:
         return next(block for block in self.blocks if block.path == path)

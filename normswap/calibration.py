@@ -44,6 +44,11 @@ def fits(step: Step) -> bool:
     return hasattr(scheme, "fit") and not scheme.exact(schemes.resolve(step.scheme, step.options))
 
 
+def repeatable(calibrate: Batches | None) -> Batches | None:
+    """The same data, to be read more than once."""
+    return list(calibrate) if isinstance(calibrate, Iterator) else calibrate
+
+
 def fit(
     source: nn.Module,
     result: nn.Module,

@@ -47,6 +47,8 @@ def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
         seen.add(id(module))
         path, keep = str(node.target), mean or (stem and first)
         first = False
+        if not draft.anatomy.takes_part(path):
+            continue
         if path.startswith(plain) or path == draft.anatomy.classifier:
             continue
         try:

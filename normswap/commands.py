@@ -71,6 +71,7 @@ class Wanted:
     calibrate: str | None = None
     samples: int = 1000
     seed: int = 0
+    purpose: str | None = None
 
     def fitting(self, model: Any, advance: Callable[[int, int], None]) -> Body:
         """The arguments of `conversion.convert` that say what to fit values to."""
@@ -168,9 +169,13 @@ def _planned(wanted: Wanted) -> Plan | None:
         if wanted.to == "unfold" and (wanted.dry_run or wanted.plan):
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         if wanted.to != "unfold":
+            schemes.demand_target(wanted.to)
             schemes.resolve(wanted.to, wanted.options)
+            schemes.demand_purpose(wanted.purpose)
         return None
-    given = [f"--{name.replace('_', '-')}" for name in wanted.options] + (["--to"] if wanted.to is not None else [])
+    given = [f"--{name.replace('_', '-')}" for name in wanted.options]
+    given += ["--for"] if wanted.purpose else []
+    given += ["--to"] if wanted.to is not None else []
     if given:
         raise OptionError(f"{' and '.join(given)} cannot go with --from-plan", "the plan says it")
     try:
@@ -187,8 +192,7 @@ def _planned(wanted: Wanted) -> Plan | None:
 def _carry_out(model: Any, wanted: Wanted, plan: Plan | None, advance: Any) -> tuple[Any, list[Body], list[Step]]:
     """The conversion (None for a dry run), what to say of each step, and the steps."""
     from normswap import calibration, summary
-    from normswap.anatomy import inspect as look
-    from normswap.conversion import carry_out, draft
+    from normswap.conversion import carry_out, drafts
     from normswap.conversion import convert as run
 
     if plan is not None:
@@ -200,14 +204,14 @@ def _carry_out(model: Any, wanted: Wanted, plan: Plan | None, advance: Any) -> t
                 why = str(error).split("\n")[0]
                 raise PlanError(f"{wanted.from_plan} gives a network that does not run", why) from error
             model = done.model
-            steps.append(summary.of_conversion(done))
+            steps += summary.of_conversion(done)
         return None if wanted.dry_run else done, steps, list(plan.steps)
     scheme = str(wanted.to)
     if wanted.dry_run:
-        step, sketch = draft(look(model), scheme, **wanted.options)
-        return None, [summary.of_step(step, sketch)], [step]
-    done = run(model, scheme, **wanted.fitting(model, advance), **wanted.options)
-    return done, [summary.of_conversion(done, scheme)], list(done.plan.steps[-1:])
+        ways = [*drafts(model, scheme, wanted.purpose, measured=wanted.calibrate is not None, **wanted.options)]
+        return None, [summary.of_step(step, sketch) for step, sketch in ways], [step for step, _ in ways]
+    done = run(model, scheme, purpose=wanted.purpose, **wanted.fitting(model, advance), **wanted.options)
+    return done, summary.of_conversion(done, scheme), list(done.plan.steps[-done.steps :])
 
 
 def last_part(name: str) -> str:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, anatomy, calibration, provenance, restore, schemes, surgery, verification
+from normswap import (
+    affine,
+    anatomy,
+    calibration,
+    estimate,
+    partial,
+    provenance,
+    restore,
+    route,
+    schemes,
+    surgery,
+    verification,
+)
 from normswap.anatomy import Anatomy
 from normswap.calibration import Batches, Progress
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
@@ -25,11 +37,12 @@ class Conversion:
 
     Args:
         model: the result, in the mode, dtype and device of the source.
-        plan: everything done since the bare architecture; its last step is this conversion.
+        plan: everything done since the bare architecture; its last steps are this conversion.
         report: what was measured.
         verdicts: for every norm, by path, what happened to it.
         notes: what the user should know (a branch whose alpha could not be matched ...).
         renames: (old, new) names of tensors that live on under another name.
+        steps: how many of the plan's steps this conversion took.
     """
 
     model: nn.Module
@@ -38,6 +51,7 @@ class Conversion:
     verdicts: dict[str, str]
     notes: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    steps: int = 1
 
 
 def draft(seen: Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
@@ -47,26 +61,59 @@ def draft(seen: Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
         OptionError: unknown scheme or option.
         RefusedError: something cannot be converted, or there is nothing to do.
     """
-    options = schemes.resolve(to, options)
-    sketch: Draft = schemes.get(to).plan(seen, **options)
+    schemes.demand_target(to)
+    return _draft(seen, to, options)
+
+
+def drafts(
+    model: nn.Module, to: str, purpose: str | None = None, *, measured: bool = False, **options: Any
+) -> Iterator[tuple[Step, Draft]]:
+    """All the steps that `convert` would take, without their values from data.
+
+    Args:
+        measured: whether there will be images to fit values to.
+
+    Raises:
+        OptionError, RefusedError: as `draft`.
+    """
+    for scheme, given in route.legs(anatomy.inspect(model), to, options, purpose, measured=measured):
+        step, sketch = _draft(anatomy.inspect(model), scheme, given)
+        yield step, sketch
+        model = provenance.attach(surgery.apply_step(model, step), _record(model, step))
+
+
+def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:
+    own, chosen = schemes.own(schemes.resolve(to, options)), partial.patterns(options)
+    part = partial.restrict(seen, **chosen)
+    sketch: Draft = schemes.get(to).plan(part, **own)
     if sketch.refusals:
         listed = [f"{path}: {why}" for path, why in list(sketch.refusals.items())[:3]]
         more = f"; and {len(sketch.refusals) - 3} more" if len(sketch.refusals) > 3 else ""
         raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
-    if not sketch.seats and not sketch.takes:
-        kinds = sorted({norm.kind for norm in seen.norms})
-        raise RefusedError(
-            f"nothing to convert to {to}",
-            f"the network's norms are {', '.join(kinds)}" if kinds else "the network has no norm",
-            f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion",
-        )
-    return Step(to, options, sketch.edits()), sketch
+    if not sketch.seats and not sketch.takes and to not in schemes.PURPOSES:
+        raise _nothing(part, to)
+    return Step(to, {**own, **chosen}, sketch.edits()), sketch
+
+
+def _nothing(seen: Anatomy, to: str) -> RefusedError:
+    norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
+    kinds = sorted({norm.kind for norm in norms})
+    where = "what is chosen" if seen.outside else "the network"
+    remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
+    if any(estimate.fits(seen, norm.path) for norm in norms):
+        remedy = f"{estimate.REMEDY}, in the way to {to}"
+    return RefusedError(
+        f"nothing to convert to {to}",
+        f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm",
+        remedy,
+    )
 
 
 def convert(
     model: nn.Module,
     to: str,
     *,
+    purpose: str | None = None,
     inputs: Sequence[Tensor] | Tensor | None = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
@@ -78,25 +125,56 @@ def convert(
 
     Args:
         to: a scheme (`normswap schemes` lists them).
+        purpose: "opacus" or "federated": add what private or federated training needs (`purposes`).
         calibrate: batches of images (N, C, H, W), or of (images, labels), or a function that gives them, for a scheme
-            that fits values to data; they are read once. "noise": N(0, 1) images, a poor substitute.
+            that fits values to data, and for a source whose norms have statistics per sample. "noise": N(0, 1) images,
+            a poor substitute.
         progress: called while fitting, with the layers done and their total.
         inputs: batches (N, C, H, W) to verify on; by default N(0, 1) noise of `size`.
         size: (C, H, W); by default what the model's timm configuration says, else (3, 224, 224).
-        options: those of the scheme.
+        options: those of the scheme, and `only` and `skip`, patterns of what is converted and what is not (`partial`).
 
     Raises:
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
     if to == "unfold":
-        return _unfold(model, inputs, size, seed, options)
-    seen = anatomy.inspect(model)
-    step, sketch = draft(seen, to, **options)
-    done = carry_out(
-        model, step, seen, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress
-    )  # fmt: skip
-    return replace(done, verdicts=sketch.verdicts, notes=(*sketch.notes, *done.notes))
+        return _unfold(model, inputs, size, seed, {**options, **({"purpose": purpose} if purpose else {})})
+    seen: Anatomy | None = anatomy.inspect(model)
+    assert seen is not None
+    legs = route.legs(seen, to, options, purpose, measured=calibrate is not None)
+    data = calibration.repeatable(calibrate) if len(legs) > 1 else calibrate
+    done: list[Conversion] = []
+    for scheme, given in legs:
+        source = done[-1].model if done else model
+        seen = seen or anatomy.inspect(source)
+        step, sketch = _draft(seen, scheme, given)
+        own = data if calibration.fits(step) or len(legs) == 1 else None
+        last = carry_out(source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress)
+        done.append(replace(last, verdicts=sketch.verdicts, notes=(*sketch.notes, *last.notes)))
+        seen = None
+    return done[0] if len(done) == 1 else _joined(model, done, inputs, size, seed)
+
+
+def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequence[int] | None, seed: int) -> Conversion:
+    """Several steps as one conversion, measured from end to end."""
+    last = done[-1]
+    steps = last.plan.steps[-len(done) :]
+    batches, described = _batches(model, inputs, size, seed)
+    exact = all(schemes.exact(step) for step in steps)
+    precise = verification.compare_double(model, lambda: surgery.in_double(model, steps), batches) if exact else None
+    report = verification.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
+                                  anatomy=anatomy.inspect(model))  # fmt: skip
+    _demand(report, " and ".join(step.scheme for step in steps))
+    verdicts = {path: said for one in done for path, said in one.verdicts.items()}
+    renames: dict[str, str] = {}
+    for one in done:
+        later = dict(one.renames)
+        renames = {old: later.pop(new, new) for old, new in renames.items()} | later
+    known = model.state_dict().keys()
+    kept = tuple((old, new) for old, new in renames.items() if old in known)
+    notes = tuple(dict.fromkeys(note for one in done for note in one.notes))
+    return Conversion(last.model, last.plan, report, verdicts, notes, kept, len(done))
 
 
 def carry_out(
@@ -120,7 +198,7 @@ def carry_out(
     """
     seen = seen or anatomy.inspect(model)
     batches, described = _batches(model, inputs, size, seed)
-    exact = schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options))
+    exact = schemes.exact(step)
     fitted = calibration.wanted(step, calibrate)
     precise = None  # what is fitted differs by far more than float32 does
     if not fitted:
@@ -171,9 +249,9 @@ def _demand(report: Report, scheme: str) -> None:
 
 def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
-    edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "FrozenNorm")]
+    edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "EmptyNorm", "FrozenNorm", "Copied")]
     gone = {edit.path for edit in edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
-    kept = {edit.path for edit in edits if edit.args.get("keep") or edit.args.get("then")}
+    kept = {edit.path for edit in edits if surgery.moves(edit)}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
              and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
     if still:

@@ -29,12 +29,11 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     Raises:
         RefusedError: no residual blocks, or a branch that ends where no module can be seated.
     """
-    if not anatomy.blocks:
-        raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
+    demand_blocks(anatomy)
     modules = anatomy.traced.modules
-    scaled = {block.tail for block in anatomy.blocks if block.tail and isinstance(modules[block.tail], layers.Scale)}
+    scaled = {block.tail for block in anatomy.part() if block.tail and isinstance(modules[block.tail], layers.Scale)}
     draft = undress(anatomy, leave=scaled)
-    for block in anatomy.blocks:
+    for block in anatomy.part():
         if block.tail is None:
             draft.refusals[block.path] = "its branch ends in a function of the block itself, where no module can sit"
             continue
@@ -46,6 +45,17 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         alpha = (0.0 if dead else deviation) if value is None else value
         seat_scale(draft, block.tail, alpha, with_bias)
     return draft
+
+
+def demand_blocks(anatomy: Anatomy) -> None:
+    """Raises:
+    RefusedError: the network, or the part of it that is to be converted, has no residual blocks.
+    """
+    if not anatomy.blocks:
+        raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
+    if not anatomy.part():
+        examples = ", ".join(block.path for block in anatomy.blocks[:2])
+        raise RefusedError("no residual block is chosen", "scalars sit on whole blocks", f"Name blocks, as {examples}")
 
 
 def _rescale(draft: Draft, path: str, value: float | None, bias: bool) -> None:
@@ -65,7 +75,10 @@ def drop_before_classifier(draft: Draft, p: float) -> Draft:
     """
     if not 0 <= p < 1:
         raise OptionError(f"--dropout {p} is not in [0, 1)")
-    seat = draft.anatomy.dropout
+    seat, classifier = draft.anatomy.dropout, draft.anatomy.classifier
+    if classifier is not None and not draft.anatomy.takes_part(classifier):
+        draft.notes.append(f"no dropout: {classifier} is to stay as it is")
+        return draft
     if seat is None:
         raise RefusedError("no seat for a dropout before the classifier", remedy="`--to skipinit` adds none")
     draft.seat(seat, "Dropout", p=p)

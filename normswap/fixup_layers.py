@@ -7,8 +7,7 @@ from torch import fx, nn
 
 from normswap import affine, baking, layers
 from normswap.anatomy import LINEAR, Anatomy, Block
-from normswap.dress import seat_scale
-from normswap.errors import RefusedError
+from normswap.dress import demand_blocks, seat_scale
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, distinct, last_linear
 
@@ -24,8 +23,7 @@ def add_scalars(anatomy: Anatomy, *, fresh: bool) -> Draft:
     Raises:
         RefusedError: no residual blocks, or a branch that ends where no module can be seated.
     """
-    if not anatomy.blocks:
-        raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
+    demand_blocks(anatomy)
     draft = undress(anatomy)
     if fresh:
         _reset(draft)
@@ -36,7 +34,7 @@ def add_scalars(anatomy: Anatomy, *, fresh: bool) -> Draft:
 
 def _seat_scales(draft: Draft) -> None:
     modules = draft.anatomy.traced.modules
-    for block in draft.anatomy.blocks:
+    for block in draft.anatomy.part():
         if block.tail is None:
             draft.refusals[block.path] = "its branch ends in a function of the block itself, where no module can sit"
         elif isinstance(modules[block.tail], layers.Scale) and block.tail not in draft.seats:
@@ -50,7 +48,7 @@ def _seat_biases(draft: Draft) -> None:
     for path, module in modules.items():
         edit = draft.seats.get(path)
         empty = edit.layer == "Vacant" if edit else isinstance(module, layers.Vacant)
-        if empty and _before_activation(draft, module):
+        if empty and draft.anatomy.takes_part(path) and _before_activation(draft, module):
             draft.seat(path, "ScalarBias")
     for path in linear_paths(draft.anatomy):
         kind = baking.plain_class(modules[path])
@@ -66,10 +64,10 @@ def _seat_biases(draft: Draft) -> None:
 
 
 def linear_paths(anatomy: Anatomy) -> list[str]:
-    """Every convolution and linear layer that forward calls, each once."""
+    """Every convolution and linear layer that forward calls and that takes part, each once."""
     traced = anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
-    return distinct(traced.modules, list(dict.fromkeys(paths)))
+    return distinct(traced.modules, [path for path in dict.fromkeys(paths) if anatomy.takes_part(path)])
 
 
 def _before_activation(draft: Draft, module: nn.Module) -> bool:
@@ -91,7 +89,7 @@ def _is_activation(draft: Draft, node: fx.Node) -> bool:
 def _reset(draft: Draft) -> None:
     """The paper's initialization, rules 1 and 2, as factors of the weights there are."""
     anatomy = draft.anatomy
-    for block in anatomy.blocks:
+    for block in anatomy.part():
         try:
             last, _ = last_linear(draft, block.branch, block.total)
         except Blocked as why:
@@ -102,7 +100,7 @@ def _reset(draft: Draft) -> None:
         for path in convs:
             if path != last:
                 draft.take(path).gain *= len(anatomy.blocks) ** (-1 / (2 * len(convs) - 2))
-    if anatomy.classifier:
+    if anatomy.classifier and anatomy.takes_part(anatomy.classifier):
         draft.take(anatomy.classifier).gain = 0.0
 
 

@@ -29,6 +29,7 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
         raise OptionError(f"--steady {steady} is not in [0, 1)")
     modules = anatomy.traced.modules
     norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
+    norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
     if not norms:
         remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
         raise RefusedError("no BatchNorm to put a norm with statistics per sample in the seat of", remedy=remedy)

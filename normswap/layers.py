@@ -94,6 +94,50 @@ class Chain(nn.Module):
         return self.then(self.inner(x))
 
 
+class Copy(nn.Module):
+    """Passes on a copy of its input, which may then be overwritten: backward hooks forbid that of what they return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        return x.clone()
+
+
+class Copied:
+    """What sits in the seat, and a copy of what it returns."""
+
+    @staticmethod
+    def replacing(old: nn.Module, *, like: Tensor, keep: bool) -> Chain:
+        return Chain(old, Copy())
+
+
+class OutOfPlace:
+    """An activation or dropout that no longer writes into its input."""
+
+    @staticmethod
+    def replacing(old: nn.Module, *, like: Tensor) -> nn.Module:
+        return out_of_place(copy.deepcopy(old))
+
+
+def out_of_place(module: Any) -> Any:
+    """`module` itself, in which nothing writes into its input any more."""
+    for part in module.modules():
+        if getattr(part, "inplace", False) is True:
+            part.inplace = False
+    return module
+
+
+class WithBias:
+    """A parametrized layer without a bias gets one, at first 0."""
+
+    @staticmethod
+    def replacing(old: Any, *, like: Tensor) -> Any:
+        new = copy.deepcopy(old)
+        if new.bias is None:
+            channels = new.out_features if isinstance(new, nn.Linear) else new.out_channels
+            new.bias = nn.Parameter(torch.zeros(channels).to(new.weight))
+        return new
+
+
 class ChannelAffine(nn.Module):
     """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can take it in."""
 
@@ -155,6 +199,7 @@ class Folded:
         gain: float = 1.0,
         in_gain: float = 1.0,
         bake: bool = False,
+        centred: bool = False,
     ) -> Linearity:
         """A copy of `old` with weight W' and bias b', computed in float64.
 
@@ -162,9 +207,11 @@ class Folded:
             reads: the modules that are taken in.
             takes: for each of them, how. `after`: old is followed by it (W' = s W, b' = s b + t per output channel);
                 `after-unit`: the same with gamma = 1, beta = 0; `before`: it precedes old, with no padding
-                in between (W' = W s per input channel, b' = b + W t); `before-magnitude`: |s| alone (`affine.split`).
+                in between (W' = W s per input channel, b' = b + W t); `before-magnitude`: |s| alone (`affine.split`);
+                `before-shift`: t alone.
             gain: multiplies the output; `in_gain`: multiplies the input.
             bake: first make `old` a plain layer (see `baking`).
+            centred: in the end take the mean over the output channels off: W' = (I - 11'/C) W, b' = b - mean(b).
         """
         from normswap import affine
 
@@ -185,11 +232,12 @@ class Folded:
                 scale, shift = affine.read(module, unit_gamma=how == "after-unit")
                 weight *= scale.expand(bias.numel()).reshape(groups, out_per_group, 1, *rest)
                 bias = scale * bias + shift
-            elif how == "before":
+            elif how in ("before", "before-shift"):
                 scale, shift = (value.expand(groups * weight.shape[2]) for value in affine.read(module))
                 scale, shift = (value.reshape(groups, 1, -1, *rest) for value in (scale, shift))
                 bias = bias + (weight * shift).flatten(2).sum(2).flatten()
-                weight *= scale
+                if how == "before":
+                    weight *= scale
             elif how == "before-magnitude":
                 magnitude, _, _ = affine.split(module, like.dtype)
                 weight *= magnitude.reshape(groups, 1, -1, *rest)
@@ -197,6 +245,9 @@ class Folded:
                 raise ValueError(f"unknown way to take in a neighbour: {how!r}")
         if gain != 1:
             weight *= gain
+        if centred:
+            weight -= weight.mean((0, 1), keepdim=True)
+            bias = bias - bias.mean()
         born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
         return _with(old, restore(weight), bias * gain if born or old.bias is not None else None, dtype)
 
@@ -245,5 +296,5 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return new.to(dtype)
 
 
-_SEATED = (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout, Number)
+_SEATED = (Vacant, Scale, ChannelAffine, ChannelBias, Folded, Dropout, Number, Copied, OutOfPlace, WithBias)
 SEATED: dict[str, Any] = {cls.__name__: cls for cls in _SEATED}

@@ -26,10 +26,12 @@ def free(draft: Draft) -> None:
     traced = draft.anatomy.traced
     for node in traced.nodes:
         module: Any = traced.module(node)
-        if isinstance(module, GammaAct) and module.gamma != 1 and len(traced.calls[id(module)]) == 1:
+        if not isinstance(module, GammaAct) or not draft.anatomy.takes_part(str(node.target)):
+            continue
+        if module.gamma != 1 and len(traced.calls[id(module)]) == 1:
             _try(draft, str(node.target), lambda node=node, gamma=module.gamma: _forward(draft, node, gamma, "gamma"))
     for path, module in traced.modules.items():
-        if isinstance(module, NormFreeBlock) and path not in traced.opaque:
+        if isinstance(module, NormFreeBlock) and path not in traced.opaque and draft.anatomy.takes_part(path):
             _free_block(draft, path, module)
 
 

@@ -81,6 +81,21 @@ class SiteNorm(_BatchNorm):
         return new
 
 
+class EmptyNorm:
+    """In the seat of a norm with statistics per sample: one whose values data will give (`estimate`)."""
+
+    @staticmethod
+    def replacing(old: Any, *, like: Tensor) -> SiteNorm:
+        from normswap import affine
+
+        like = _typed(old, like)
+        new = SiteNorm(affine.channels(old), eps=old.eps, momentum=0.1, ghost=0, act=_activation(old)).to(like)
+        for name in ("weight", "bias"):
+            if getattr(old, name, None) is not None:
+                getattr(new, name).copy_(getattr(old, name))
+        return new
+
+
 class FrozenNorm:
     """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
 
@@ -175,4 +190,4 @@ def _copy(old: Any, new: Any) -> None:
         new.num_batches_tracked.copy_(old.num_batches_tracked)
 
 
-SEATED: dict[str, Any] = {cls.__name__: cls for cls in (SiteNorm, FrozenNorm, EvalNorm, Tuned)}
+SEATED: dict[str, Any] = {cls.__name__: cls for cls in (SiteNorm, EmptyNorm, FrozenNorm, EvalNorm, Tuned)}

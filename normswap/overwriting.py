@@ -17,12 +17,12 @@ def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
     traced = draft.anatomy.traced
     late = traced.index(call)
     (value,) = inputs(call)
-    while (draft.silent(value) or _overwrites(traced, value)) and inputs(value):
+    while (draft.silent(value) or overwrites(traced, value)) and inputs(value):
         value = inputs(value)[0]
     family = [value]
     for node in family:
         for user in traced.users[node]:
-            if _overwrites(traced, user) and inputs(user)[0] is node:
+            if overwrites(traced, user) and inputs(user)[0] is node:
                 if traced.index(user) > late:
                     return user
                 family.append(user)
@@ -31,7 +31,7 @@ def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
     return None
 
 
-def _overwrites(traced: Traced, node: fx.Node) -> bool:
+def overwrites(traced: Traced, node: fx.Node) -> bool:
     """Whether `node` writes its result into its first input."""
     module = traced.module(node)
     if module is not None:

@@ -57,7 +57,7 @@ def again(source: nn.Module, result: nn.Module) -> Report:
     """
     record = provenance.of(result)
     steps = record.plan.steps if record else ()
-    exact = all(schemes.get(step.scheme).exact(schemes.resolve(step.scheme, step.options)) for step in steps)
+    exact = all(schemes.exact(step) for step in steps)
     inputs = verification.noise(source, zoo.input_size(source))
     seen = anatomy.inspect(source)
     return verification.compare(source, result, inputs, exact=exact, anatomy=seen, described=verification.described(0))

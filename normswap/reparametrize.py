@@ -19,6 +19,8 @@ def reparametrize(anatomy: Anatomy, layer: str) -> Draft:
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     dressed = 0
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
+        if not anatomy.takes_part(path):
+            continue
         try:
             check_linear(draft, path, traced.modules[path])
             if baking.is_stuck(traced.modules[path]):

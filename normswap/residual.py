@@ -9,8 +9,7 @@ from torch import fx
 
 from normswap import layers
 from normswap.anatomy import Anatomy, Block
-from normswap.dress import seat_scale
-from normswap.errors import RefusedError
+from normswap.dress import demand_blocks, seat_scale
 from normswap.gauge import attempt, enlarge
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, is_relu
@@ -25,11 +24,12 @@ def scale_sums(anatomy: Anatomy, factors: Sequence[tuple[float, float]]) -> Draf
     Raises:
         RefusedError: the network has no residual blocks.
     """
-    if not anatomy.blocks:
-        raise RefusedError("the network has no residual blocks", remedy="`--to folded` works on any network")
+    demand_blocks(anatomy)
     draft = undress(anatomy)
     seats: list[tuple[str, float]] = []
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
+        if not anatomy.takes_part(block.path):
+            continue
         try:
             with attempt(draft):
                 seats += _scale(draft, block, a, b)

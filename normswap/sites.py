@@ -31,9 +31,11 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
     """
     modules = anatomy.traced.modules
     called = [norm.path for norm in anatomy.norms if id(modules[norm.path]) in anatomy.traced.calls]
-    living = [path for path in called if affine.is_batchnorm(modules[path])]
-    lost = [path for path in sites(anatomy) if path not in living]
-    draft = undress(anatomy, leave=[*living, *(path for path in lost if isinstance(modules.get(path), _AFFINE))])
+    norms = [path for path in called if affine.is_batchnorm(modules[path])]
+    living = [path for path in norms if anatomy.takes_part(path)]
+    lost = [path for path in sites(anatomy) if seat_of(anatomy, path) not in norms and anatomy.takes_part(path)]
+    seats = [seat_of(anatomy, path) for path in lost]
+    draft = undress(anatomy, leave=[*living, *(path for path in seats if isinstance(modules.get(path), _AFFINE))])
     for path in living:
         read = read_directly(anatomy.traced, modules[path])
         why = affine.refusal(modules[path]) or (read and f"{read} is read in forward, not only by the norm itself")
@@ -58,7 +60,15 @@ def sites(anatomy: Anatomy) -> list[str]:
     return [name.removesuffix(suffix) for name in (record.norms if record else ()) if name.endswith(suffix)]
 
 
-def _restore(draft: Draft, path: str, layer: str, args: dict[str, Any]) -> None:
+def seat_of(anatomy: Anatomy, path: str) -> str:
+    """Where the seat of a norm that is gone is now: whatever chained something after it called it `inner`."""
+    while isinstance(anatomy.traced.modules.get(path), layers.Chain):
+        path = f"{path}.inner"
+    return path
+
+
+def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
+    path = seat_of(draft.anatomy, site)
     old = draft.anatomy.traced.modules.get(path)
     edit = draft.seats.get(path)
     if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, layers.Vacant)):
@@ -72,7 +82,7 @@ def _restore(draft: Draft, path: str, layer: str, args: dict[str, Any]) -> None:
         draft.seat(path, layer, **args)
         draft.verdicts[path] = "keeps its statistics"
         return
-    mean, std = moments(draft.anatomy, path, at_input=not vacant)
+    mean, std = moments(draft.anatomy, site, at_input=not vacant)
     draft.seat(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
     draft.verdicts[path] = "gets a norm from the statistics kept"
 

@@ -106,15 +106,16 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
     }
 
 
-def of_conversion(done: Conversion, scheme: str = "") -> Body:
-    """The last step of a plan, as it was carried out; a conversion without a plan (`unfold`) goes by its name."""
-    step = done.plan.steps[-1] if done.plan.steps else Step(scheme, {}, ())
-    return of_step(step) | {
+def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
+    """The steps of a conversion, the last with what was found; one without a plan (`unfold`) goes by its name."""
+    *before, last = done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]
+    body = of_step(last) | {
         "verdicts": done.verdicts,
         "notes": list(done.notes),
         "renames": [list(pair) for pair in done.renames],
         "report": of_report(done.report),
     }
+    return [*(of_step(step) for step in before), body]
 
 
 def of_report(report: Report) -> Body:

@@ -7,7 +7,7 @@ the source is never written to, and no tensor that is replaced is ever copied.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,13 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     return result
 
 
+def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:
+    """A new model: `model` after some steps, in float64 and never rounded to less."""
+    for step in steps:
+        model = apply_step(model, step, double=True)
+    return model
+
+
 def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
     memo = {} if memo is None else memo
@@ -93,7 +100,7 @@ def find(model: nn.Module, path: str, who: str) -> Any:
 def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
     """(old, new) names of the tensors that a step keeps under another name."""
     for edit in step.edits:
-        if edit.args.get("keep") or edit.args.get("then"):
+        if moves(edit):
             for name in find(model, edit.path, "plan").state_dict():
                 yield f"{edit.path}.{name}", f"{edit.path}.inner.{name}"
         for name, new in getattr(SEATED.get(edit.layer), "NAMES", {}).items():
@@ -101,15 +108,23 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
                 yield f"{edit.path}.{name}", f"{edit.path}.{new}"
 
 
+def moves(edit: Edit) -> bool:
+    """Whether what is at the seat, or comes there, is called `inner` afterwards."""
+    return any(edit.args.get(name) for name in ("keep", "then", "copied"))
+
+
 def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:
     if edit.layer not in SEATED:
         raise PlanError(f"edit of {edit.path} seats an unknown layer {edit.layer!r}", f"known: {', '.join(SEATED)}")
     args = dict(edit.args)
     then = args.pop("then", None)  # a scalar after the newcomer, where one seat is both
+    copied, apart = args.pop("copied", False), args.pop("out_of_place", False)
     try:
         with torch.no_grad():
             new = SEATED[edit.layer].replacing(old, *reads, like=like, **args)
-            return new if then is None else layers.Chain(new, layers.Scale(**then, like=like))
+            new = new if then is None else layers.Chain(new, layers.Scale(**then, like=like))
+            new = layers.out_of_place(new) if apart else new
+            return layers.Chain(new, layers.Copy()) if copied else new
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = str(error).split("\n")[0]
         raise PlanError(f"edit of {edit.path} does not fit", f"{edit.layer}.replacing: {reason}") from error

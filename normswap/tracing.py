@@ -10,13 +10,14 @@ import copy
 import inspect
 import operator
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from normswap import affine
+from normswap import affine, layers
 from normswap.errors import TraceError
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -179,8 +180,8 @@ def trace(model: nn.Module) -> Traced:
             _where(error),
             "Its forward must not branch on tensor values; move such code into a submodule of its own",
         ) from None
-    _leave_out_ones(graph, tracer.outputs)
     modules = dict(model.named_modules(remove_duplicate=False))
+    _leave_out_ones(graph, tracer.outputs, modules)
     calls: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_module":
@@ -189,13 +190,16 @@ def trace(model: nn.Module) -> Traced:
     return Traced(graph, modules, calls, tracer.outputs, tracer.opaque, constants)
 
 
-def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]]) -> None:
-    """Products with the number 1 are not there: what makes or returns the other factor makes or returns it."""
+def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
+    """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them."""
     for node in list(graph.nodes):
-        if node.target not in (operator.mul, torch.mul) or len(node.args) != 2 or node.kwargs:
+        if node.op == "call_module" and isinstance(modules.get(str(node.target)), layers.Copy):
+            value: Any = node.args[0]
+        elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
+            one, two = node.args
+            value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
+        else:
             continue
-        one, two = node.args
-        value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
         if isinstance(value, fx.Node):
             node.replace_all_uses_with(value)
             outputs.setdefault(value, []).extend(outputs.pop(node, []))

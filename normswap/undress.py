@@ -36,7 +36,7 @@ _STAYING = (layers.ChannelAffine, layers.ChannelBias, layers.Scale, scalar_layer
 
 
 def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
-    """Decide what happens to every affine site of the network, but those at the paths in `leave`.
+    """Decide what happens to every affine site of the network, but those at the paths in `leave` or outside its part.
 
     Sites that cannot be read (no running statistics, unknown subclasses, untraceable surroundings) are in
     `refusals`; norms with per-sample statistics are left alone.
@@ -51,10 +51,10 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
         if module is None or id(module) in reached or not affine.is_affine(module):
             continue
         reached.add(id(module))
-        if str(node.target) not in leave:
+        if str(node.target) not in leave and anatomy.takes_part(str(node.target)):
             _undress_site(draft, str(node.target), module)
     for path, module in traced.modules.items():
-        if affine.is_batchnorm(module) and id(module) not in reached:
+        if affine.is_batchnorm(module) and id(module) not in reached and anatomy.takes_part(path):
             outer = next((p for p in traced.opaque if path.startswith(f"{p}.")), None)
             if outer:
                 draft.refusals[path] = f"it is inside {outer}, which cannot be traced: {traced.opaque[outer]}"
@@ -69,7 +69,7 @@ def _bake(draft: Draft) -> None:
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
         conv = traced.modules[path]
-        if not baking.is_dressed(conv):
+        if not baking.is_dressed(conv) or not draft.anatomy.takes_part(path):
             continue
         try:
             check_linear(draft, path, conv)

@@ -179,6 +179,8 @@ def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
     dressed = baking.is_dressed(conv)
     if not dressed and (type(conv).forward not in _LINEAR_FORWARDS or "forward" in vars(conv)):
         raise Blocked(f"{path} ({type(conv).__name__}) has a forward of its own")
+    if dressed and not draft.anatomy.takes_part(path):
+        raise Blocked(f"{path} ({type(conv).__name__}) is to stay as it is")
     if not dressed and parametrize.is_parametrized(conv):
         raise Blocked(f"{path} has a parametrized weight")
     if any((conv._forward_hooks, conv._forward_pre_hooks)):

@@ -22,7 +22,8 @@ from normswap.refit import Progress, refit
 from normswap.walks import Draft
 
 PAPER = "Wu & He 2018, arXiv:1803.08494, section 3"
-__all__ = ["PAPER", "exact", "fit", "pattern", "plan"]
+SOURCE = "batchnorm"
+__all__ = ["PAPER", "SOURCE", "exact", "fit", "pattern", "plan"]
 
 
 def exact(options: dict[str, Any]) -> bool:

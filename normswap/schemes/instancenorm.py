@@ -16,7 +16,8 @@ from normswap.schemes.groupnorm import fit, pattern
 from normswap.walks import Draft
 
 PAPER = "Ulyanov et al. 2016, arXiv:1607.08022, section 2"
-__all__ = ["PAPER", "exact", "fit", "pattern", "plan"]
+SOURCE = "batchnorm"
+__all__ = ["PAPER", "SOURCE", "exact", "fit", "pattern", "plan"]
 
 
 def exact(options: dict[str, Any]) -> bool:

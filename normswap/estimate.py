@@ -1,0 +1,131 @@
+"""Norms with statistics per sample as sources: the BatchNorm that computes, on images, most nearly what each does.
+
+GroupNorm, LayerNorm over channels and positions, or over channels, InstanceNorm: in the seat of each a norm with the
+mean and variance per channel of what reaches it over the calibration images, and the gamma and beta of the
+least-squares affine map from there to the source's output, in topological order, so that each is fitted to what the
+network before it has become. Approximate: what a norm does to a sample depends on the sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from timm import layers as timm_layers
+from timm.layers import norm as timm_norm
+from timm.layers import norm_act
+from torch import Tensor, fx, nn
+
+from normswap.anatomy import Anatomy
+from normswap.march import March, Walker
+from normswap.norm_layers import SiteNorm
+from normswap.refit import Progress, evaluating
+from normswap.tracing import inputs, trace
+from normswap.walks import Draft
+
+REMEDY = "'--calibrate DATA' (images, no labels needed) replaces them by what they do on average"
+_FORWARDS = {
+    kind.forward
+    for kind in (
+        nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, timm_norm.GroupNorm,
+        timm_norm.GroupNorm1, timm_layers.LayerNorm2d, norm_act.GroupNormAct, norm_act.GroupNorm1Act,
+        norm_act.LayerNormAct2d,
+    )
+}  # fmt: skip
+NEEDED = 2
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why no BatchNorm can stand for this norm, or None."""
+    if type(module).forward not in _FORWARDS or "forward" in vars(module):
+        return f"{type(module).__name__} is no norm of channels in dimension 1 that is known"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which would be lost with it"
+    if getattr(module, "track_running_stats", False):
+        return "it keeps statistics of its own"
+    return None
+
+
+def fits(anatomy: Anatomy, path: str) -> bool:
+    """Whether the norm at `path` is one that can be estimated."""
+    module = anatomy.traced.modules[path]
+    return why_not(module) is None and len(anatomy.traced.calls.get(id(module), ())) == 1
+
+
+def plan_estimates(anatomy: Anatomy) -> Draft:
+    """An empty norm in the seat of every norm with statistics per sample."""
+    draft = Draft(anatomy)
+    for norm in anatomy.norms:
+        if anatomy.takes_part(norm.path) and fits(anatomy, norm.path):
+            draft.seat(norm.path, "EmptyNorm")
+            draft.verdicts[norm.path] = "becomes what it does on average"
+    return draft
+
+
+@torch.no_grad()
+def fit_norms(source: nn.Module, result: nn.Module, batches: Iterable[Any], progress: Progress | None = None) -> None:
+    """Set the values of every norm of `result` that was seated for one of `source`, in place.
+
+    Raises:
+        SourceError: unusable or too few images.
+    """
+    like = next(p for p in source.parameters() if p.is_floating_point())
+    with evaluating(source, result):
+        theirs, ours = Walker(trace(source)), Walker(trace(result))
+        stops = _stops(theirs, ours)
+        march = March([theirs, ours], batches, like=like, needed=NEEDED)
+        try:
+            for done, (there, here) in enumerate(stops):
+                old, new = theirs.traced.module(there), ours.traced.module(here)
+                assert old is not None
+                assert isinstance(new, SiteNorm)
+                _fit(_linear(old), new, march, (there, here))
+                if progress is not None:
+                    progress(done + 1, len(stops))
+        finally:
+            march.close()
+
+
+def _stops(theirs: Walker, ours: Walker) -> list[tuple[fx.Node, fx.Node]]:
+    calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
+    return [
+        (calls[str(node.target)], node)
+        for node in ours.nodes
+        if isinstance(ours.traced.module(node), SiteNorm)
+        and str(node.target) in calls
+        and why_not(theirs.traced.modules[str(node.target)]) is None
+    ]
+
+
+def _linear(norm: nn.Module) -> nn.Module:
+    """The norm without the activation that it carries."""
+    plain = copy.deepcopy(norm).eval()
+    for name in ("act", "drop"):
+        if isinstance(getattr(plain, name, None), nn.Module):
+            setattr(plain, name, nn.Identity())
+    return plain
+
+
+def _fit(old: nn.Module, new: SiteNorm, march: March, nodes: tuple[fx.Node, fx.Node]) -> None:
+    sums = torch.zeros(4, new.num_features, dtype=torch.float64, device=new.weight.device)
+    count = 0
+    there, here = (inputs(node)[0].name for node in nodes)
+    for held in march.stop([*nodes]):
+        x, y = _rows(held[1][here]), _rows(old(held[0][there].clone()))
+        sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1)])
+        count += x.shape[1]
+    mean, target, square, product = sums / count
+    variance = (square - mean.square()).clamp_min(0)
+    slope = (product - mean * target) / variance.clamp_min(1e-30)
+    slope = torch.where(variance > 1e-12, slope, torch.zeros_like(slope))
+    new.running_mean.copy_(mean)  # type: ignore[union-attr]
+    new.running_var.copy_(variance * count / max(count - 1, 1))  # type: ignore[union-attr]
+    new.weight.copy_(slope * (new.running_var.double() + new.eps).sqrt())  # type: ignore[union-attr]
+    new.bias.copy_(target)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(N, C, ...) -> (C, N ...), float64."""
+    return x.double().transpose(0, 1).flatten(1)

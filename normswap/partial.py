@@ -1,0 +1,63 @@
+"""Which part of a network a conversion may touch: dotted paths, chosen by patterns.
+
+A pattern is a dotted path in which `*`, `?` and `[...]` stand for anything, dots too (as in `fnmatch`); it takes in
+what it names and all beneath: `layer3`, `layer3.*.bn1`, `*.downsample`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from normswap.anatomy import LINEAR, Anatomy
+from normswap.errors import OptionError
+
+
+def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
+    """The same anatomy, with all that is not chosen outside.
+
+    Args:
+        only: patterns; nothing but what they name takes part.
+        skip: patterns of what does not.
+
+    Raises:
+        OptionError: a pattern names no norm, block or linear layer.
+    """
+    modules = anatomy.traced.modules
+    known = [norm.path for norm in anatomy.norms]
+    known += [block.path.partition("+")[0] for block in anatomy.blocks]
+    known += [path for path, module in modules.items() if isinstance(module, LINEAR)]
+    for option, patterns in (("--only", only), ("--skip", skip)):
+        for pattern in patterns:
+            if not any(matches(pattern, path) for path in known):
+                raise OptionError(
+                    f"{option} {pattern!r} names no norm, block or linear layer of the network",
+                    remedy=_near(pattern, known),
+                )
+    outside = {
+        path
+        for path in modules
+        if any(matches(pattern, path) for pattern in skip)
+        or (only and not any(matches(pattern, path) for pattern in only))
+    }
+    return replace(anatomy, outside=frozenset(outside))
+
+
+def patterns(options: dict[str, Any]) -> dict[str, list[str]]:
+    """The patterns among a scheme's options, as a plan keeps them; a single one may be given as a string."""
+    given = {name: options[name] for name in ("only", "skip") if options.get(name)}
+    return {name: [one] if isinstance(one, str) else list(one) for name, one in given.items()}
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the pattern names `path`, or something that it lies in."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+
+
+def _near(pattern: str, known: Iterable[str]) -> str:
+    names = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, path.count(".") + 2)}
+    near = difflib.get_close_matches(pattern, sorted(names), 3)
+    return f"Did you mean {' or '.join(near)}?" if near else "`normswap inspect` lists their paths"

@@ -1,0 +1,159 @@
+"""What private or federated training needs beside a scheme, as one more step of the plan. The function is kept.
+
+`opacus`, differentially private SGD by gradients per sample (Abadi et al. 2016, arXiv:1607.00133; Opacus 1.6): no
+statistics of the batch; no buffers in a layer that learns, which Opacus refuses (`GradSampleModule.validate`); nothing
+written in place to what a layer that learns returns, as its backward hooks forbid. `federated`, averaging of clients'
+states (McMahan et al. 2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes, so that
+the parameters are all there is to average.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import operator
+import textwrap
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from normswap import affine, layers
+from normswap.anatomy import Anatomy
+from normswap.overwriting import overwrites
+from normswap.tracing import Traced, inputs
+from normswap.walks import Draft
+
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
+_VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous")
+
+
+def plan_federated(anatomy: Anatomy) -> Draft:
+    """A learnable scale for every fixed sign; refused: whatever holds statistics."""
+    draft = Draft(anatomy)
+    for path, module in anatomy.traced.modules.items():
+        _refuse_statistics(draft, path, module)
+        if isinstance(module, layers.ChannelBias) and module.sign is not None:
+            _learn_sign(draft, path)
+    return draft
+
+
+def plan_opacus(anatomy: Anatomy) -> Draft:
+    """The same, and nothing written in place."""
+    draft = plan_federated(anatomy)
+    traced = anatomy.traced
+    for path, module in traced.modules.items():
+        if getattr(module, "inplace", False) is True:
+            _seat_out_of_place(draft, path)
+        if path not in draft.refusals and path not in draft.seats:
+            _refuse_buffers(draft, path, module)
+    for node in traced.nodes:
+        if _may_overwrite(traced, node):
+            _copy_before(draft, node)
+    for path, why in traced.opaque.items():
+        draft.notes.append(f"{path} cannot be traced ({why}): whether it writes in place is not known")
+    return draft
+
+
+def _learn_sign(draft: Draft, path: str) -> None:
+    draft.seat(path, "ChannelAffine")
+    draft.verdicts[path] = "its signs become a scale that learns"
+
+
+def _seat_out_of_place(draft: Draft, path: str) -> None:
+    outer = next((seat for seat in draft.seats if path.startswith(f"{seat}.")), None)
+    if outer is None:
+        draft.seat(path, "OutOfPlace")
+    else:
+        _amend(draft, outer, out_of_place=True)
+
+
+def _amend(draft: Draft, path: str, **args: bool) -> None:
+    edit = draft.seats[path]
+    draft.seats[path] = replace(edit, args={**edit.args, **args})
+
+
+def _refuse_statistics(draft: Draft, path: str, module: nn.Module) -> None:
+    remedy = "groupnorm, skipinit and frozen-bn do not"
+    if affine.is_batchnorm(module) and not isinstance(module, affine.FROZEN):
+        draft.refusals[path] = f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
+    elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        draft.refusals[path] = f"a {type(module).__name__} keeps running statistics; {remedy}"
+    elif isinstance(module, parametrizations._SpectralNorm):
+        draft.refusals[path] = "spectral normalization keeps buffers that training changes; weightnorm has none"
+
+
+def learns(module: nn.Module) -> bool:
+    """Whether the module has parameters of its own that learn: what Opacus hooks."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _refuse_buffers(draft: Draft, path: str, module: nn.Module) -> None:
+    held = [name for name, _ in module.named_buffers()] if learns(module) else []
+    if held:
+        what = f"a {type(module).__name__} learns and holds buffers ({', '.join(held[:3])}), which Opacus refuses"
+        draft.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
+    elif parametrize.is_parametrized(module) and not learns(module):
+        draft.seat(path, "WithBias")  # else Opacus would hook the parametrization, which sees no samples
+        draft.verdicts[path] = "gets a bias"
+
+
+def _copy_before(draft: Draft, node: fx.Node) -> None:
+    """Let what a layer that learns returns be copied before `node` writes into it."""
+    traced = draft.anatomy.traced
+    value = inputs(node)[0]
+    while not _owners(traced, value) and _shares(traced, value) and inputs(value):
+        value = inputs(value)[0]
+    owners = _owners(traced, value)
+    if not owners or _writer_is_gone(draft, node):
+        return
+    if any(isinstance(traced.modules[path], layers.Copy) for path in traced.outputs[value]):
+        return
+    path = owners[-1]
+    if path in draft.seats:
+        _amend(draft, path, copied=True)
+    else:
+        draft.seat(path, "Copied", keep=True)
+
+
+def _may_overwrite(traced: Traced, node: fx.Node) -> bool:
+    """Whether `node` writes, or, as `x += y` is traced as `x + y`, may write, into its first input."""
+    if overwrites(traced, node):
+        return True
+    if node.target not in _ARITHMETIC or not isinstance(node.args[0], fx.Node):
+        return False
+    kind: Any = type(traced.modules[node.meta["inside"][-1] if node.meta["inside"] else ""])
+    return _augments(kind)
+
+
+@functools.cache
+def _augments(kind: type) -> bool:
+    """Whether the code of a module's class has an augmented assignment, or cannot be read."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            return True
+        if any(isinstance(part, ast.AugAssign) for part in ast.walk(tree)):
+            return True
+    return False
+
+
+def _owners(traced: Traced, node: fx.Node) -> list[str]:
+    """The modules with parameters of their own that return the value of `node`, innermost first."""
+    return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]
+
+
+def _writer_is_gone(draft: Draft, node: fx.Node) -> bool:
+    edit = draft.seats.get(str(node.target)) if node.op == "call_module" else None
+    return edit is not None and edit.layer == "OutOfPlace"
+
+
+def _shares(traced: Traced, node: fx.Node) -> bool:
+    """Whether the value of `node` may be, or view, the memory of its input."""
+    module = traced.module(node)
+    if module is not None:
+        return isinstance(module, nn.Identity | nn.Flatten | layers.Vacant) or overwrites(traced, node)
+    return node.target in _VIEWS or getattr(node.target, "__name__", "") in _VIEWS or overwrites(traced, node)

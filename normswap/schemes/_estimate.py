@@ -1,0 +1,34 @@
+"""On the way from GroupNorm, LayerNorm or InstanceNorm: the BatchNorm that is most like each of them (`estimate`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from normswap.anatomy import Anatomy
+from normswap.estimate import fit_norms, plan_estimates
+from normswap.plan import Step
+from normswap.refit import Progress
+from normswap.walks import Draft
+
+PAPER = "least squares per channel"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return False
+
+
+def needs_data(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return plan_estimates(anatomy)
+
+
+def fit(
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+) -> None:
+    fit_norms(source, result, batches, progress)

@@ -1,0 +1,19 @@
+"""What `--for federated` adds to a conversion: see `purposes`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normswap.anatomy import Anatomy
+from normswap.purposes import plan_federated
+from normswap.walks import Draft
+
+PAPER = ""
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    return plan_federated(anatomy)
