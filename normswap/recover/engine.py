@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from normswap import provenance, restore
 from normswap.errors import SourceError, TrainingError
+from normswap.provenance import Provenance
 from normswap.recover import assembly, means, stopping
 from normswap.recover.assembly import Task
 from normswap.recover.folder import COLUMNS, Folder, Position, Row, identify
@@ -71,7 +73,7 @@ def finetune(
             tell(warning)
         task = Task(begin, recipe, engine)
         folder = Folder(Path(out), identify(begin.given, recipe, task.images.digest))
-        run = Run(task, folder, begin.model, progress if engine.is_main_process else None, tell)
+        run = Run(task, folder, _blank(begin.model), progress if engine.is_main_process else None, tell)
         run.open(resume)
         if tracked and engine.is_main_process:
             engine.init_trackers("normswap")
@@ -296,6 +298,12 @@ class Run:
         fresh = copy.deepcopy(self.blank)
         fresh.load_state_dict(trained.state_dict())
         return means.drop(fresh)
+
+
+def _blank(model: nn.Module) -> nn.Module:
+    """A copy that knows its architecture, so that saving need not find it out each time."""
+    record = provenance.of(model) or Provenance(source=type(model).__name__)
+    return provenance.attach(copy.deepcopy(model), replace(record, arch=restore.architecture(model)))
 
 
 def _restarted() -> bool:

@@ -1,0 +1,389 @@
+"""The parts of the engine, each against an independent computation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.data import create_transform
+from torch import Tensor, nn
+from trained import network, recipe, train, weights, write_images
+
+import normswap
+from normswap import provenance
+from normswap.errors import OptionError, SourceError
+from normswap.recover import means
+from normswap.recover.images import Order, Seeded, Share, Training, drawn_by, places, transform
+from normswap.recover.objective import Objective, Teacher
+from normswap.recover.optimizing import Clipping, Rate, optimizer
+from normswap.recover.recipe import Anneal, Augment, Clip, Data, Distill, Optim, Recipe, Schedule
+
+RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data") / "images")
+
+
+def order(first: int = 0, last: int = 6, *, batch: int = 8, seed: int = 0, **share: int) -> list[list[tuple[int, int]]]:
+    return list(Order(27, batch, Share(**share), seed, first, last))
+
+
+@pytest.mark.parametrize(("world", "accumulate", "batch"), [(1, 1, 8), (2, 1, 8), (1, 4, 8), (2, 2, 8), (4, 1, 4)])
+def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch: int) -> None:
+    alone = order(batch=batch)
+    shares = [order(batch=batch, rank=rank, world=world, accumulate=accumulate) for rank in range(world)]
+    for update, whole in enumerate(alone):
+        parts = [own[update * accumulate + part] for own in shares for part in range(accumulate)]
+        assert sorted(at for part in parts for at in part) == sorted(whole)
+        mirror = dict(zip(whole, reversed(whole), strict=True))  # the partners of mixup stay together
+        size = batch // world // accumulate
+        assert size % 2 or all(
+            mirror[at] == other for part in parts for at, other in zip(part, part[::-1], strict=True)
+        )
+
+
+def test_an_epoch_has_each_image_once_and_the_next_has_another_order() -> None:
+    epochs = [order(3 * epoch, 3 * epoch + 3) for epoch in range(2)]
+    for number, epoch in enumerate(epochs):
+        seen = [at for batch in epoch for at in batch]
+        assert {which for which, _ in seen} == {number}
+        assert len({index for _, index in seen}) == 24
+    assert [index for _, index in epochs[0][0]] != [index for _, index in epochs[1][0]]
+    assert order(seed=1) != order(seed=0)
+    assert order(2) == order()[2:]  # a continued run
+
+
+def test_random_numbers_are_a_function_of_their_name_and_are_given_back() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    after = draw()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    with drawn_by(0, "image", 1):
+        one = draw()
+    assert draw() == after
+    with drawn_by(0, "image", 1):
+        assert draw() == one
+    with drawn_by(0, "image", 2):
+        assert draw() != one
+
+
+AUGMENT = Augment(scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5", erase=0.5, color_jitter=0.4)
+
+
+def batches(images: Path, workers: int, first: int = 0) -> list[Tensor]:
+    data = Data(root=str(images), batch_size=8, workers=workers, augment=AUGMENT)
+    training = Training({**RECORD, "num_classes": 10}, data, 0, labelled=True)
+    return [batch for batch, _ in training.batches(Share(), first, 6)]
+
+
+def test_augmentation_does_not_depend_on_workers_nor_on_where_a_run_begins(images: Path) -> None:
+    whole = batches(images, 0)
+    assert all(map(torch.equal, whole, batches(images, 2)))
+    assert all(map(torch.equal, whole[4:], batches(images, 0, first=4)))
+    again = Seeded(Training({**RECORD, "num_classes": 10}, Data(root=str(images), batch_size=8, augment=AUGMENT), 0,
+                            labelled=True).images.images, 0)  # fmt: skip
+    assert not torch.equal(again[0, 3][0], again[1, 3][0])  # another epoch, another crop
+
+
+def test_without_augmentation_images_are_those_of_evaluation(images: Path) -> None:
+    from PIL import Image
+
+    image = Image.open(next(images.rglob("*.png"))).resize((48, 48))
+    plain = transform(RECORD, Augment(hflip=0.0))
+    assert torch.allclose(plain(image), create_transform(**RECORD, crop_pct=1.0)(image))
+    flipped = transform(RECORD, Augment(hflip=1.0))
+    assert torch.allclose(flipped(image), plain(image).flip(2), atol=0.02)
+    cropped = transform(RECORD, Augment(hflip=0.0, padding=4))
+    torch.manual_seed(0)
+    assert cropped(image).shape == (3, 32, 32)
+    assert not torch.equal(cropped(image), plain(image))
+
+
+def test_places(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    train, test = str(tmp_path / "train"), str(tmp_path / "test")
+    assert places(Data(root=str(tmp_path))) == (train, test)
+    assert places(Data(root=train)) == (train, test)
+    assert places(Data(root=train, validation="v")) == (train, "v")
+    assert places(Data(root=test)) == (test, None)
+    assert places(Data(root="torch/cifar10:/d")) == ("torch/cifar10:/d", "torch/cifar10:/d")
+    with pytest.raises(SourceError, match=r"no data.root.*--data"):
+        places(Data())
+
+
+def rates(schedule: Schedule, updates: int = 40, per_epoch: int = 10) -> list[float]:
+    own = nn.Parameter(torch.zeros(1))
+    scaled = {"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 0.1}
+    rate = Rate(torch.optim.SGD([{"params": [own]}, scaled], lr=2.0), schedule, updates, per_epoch)
+    found = []
+    for update in range(updates):
+        found.append(rate.set(update))
+        assert rate.optimizer.param_groups[1]["lr"] == pytest.approx(found[-1] / 10)
+    return found
+
+
+def cosine(update: int) -> float:
+    return 0.1 + 0.5 * 1.9 * (1 + math.cos(math.pi * (update - 5) / 35))
+
+
+EXPECTED: dict[str, tuple[Schedule, Callable[[int], float]]] = {
+    "constant": (Schedule(name="constant"), lambda u: 2.0),
+    "cosine": (Schedule(warmup=0.5, min_lr=0.1), lambda u: 2 * (u + 1) / 6 if u < 5 else cosine(u)),
+    "poly": (Schedule(name="poly"), lambda u: 2 * (1 - u / 40) ** 0.5),
+    "step": (Schedule(name="step", milestones=(1.5,), rate=0.5), lambda u: 2 * 0.5 ** (u // 15)),
+    "multistep": (Schedule(name="multistep", milestones=(1, 3)), lambda u: 2 * 0.1 ** ((u >= 10) + (u >= 30))),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_learning_rates(name: str) -> None:
+    schedule, expected = EXPECTED[name]
+    assert rates(schedule) == pytest.approx([expected(update) for update in range(40)])
+
+
+def test_scalars_have_a_rate_of_their_own_and_nothing_but_weights_decays() -> None:
+    model = network("fixup")
+    groups = optimizer(model, Optim(scalar_lr=0.1, weight_decay=0.5, decay="kim2022")).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in groups:
+        for parameter in group["params"]:
+            scalar = parameter.numel() == 1
+            assert group.get("lr_scale", 1.0) == (0.1 if scalar else 1.0), names[id(parameter)]
+            assert (group["weight_decay"] > 0) == (parameter.ndim > 1), names[id(parameter)]
+    every = optimizer(model, Optim(weight_decay=0.5)).param_groups  # auto: as Fixup's authors have it
+    assert {group["weight_decay"] for group in every} == {0.5}
+    with pytest.raises(OptionError, match="no_such_thing"):
+        optimizer(model, Optim(name="no_such_thing"))
+
+
+class HeadFirst(nn.Module):
+    """A network whose classifier is not its last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.conv(x).mean((2, 3))))
+
+
+@pytest.mark.parametrize(
+    ("make", "head"),
+    [
+        (HeadFirst, "head."),
+        (lambda: timm.create_model("resnetv2_18", num_classes=3, channels=(4, 4, 4, 4), stem_chs=4), "head.fc."),
+        (lambda: timm.create_model("resnet18", num_classes=3, channels=(4, 4, 4, 4)), "fc."),
+    ],
+    ids=["own", "v2", "v1"],
+)
+def test_adaptive_clipping_leaves_the_classifier_alone(make: Callable[[], nn.Module], head: str) -> None:
+    torch.manual_seed(0)
+    model = make()
+    model(torch.randn(2, 3, 32, 32)).square().sum().mul(1e4).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    Clipping(model, Clip(mode="agc", value=0.01)).clip()
+    some = False
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        if name.startswith(head):
+            assert torch.equal(parameter.grad, before[name])
+            continue
+        rows = parameter.detach().reshape(len(parameter), -1) if parameter.ndim > 1 else parameter.detach()[None]
+        bound = 0.01 * rows.norm(dim=1).clamp(min=1e-3)
+        now, old = (g.reshape_as(rows) for g in (parameter.grad, before[name]))
+        assert (now.norm(dim=1) <= bound * 1.0001).all()
+        factor = (bound / old.norm(dim=1).clamp(min=1e-6)).clamp(max=1.0)
+        assert torch.allclose(now, old * factor[:, None], rtol=1e-4, atol=1e-8)
+        some = some or not torch.equal(now, old)
+    assert some
+
+
+@pytest.mark.parametrize(("mode", "value"), [("norm", 0.5), ("value", 0.01)])
+def test_clipping_by_norm_or_value(mode: Any, value: float) -> None:
+    model = HeadFirst()
+    model(torch.randn(2, 3, 8, 8)).square().sum().mul(100).backward()
+    Clipping(model, Clip(mode=mode, value=value)).clip()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert float(flat.norm() if mode == "norm" else flat.abs().max()) == pytest.approx(value, rel=1e-3)
+
+
+def distilled(part: Distill, model: nn.Module, teacher: nn.Module, **parts: Any) -> tuple[Objective, Teacher]:
+    plan = Recipe(summary="", distill=part, **parts)
+    asked = Teacher(copy.deepcopy(teacher), model, features=part.kind == "features")
+    return Objective(plan, model, asked), asked
+
+
+def test_distillation_of_logits_is_hintons() -> None:
+    model, teacher = network(), network("skipinit", alpha=0)
+    x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    objective, _ = distilled(Distill(weight=0.25, temperature=3.0), model, teacher)
+    ours, theirs = model(x).double(), teacher(x).double()
+    p, q = (theirs / 3).softmax(1), (ours / 3).softmax(1)
+    hard = -ours.log_softmax(1)[range(4), y].mean()
+    expected = 0.75 * hard + 0.25 * 9 * (p * (p.log() - q.log())).sum(1).mean()
+    assert objective(model, x, y, ()).item() == pytest.approx(expected.item(), rel=1e-5)
+    only, _ = distilled(Distill(weight=1.0, temperature=3.0), model, teacher)
+    assert torch.equal(only(model, x, y, ()), only(model, x, y.flip(0) + 50, ()))  # labels are not used
+
+
+def test_distillation_of_features_and_another_preprocessing() -> None:
+    model, teacher = network(), network("skipinit", alpha=0)
+    theirs: Any = teacher
+    theirs.__dict__["pretrained_cfg"] = {**theirs.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    if (record := provenance.of(teacher)) is not None:
+        record.pretrained_cfg.update(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
+    x = torch.randn(4, 3, 32, 32)
+    objective, _ = distilled(Distill(kind="features", weight=1.0), model, teacher)
+    ours: Any = model
+    mean, std = (torch.tensor(ours.pretrained_cfg[k]).view(1, 3, 1, 1) for k in ("mean", "std"))
+    pixels = x * std + mean
+    seen = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)) / torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
+    f, g = (m.forward_head(m.forward_features(i), pre_logits=True) for m, i in ((ours, x), (theirs, seen)))
+    expected = (2 - 2 * F.cosine_similarity(f, g)).mean()
+    assert objective(model, x, torch.zeros(4).long(), ()).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_teacher_with_other_classes_is_refused() -> None:
+    other = timm.create_model("resnet18", num_classes=3, channels=(4, 4, 8, 8))
+    with pytest.raises(SourceError, match="num_classes 3, the network 10"):
+        Teacher(other, network(), features=False)
+
+
+def test_mixup_mixes_mirror_images_and_their_labels() -> None:
+    model = network()
+    plan = Recipe.model_validate({"summary": "", "data": {"augment": {"mixup": 0.4}}, "train": {"smoothing": 0.1}})
+    x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    found = Objective(plan, model, None)(model, x.clone(), y, (0, "mixup", 0))
+    with drawn_by(0, "mixup", 0):
+        np.random.rand()  # timm asks whether to mix at all
+        share = float(np.random.beta(0.4, 0.4))
+    soft = F.one_hot(y, 10) * 0.9 + 0.01
+    target = share * soft + (1 - share) * soft.flip(0)
+    logits = model(share * x + (1 - share) * x.flip(0))
+    assert found.item() == pytest.approx(-(target * logits.log_softmax(1)).sum(1).mean().item(), rel=1e-5)
+
+
+def by_hand(model: nn.Module, x: Tensor, y: Tensor, updates: int) -> None:
+    """Nesterov SGD with weight decay on everything and a cosine schedule, from the formulas."""
+    speed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for update in range(updates):
+        lr = 0.005 * (1 + math.cos(math.pi * update / updates))
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                gradient = p.grad + 0.01 * p
+                speed[name] = 0.9 * speed[name] + gradient
+                p -= lr * (gradient + 0.9 * speed[name])
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) -> None:
+    from PIL import Image
+
+    model = network("skipinit", double=True)
+    optim = {"lr": 0.01, "weight_decay": 0.01, "decay": "all"}
+    plan = recipe(images, optim=optim, data={"batch_size": 40}, train={"epochs": 4, "accumulate": accumulate})
+    result = train(model, plan, tmp_path / "out")
+    known: Any = model
+    files = sorted(images.rglob("*.png"))
+    mean, std = (torch.tensor(known.pretrained_cfg[k]).view(3, 1, 1) for k in ("mean", "std"))
+    pixels = [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1).float() / 255 for file in files]
+    x = torch.stack([(image - mean) / std for image in pixels]).double()
+    y = torch.tensor([int(file.parent.name.removeprefix("class")) for file in files])
+    twin = copy.deepcopy(model).train()
+    by_hand(twin, x, y, 4)
+    moved = 0.0
+    for name, tensor in twin.state_dict().items():
+        assert torch.allclose(weights(result.last)[name], tensor, rtol=1e-9, atol=1e-10), name
+        moved = max(moved, float((tensor - model.state_dict()[name]).abs().max()))
+    assert moved > 1e-3
+    assert [row["update"] for row in result.rows] == [0, 1, 2, 3, 4]
+    with torch.no_grad():
+        hits = (twin.eval()(x).argmax(1) == y).double().mean() * 100
+    assert result.rows[-1]["top1"] == pytest.approx(hits.item())
+
+
+def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> None:
+    model, seen = network("skipinit", double=True), []
+    plan = recipe(images, train={"epochs": 0.6, "ema": {"decay": 0.5, "warmup": False}})
+    from normswap.recover.engine import Run
+
+    run: dict[str, Run] = {}
+
+    class Spy(Run):
+        def _update(self, batches: Any) -> None:
+            super()._update(batches)
+            run["it"] = self
+            seen.append({name: t.clone() for name, t in self.task.raw.state_dict().items()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normswap.recover.engine.Run", Spy)
+        train(model, plan, tmp_path / "out")
+    average = seen[0]
+    for state in seen[1:]:
+        average = {name: 0.5 * average[name] + 0.5 * state[name] for name in state}
+    ema = run["it"].task.ema
+    assert ema is not None
+    assert len(seen) == 3
+    for name, tensor in ema.module.state_dict().items():
+        assert torch.allclose(tensor, average[name], atol=1e-12), name
+
+
+def test_filter_means_go_to_zero_and_leave_plain_layers(images: Path, tmp_path: Path) -> None:
+    model = network("nf", mean="keep")
+    start = [layer.mean.clone() for layer in means.kept(model)]
+    moving = means.Means(model, Anneal(means=0.5), 10)
+    for update in range(10):
+        moving.step(update, None)
+        share = max(0.0, 1 - (update + 1) / 5)
+        for layer, first in zip(means.kept(model), start, strict=True):
+            assert torch.allclose(layer.mean, share * first, atol=1e-7)
+    result = train(network("nf", mean="keep"), recipe(images, anneal={"means": 0.5}), tmp_path / "out")
+    last = normswap.load(result.last)
+    kinds = {type(layer).__name__ for layer in last.modules() if isinstance(layer, nn.Conv2d)}
+    assert kinds == {"ScaledStdConv2d"}
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(last(x), result.model(x))
+    assert not torch.allclose(last(x), network("nf", mean="keep")(x), atol=1e-2)
+    with pytest.raises(OptionError, match="keeps no filter means"):
+        means.Means(network(), Anneal(), 10)
+
+
+def test_means_that_are_not_zero_stay(images: Path, tmp_path: Path) -> None:
+    plan = recipe(images, anneal={"means": 1.0}, train={"epochs": 2, "checkpoint": 1})
+    model = network("nf", mean="keep")
+    means.Means(model, Anneal(means=1.0), 10).step(0, None)
+    assert means.kept(means.drop(copy.deepcopy(model)))
+    assert not means.kept(train(network("nf", mean="keep"), plan, tmp_path / "out").model)
+
+
+def test_dropout_trains(images: Path, tmp_path: Path) -> None:
+    """Regularized SkipInit: with and without dropout the same run gives other weights, and a repeated one the same."""
+    plan = recipe(images)
+    one, two = (train(network("regularized-skipinit", dropout=p), plan, tmp_path / str(p)) for p in (0.5, 0.0))
+    again = train(network("regularized-skipinit", dropout=0.5), plan, tmp_path / "again")
+    same = [torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True)]
+    assert not any(same)
+    assert all(map(torch.equal, one.model.parameters(), again.model.parameters()))

@@ -1,0 +1,117 @@
+"""Small trainings: a tiny network, a few random images, a recipe; as a script, one process of a run.
+
+python tests/trained.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill UPDATE] [--nap SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+import normswap
+from normswap.recover.engine import finetune
+from normswap.recover.recipe import Recipe
+from normswap.recover.records import Moment, Result
+
+CLASSES = [f"class{i}" for i in range(10)]
+
+
+def write_images(folder: Path, per_class: int = 4, classes: list[str] = CLASSES, side: int = 32) -> Path:
+    """Class folders of random images."""
+    random = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for index in range(per_class):
+            pixels = random.integers(0, 256, (side, side, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+    return folder
+
+
+def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) -> nn.Module:
+    """A tiny ResNet-18 for images of 32 px, converted."""
+    torch.manual_seed(0)
+    model = timm.create_model("resnet18", num_classes=10, channels=(4, 4, 8, 8), zero_init_last=False)
+    known = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "interpolation": "bilinear"}
+    model.__dict__.update(pretrained_cfg=known, default_cfg=known)
+    with torch.no_grad():  # statistics that the network has: alphas are matched to them
+        model.train()(torch.randn(64, 3, 32, 32))
+    model = model.eval()
+    if scheme != "batchnorm":
+        model = normswap.convert(model, scheme, size=(3, 32, 32), **options).model
+    return model.double() if double else model
+
+
+def recipe(images: Path | str, **parts: Any) -> Recipe:
+    """A recipe for those images: four updates in each of two epochs, nothing random but the order."""
+    base: dict[str, Any] = {
+        "summary": "a test",
+        "data": {"root": str(images), "validation": str(images), "batch_size": 8, "workers": 0},
+        "optim": {"lr": 0.01},
+        "train": {"epochs": 2},
+    }
+    base["data"]["augment"] = {"hflip": 0.0}
+    return Recipe.model_validate(_merged(base, parts))
+
+
+def _merged(base: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(base[key], value) for key, value in parts.items()
+            if isinstance(base.get(key), dict) and isinstance(value, dict)}  # fmt: skip
+    return {**base, **parts, **both}
+
+
+def train(model: nn.Module, plan: Recipe, out: Path, **options: Any) -> Result:
+    """`finetune` on the CPU without trackers."""
+    return finetune(model, plan, out, **{"device": "cpu", "track": "none", **options})
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return dict(normswap.load(directory).state_dict())
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, str(Path(__file__)), *map(str, words)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("images", "out", "scheme", "parts"):
+        parser.add_argument(name)
+    parser.add_argument("--resume")
+    parser.add_argument("--kill", type=int, default=0, help="SIGKILL process 1, or the only one, once, at this update")
+    parser.add_argument("--nap", type=float, default=0.0, help="seconds per update, so that it can be killed")
+    given = parser.parse_args()
+    parts = json.loads(given.parts)
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+    def watch(moment: Moment) -> None:
+        time.sleep(given.nap)
+
+    if given.kill and first and os.environ.get("RANK", "1") == "1":
+        from normswap.recover.engine import Run
+
+        update = Run._update
+
+        def dying(self: Run, batches: Any) -> None:
+            if self.at.update == given.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            update(self, batches)
+
+        Run._update = dying  # type: ignore[method-assign]
+    model = network(given.scheme, double=parts.pop("double", False))
+    train(model, recipe(given.images, **parts), Path(given.out), resume=given.resume, progress=watch)
+
+
+if __name__ == "__main__":
+    main()
