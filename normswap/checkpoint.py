@@ -44,13 +44,13 @@ def open_model(
     num_classes: int | None = None,
     in_chans: int | None = None,
 ) -> nn.Module:
-    """Any MODEL: what `zoo.open_source` opens, or a directory that `save` wrote.
+    """Any MODEL: what `zoo.open_source` opens, a directory that `save` wrote, or a file that `write_file` wrote.
 
     Raises:
         SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
-    if folder.is_dir() and is_checkpoint(folder):
+    if folder.exists() and is_checkpoint(folder):
         given = {"--weights random": weights != "pretrained", "--arch": arch, "--arch-arg": arch_args,
                  "--num-classes": num_classes, "--in-chans": in_chans}  # fmt: skip
         useless = [name for name, value in given.items() if value]
@@ -100,7 +100,7 @@ def save(
 
 
 def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
-    """The network in a directory that `save` wrote: in eval mode, on the CPU, carrying its provenance.
+    """The network that `save` or `write_file` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
@@ -112,15 +112,15 @@ def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     folder = Path(directory)
-    header = read_header(folder)
+    header, file = read_header(folder), _weights_of(folder)
     arch = Arch(**header["arch"]) if header["arch"] else None
-    plan = Plan.from_json(json.dumps(header["plan"]), f"{folder / _WEIGHTS}: plan")
+    plan = Plan.from_json(json.dumps(header["plan"]), f"{file}: plan")
     if header["plan"].get("digest") != plan.digest:
-        raise PlanError(f"{folder / _WEIGHTS}: the plan does not have the digest it was saved with")
-    state = weights.read(folder / _WEIGHTS)
-    weights.check_finite(state, str(folder / _WEIGHTS))
+        raise PlanError(f"{file}: the plan does not have the digest it was saved with")
+    state = weights.read(file)
+    weights.check_finite(state, str(file))
     model = surgery.apply(_bare(folder, arch, skeleton), plan).to(_dtype(state))
-    weights.load_into(model, state, str(folder / _WEIGHTS), {})
+    weights.load_into(model, state, str(file), {})
     model.eval()
     norms = weights.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
     cfg = header["pretrained_cfg"]
@@ -139,10 +139,15 @@ def read_report(directory: str | Path) -> Report | None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether normswap wrote this directory."""
     try:
-        with safe_open(folder / _WEIGHTS, "pt") as opened:
+        with safe_open(_weights_of(folder), "pt") as opened:
             return "normswap" in (opened.metadata() or {})
     except (OSError, SafetensorError):
         return (folder / _CARD).is_file() and card.is_card((folder / _CARD).read_text(errors="replace"))
+
+
+def _weights_of(place: Path) -> Path:
+    """The weights of a directory; a file is its own."""
+    return place if place.is_file() else place / _WEIGHTS
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     Raises:
         SourceError: missing, truncated, not ours, or from a later normswap.
     """
-    file = folder / _WEIGHTS
+    file = _weights_of(folder)
     if not file.is_file():
         raise SourceError(f"{folder} has no {_WEIGHTS}", remedy="Name a directory that normswap wrote")
     try:
@@ -190,7 +195,19 @@ def claim(place: Path, *, force: bool) -> None:
         raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another -o")
 
 
-def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> None:
+    """Write a network that carries its provenance as one file, without the norms it once had; `load` reads it.
+
+    Args:
+        metadata: further entries of the header.
+    """
+    record = provenance.of(model) or Provenance(source=type(model).__name__)
+    _write_tensors(file, model, replace(record, arch=restore.architecture(model)), None, metadata)
+
+
+def _write_tensors(
+    file: Path, model: nn.Module, record: Provenance, report: Report | None, metadata: Mapping[str, str] = {}
+) -> None:
     header = {
         "version": VERSION,
         "source": record.source,
@@ -203,7 +220,11 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
                      "python": platform.python_version()},
     }  # fmt: skip
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    _save(state, folder / _WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
+    _save(state, file, {**metadata, "format": "pt", "normswap": json.dumps(header)})
+
+
+def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+    _write_tensors(folder / _WEIGHTS, model, record, report)
     if record.norms:
         norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
         _save(norms, folder / _NORMS, {"format": "pt"})

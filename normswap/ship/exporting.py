@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import writing
+from normswap import data as data_room
+from normswap import provenance, writing
 from normswap.conversion import Conversion
 from normswap.errors import OptionError
 from normswap.ship import baked_input, checks, formats, sidecar, undressing
@@ -31,7 +33,7 @@ class Exported:
         format, dtype: as asked for.
         input_size: (C, H, W); dynamic_batch: whether the number of images at a time is free.
         figures: how far the file, in its runtime, is from the source.
-        nodes: its operators, counted by kind.
+        nodes: its operators, counted by kind; plain_nodes: those of an export without folding, if asked for.
         bytes: its size.
         notes: what the user should know.
         seconds: what it all took.
@@ -45,6 +47,7 @@ class Exported:
     dynamic_batch: bool
     figures: Figures
     nodes: dict[str, int]
+    plain_nodes: dict[str, int] | None
     bytes: int
     notes: tuple[str, ...]
     seconds: float
@@ -78,6 +81,7 @@ def export(
     softmax: bool = False,
     images: Iterable[Any] | Tensor | None = None,
     force: bool = False,
+    count_plain: bool = False,
     say: Callable[[str], None] = lambda what: None,
 ) -> Exported:
     """Fold `model`, which is not changed, and write it as one file for another runtime.
@@ -95,6 +99,7 @@ def export(
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
             default smooth noise.
         force: replace a file that exists.
+        count_plain: export `model` as it is, too, and count that file's nodes.
         say: called with what is going on.
 
     Raises:
@@ -105,31 +110,68 @@ def export(
     """
     start = time.perf_counter()
     order = _order(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax)
+    claim(order.file, format, force=force)
     beside = sidecar.place(order.file)
-    for file in (order.file, beside):
-        writing.claim(file, force=force)
     checks.answers(order.source, torch.zeros(1, *order.size))
     say("folding")
     network, notes = _prepare(order)
-    body = sidecar.body(order.source, order.size, order.output, normalize=normalize, dynamic=dynamic_batch)
+    body = sidecar.body(order.source, order.size, order.output, normalize=normalize, dynamic=order.dynamic_batch)
     metadata = sidecar.metadata(order.source, body, dtype)
     found: dict[str, Any] = {}
 
     def write(aside: Path) -> None:
         say(f"exporting to {order.form.NAME}")
-        x = torch.zeros(2 if dynamic_batch else 1, *order.size)
-        order.form.write(network, x, aside, dynamic=dynamic_batch, metadata=metadata)
+        order.form.write(network, _example(order), aside, dynamic=order.dynamic_batch, metadata=metadata)
         say("checking")
         found["figures"] = _check(order, order.form.open(aside), images)
         found["nodes"] = order.form.nodes(aside)
         sidecar.write(beside, body)
 
     writing.whole(order.file, write)
+    plain = _plain_nodes(order, say) if count_plain else None
     size = order.file.stat().st_size
     return Exported(
-        order.file, beside, order.form.NAME, dtype, order.size, dynamic_batch, found["figures"], found["nodes"],
-        size, tuple(notes), time.perf_counter() - start,
+        order.file, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"], found["nodes"],
+        plain, size, tuple(notes), time.perf_counter() - start,
     )  # fmt: skip
+
+
+def claim(file: Path, format: str | None, *, force: bool) -> None:
+    """See, before any work, that the file can be written.
+
+    Raises:
+        OptionError: the format is not known, or a package it needs is not installed.
+        OutputError: the file, or its sidecar, exists, or its folder does not.
+    """
+    formats.choose(file, format)
+    for each in (file, sidecar.place(file)):
+        writing.claim(each, force=force)
+
+
+def loader(model: nn.Module, size: Sequence[int] | None, data: str, **rest: Any) -> data_room.Loader:
+    """Images of `data` as `model` wants them, at another size (C, H, W) if one is given; `rest` as in `make_loader`.
+
+    Raises:
+        SourceError: there are none.
+    """
+    record = provenance.of(model)
+    config = {**(record.pretrained_cfg if record else {}), **sidecar.config(model)}
+    config |= {"num_classes": getattr(model, "num_classes", None)} | ({} if size is None else {"input_size": size})
+    return data_room.make_loader(config, data, **rest)
+
+
+def _example(order: _Order) -> Tensor:
+    return torch.zeros(2 if order.dynamic_batch else 1, *order.size)  # torch.export takes 1 for a constant
+
+
+def _plain_nodes(order: _Order, say: Callable[[str], None]) -> dict[str, int] | None:
+    if not order.form.GRAPH:
+        return None
+    say("exporting without folding")
+    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        file = Path(folder) / f"plain{order.file.suffix}"
+        order.form.write(Shipped(order.source).eval(), _example(order), file, dynamic=order.dynamic_batch, metadata={})
+        return dict(order.form.nodes(file))
 
 
 def _order(
@@ -149,6 +191,7 @@ def _order(
         option = "normalize" if normalize else "softmax"
         raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
     given = model.model if isinstance(model, Conversion) else model
+    dynamic_batch = dynamic_batch or not form.GRAPH
     source = copy.deepcopy(given).cpu().float().eval()
     config = sidecar.config(source)
     size = tuple(config["input_size"] if input_size is None else input_size)

@@ -84,7 +84,7 @@ def choose(file: Path, name: str | None) -> Any:
         what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
         raise OptionError(f"{what} says no format", remedy=f"Known: {known}; or name it with --format")
     if name is not None and name in _MODULES and meant not in (None, name):
-        raise OptionError(f"{file} ends as a {meant} file does, not a {name} one", remedy="Drop one of the two")
+        raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
     return get(name or str(meant))
 
 

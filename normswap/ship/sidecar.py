@@ -75,9 +75,7 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
         "dtype": dtype,
         "labels": json.dumps(body["output"]["labels"]),
         "preprocess": json.dumps(body),
-        "normswap": __version__,
-        "torch": str(torch.__version__),
-        "timm": timm.__version__,
+        "versions": json.dumps({"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}),
     }
 
 

@@ -1,0 +1,45 @@
+"""safetensors: the folded weights in one file, whose header says how to build the network around them.
+
+Its runtime is normswap: `normswap.load(file)`, or FILE as MODEL of any command. There are no operators in it, so the
+features before the classifier stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from normswap import checkpoint
+from normswap.errors import NormswapError, OutputError, VerificationError
+from normswap.ship.formats import Runs
+
+NAME = "safetensors"
+NEEDS = ()
+GRAPH = False
+
+
+def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The metadata are in the header."""
+    try:
+        checkpoint.write_file(file, network, metadata)
+    except SafetensorError as error:  # the disk is full
+        raise OutputError(f"cannot write {file}", str(error)) from None
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`."""
+    try:
+        network = checkpoint.load(file)
+    except NormswapError as error:
+        raise VerificationError("normswap.load does not take it", str(error)) from None
+    dtype = next(network.parameters()).dtype
+    return torch.no_grad()(lambda x: network(x.to(dtype)).float())
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`: it has none."""
+    return {}
