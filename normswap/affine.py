@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from timm import layers as timm_layers
 from timm.layers import norm_act, split_batchnorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import layers, norm_layers, scalar_layers
+from normswap import layer_norms, layers, norm_layers, scalar_layers
 
 _BATCHNORM_FORWARDS = {
     _BatchNorm.forward,
@@ -81,10 +82,10 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor]:
-    """s and t of y = s * x + t, each of shape (C,) or (1,), float64.
+    """s and t of y = s * x + t, each of shape (C,) or (1,), float64; of a LayerNorm or RMSNorm, gamma and beta.
 
     Args:
-        module: one for which `refusal` is None.
+        module: one for which `refusal` is None, or `layer_norms.refusal`.
         unit_gamma: read a BatchNorm as if gamma were 1 and beta 0 (the plain standardization).
     """
     if isinstance(module, layers.Scale):
@@ -97,6 +98,10 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     if isinstance(module, layers.ChannelBias):
         bias = module.bias.detach().double()
         return (torch.ones_like(bias) if module.sign is None else module.sign.double()), bias
+    if isinstance(module, timm_layers.LayerScale | timm_layers.LayerScale2d):
+        return module.gamma.detach().double(), torch.zeros_like(module.gamma, dtype=torch.float64)
+    if layer_norms.channel_dim(module) is not None:
+        return layer_norms.read(module)
     norm: Any = module
     mean, var = norm.running_mean.double(), norm.running_var.double()
     scale = torch.rsqrt(var + norm.eps)

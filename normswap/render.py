@@ -23,6 +23,8 @@ _OUTCOMES = {
     "folds into": "folded back",
     "folds forward into": "folded forward",
     "scale moves to": "left a shift",
+    "its scale and shift move to": "scale and shift moved on",
+    "becomes an RMSNorm": "RMSNorm",
     "keeps scale and shift": "left scale and shift",
     "stays": "stay",
     "never called": "never called",

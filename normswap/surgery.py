@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import layers, norm_layers, persample, scalar_layers, standardized, weight_layers
+from normswap import layer_norms, layers, norm_layers, persample, scalar_layers, standardized, weight_layers
 from normswap.errors import PlanError
 from normswap.plan import Edit, Plan, Step
 
-_ROOMS: tuple[Any, ...] = (layers, norm_layers, persample, scalar_layers, standardized, weight_layers)
+_ROOMS: tuple[Any, ...] = (layer_norms, layers, norm_layers, persample, scalar_layers, standardized, weight_layers)
 SEATED: dict[str, Any] = {name: layer for room in _ROOMS for name, layer in room.SEATED.items()}
 
 
@@ -82,7 +82,7 @@ def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
 
 
 def find(model: nn.Module, path: str, who: str) -> Any:
-    """What sits at a dotted path: a module, or (dropout rates) a plain number.
+    """What sits at a dotted path: a module, a parameter, or (dropout rates) a plain number.
 
     Raises:
         PlanError: nothing does.
@@ -92,7 +92,7 @@ def find(model: nn.Module, path: str, who: str) -> Any:
         if not hasattr(seat, name):
             raise PlanError(f"{who} names {path!r}, which is not in {type(model).__name__}")
         seat = getattr(seat, name)
-    if not isinstance(seat, nn.Module | float | int) and not (isinstance(seat, nn.Parameter) and seat.ndim == 0):
+    if not isinstance(seat, nn.Module | float | int | nn.Parameter):
         raise PlanError(f"{who} names {path!r}, which is no module but a {type(seat).__name__}")
     return seat
 
@@ -116,12 +116,15 @@ def moves(edit: Edit) -> bool:
 def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:
     if edit.layer not in SEATED:
         raise PlanError(f"edit of {edit.path} seats an unknown layer {edit.layer!r}", f"known: {', '.join(SEATED)}")
+    layer = SEATED[edit.layer]
+    if isinstance(old, nn.Parameter) and old.ndim and not getattr(layer, "TENSORS", False):
+        raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
     args = dict(edit.args)
     then = args.pop("then", None)  # a scalar after the newcomer, where one seat is both
     copied, apart = args.pop("copied", False), args.pop("out_of_place", False)
     try:
         with torch.no_grad():
-            new = SEATED[edit.layer].replacing(old, *reads, like=like, **args)
+            new = layer.replacing(old, *reads, like=like, **args)
             new = new if then is None else layers.Chain(new, layers.Scale(**then, like=like))
             new = layers.out_of_place(new) if apart else new
             return layers.Chain(new, layers.Copy()) if copied else new

@@ -133,7 +133,7 @@ def test_lived_in_networks_can_tell(trained: Lived) -> None:
 
 def test_every_scheme_has_a_row() -> None:
     """An exact one, but for the norms with statistics per sample."""
-    assert {row.scheme for row in ROWS} == set(schemes.names())
+    assert {row.scheme for row in ROWS} == set(schemes.names()) - {"rmsnorm"}  # has a table of its own: test_rmsnorm.py
     assert {row.scheme for row in ROWS} - {row.scheme for row in EXACT} == {"groupnorm", "layernorm", "instancenorm"}
 
 

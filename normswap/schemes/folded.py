@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap import norm_affine
 from normswap.anatomy import Anatomy
 from normswap.undress import undress
 from normswap.walks import Draft
@@ -21,4 +22,6 @@ def exact(options: dict[str, Any]) -> bool:
 
 
 def plan(anatomy: Anatomy) -> Draft:
-    return undress(anatomy)
+    draft = undress(anatomy)
+    norm_affine.move(draft)
+    return draft

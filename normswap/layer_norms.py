@@ -1,0 +1,127 @@
+"""LayerNorm and RMSNorm over the channels of each token or pixel: what is known of them, and what can take their seat.
+
+y = gamma (x - mean) / sqrt(var + eps) + beta, Ba et al. 2016, arXiv:1607.06450; RMSNorm (Zhang & Sennrich 2019,
+arXiv:1910.07467) leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps). On x of mean zero the two are one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm import layers as timm_layers
+from torch import Tensor, nn
+
+
+class ShiftedRMSNorm(nn.RMSNorm):
+    """RMSNorm with a beta, where no linear layer can take that in, over the last dimension or (dim=1) the second."""
+
+    def __init__(self, channels: int, *, eps: float, scale: bool, shift: bool, dim: int) -> None:
+        super().__init__(channels, eps=eps, elementwise_affine=scale)
+        self.bias = nn.Parameter(torch.zeros(channels)) if shift else None
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C), or (N, C, ...) with dim=1, -> the same"""
+        y = F.rms_norm(x.movedim(self.dim, -1), self.normalized_shape, self.weight, self.eps)
+        return (y if self.bias is None else y + self.bias).movedim(-1, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, shift={self.bias is not None}, dim={self.dim}"
+
+
+_LAYERNORMS = {nn.LayerNorm.forward: -1, timm_layers.LayerNorm.forward: -1, timm_layers.LayerNorm2d.forward: 1}
+_RMSNORMS = {
+    nn.RMSNorm.forward: -1,
+    timm_layers.RmsNorm.forward: -1,
+    timm_layers.RmsNorm2d.forward: 1,
+    ShiftedRMSNorm.forward: -1,
+}
+_SINGLE = (timm_layers.LayerNormFp32, timm_layers.LayerNorm2dFp32)
+
+
+def channel_dim(module: nn.Module) -> int | None:
+    """Along which dimension a LayerNorm or RMSNorm normalizes: -1 or 1; None for any other module."""
+    kind = type(module)
+    dim = {**_LAYERNORMS, **_RMSNORMS}.get(kind.forward)
+    if dim is None or "forward" in vars(module) or len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+        return None
+    return module.dim if isinstance(module, ShiftedRMSNorm) else dim
+
+
+def is_layernorm(module: nn.Module) -> bool:
+    """Whether `module` is one of the LayerNorms that `channel_dim` knows."""
+    return isinstance(module, nn.LayerNorm) and channel_dim(module) is not None
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why the gamma and beta of this LayerNorm or RMSNorm cannot be touched, or None when they can."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which see its output"
+    if isinstance(module, _SINGLE):
+        return "it computes in float32 whatever the network's precision is"
+    if channel_dim(module) is None:
+        return f"{type(module).__name__} has a forward of its own, or normalizes more than the channels"
+    return None
+
+
+def read(module: Any) -> tuple[Tensor, Tensor]:
+    """gamma and beta, each of shape (C,), float64; ones and zeros where the module has none."""
+    shift = getattr(module, "bias", None)
+    like = torch.ones(module.normalized_shape, dtype=torch.float64)
+    gamma = like if module.weight is None else module.weight.detach().double()
+    return gamma, torch.zeros_like(gamma) if shift is None else shift.detach().double()
+
+
+class BareNorm:
+    """A LayerNorm or RMSNorm without gamma and beta. It keeps its class."""
+
+    @staticmethod
+    def replacing(old: Any, *, like: Tensor) -> nn.Module:
+        new = copy.deepcopy(old, {id(parameter): None for parameter in old.parameters()})
+        new.elementwise_affine = False
+        return new
+
+
+class RMSNorm:
+    """The RMSNorm that a LayerNorm is on values of mean zero: torch's own, or with a shift a `ShiftedRMSNorm`."""
+
+    @staticmethod
+    def replacing(old: Any, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
+        """`shift`: beta stays here; otherwise a linear layer takes it in."""
+        dim = channel_dim(old)
+        if dim is None:
+            raise TypeError(f"a {type(old).__name__} is no LayerNorm over the channels")
+        (channels,) = old.normalized_shape
+        scale = old.weight is not None
+        new: Any = (
+            ShiftedRMSNorm(channels, eps=old.eps, scale=scale, shift=shift, dim=dim)
+            if shift or dim != -1
+            else nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
+        )
+        new.to(like if old.weight is None else old.weight.detach()[:0])
+        for name in ("weight", "bias"):
+            mine, theirs = getattr(new, name, None), getattr(old, name, None)
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+                mine.requires_grad_(theirs.requires_grad)
+        return new
+
+
+class Centred:
+    """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
+
+    TENSORS = True  # sits in the seat of a parameter
+
+    @staticmethod
+    def replacing(old: nn.Parameter, *, like: Tensor, dim: int) -> nn.Parameter:
+        if not isinstance(old, nn.Parameter):
+            raise TypeError(f"a {type(old).__name__} is no parameter")
+        value = old.detach().double()
+        value = value - value.mean(dim, keepdim=True)
+        return nn.Parameter(value.to(like if like.dtype == torch.float64 else old), requires_grad=old.requires_grad)
+
+
+SEATED: dict[str, Any] = {cls.__name__: cls for cls in (BareNorm, RMSNorm, Centred)}

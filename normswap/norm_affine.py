@@ -1,0 +1,108 @@
+"""The gamma and beta of a LayerNorm or RMSNorm: into the linear layers that read it, as BatchNorm's go.
+
+W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be whatever treats all
+channels alike (`axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the beta.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+from normswap import axes, baking, layer_norms
+from normswap.anatomy import LINEAR, Anatomy
+from normswap.axes import Axes
+from normswap.tracing import Traced, inputs
+from normswap.walks import Blocked, Draft, check_linear, distinct, name, pads, read_directly
+
+
+def found(anatomy: Anatomy) -> dict[str, nn.Module]:
+    """The LayerNorms and RMSNorms that forward calls, by path, each once."""
+    calls = anatomy.traced.calls
+    modules = {norm.path: anatomy.traced.modules[norm.path] for norm in anatomy.norms}
+    return {
+        path: module
+        for path, module in modules.items()
+        if isinstance(module, nn.LayerNorm) or layer_norms.channel_dim(module) is not None
+        if id(module) in calls and anatomy.takes_part(path)
+    }
+
+
+def move(draft: Draft) -> None:
+    """Give the gamma and beta of every norm that has some to the linear layers after it, where that is exact."""
+    norms = {path: norm for path, norm in found(draft.anatomy).items() if any(True for _ in norm.parameters())}
+    if not norms:
+        return
+    seen = axes.read(draft.anatomy.traced, draft.silent)
+    for path, norm in norms.items():
+        try:
+            readers = linear_readers(draft, seen, path, norm)
+        except Blocked as why:
+            draft.verdicts[path] = f"stays with its scale and shift: {why}"
+            continue
+        for reader in readers:
+            draft.take(reader).reads.append((path, "before"))
+        draft.seat(path, "BareNorm")
+        draft.verdicts[path] = f"its scale and shift move to {', '.join(readers)}"
+
+
+def linear_readers(draft: Draft, seen: Axes, path: str, norm: nn.Module) -> list[str]:
+    """Paths of the linear layers that read the norm's output, channel by channel, where nothing else does.
+
+    Raises:
+        Blocked: something else reads it, or one of them cannot take in a scale and shift of its input.
+    """
+    traced = draft.anatomy.traced
+    why = layer_norms.refusal(norm) or seen.why
+    own = read_directly(traced, norm)
+    if why or own:
+        raise Blocked(why or f"{own} is read in forward, not only by the norm itself")
+    if any(n.path == path and n.role == "head" for n in draft.anatomy.norms):
+        raise Blocked("its output is the network's features")
+    ends = [end for call in traced.calls[id(norm)] for end in _ends(traced, draft, seen, call)]
+    for source, end in ends:
+        _check(draft, seen, source, end, {node for _, node in ends})
+    if not ends:
+        raise Blocked("nothing reads it")
+    return distinct(traced.modules, [str(end.target) for _, end in ends])
+
+
+def _ends(traced: Traced, draft: Draft, seen: Axes, start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(value, reader) wherever the norm's output is read by more than a step that passes it on."""
+    found = []
+    for user in traced.users[start]:
+        if user.op == "output":
+            raise Blocked("the model returns it")
+        if (draft.silent(user) or axes.is_step(traced, user)) and len(inputs(user)) == 1:
+            found += _ends(traced, draft, seen, user)
+        else:
+            found.append((start, user))
+    return found
+
+
+def _check(draft: Draft, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx.Node]) -> None:
+    traced = draft.anatomy.traced
+    linear: Any = traced.module(end)
+    if not isinstance(linear, LINEAR):
+        raise Blocked(f"{name(end)} reads it, not a linear layer")
+    path, axis = str(end.target), seen.get(source)
+    if path == draft.anatomy.classifier:
+        raise Blocked(f"the features that {path} reads would change")
+    check_linear(draft, path, linear)
+    if baking.is_stuck(linear):
+        raise Blocked(f"{path} adds a scalar to its input")
+    if any(call not in ends for call in traced.calls[id(linear)]):
+        raise Blocked(f"{path} is called elsewhere too, on another input")
+    if axis is None:
+        raise Blocked(f"which of the inputs of {path} its channels become is not known")
+    if not axis.pure:
+        raise Blocked(f"zeros are padded before {path}, which the shift would have to move")
+    if isinstance(linear, nn.Linear):
+        fits = axis.last and axis.size == linear.in_features
+    else:
+        fits = axis.dim == 1 and axis.size == linear.in_channels
+        if linear.transposed or pads(linear):
+            raise Blocked(f"{path} pads its input with zeros, which the shift would have to move")
+    if not fits:
+        raise Blocked(f"the inputs of {path} are not its channels")

@@ -1,0 +1,76 @@
+"""RMSNorm in the seat of every LayerNorm: exact, by centring whatever writes to the residual stream.
+
+LN(x) = RMSNorm(x - mean(x)), with the same eps. W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
+embedding that writes to the stream leave nothing to subtract. gamma stays with the norm; beta goes into the linear
+layers after it, and stays with the last norm, whose output is the network's features. What is lost: the mean of the
+features between the blocks. Refused where something else reads the mean: a convolution or a pooling on the stream,
+Swin's patch merging (one norm over four tokens, whose means differ), a branch that ends in its norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from normswap import axes, layer_norms, norm_affine, stream
+from normswap.anatomy import Anatomy
+from normswap.errors import RefusedError
+from normswap.tracing import inputs
+from normswap.undress import undress
+from normswap.walks import Blocked, Draft
+
+PAPER = "Zhang & Sennrich 2019, arXiv:1910.07467; centring: Ashkboos et al. 2024, arXiv:2401.15024, section 3.1"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy) -> Draft:
+    """Raises:
+    RefusedError: the network has no LayerNorm.
+    """
+    norms = {path: m for path, m in norm_affine.found(anatomy).items() if isinstance(m, nn.LayerNorm)}
+    if not norms:
+        raise RefusedError("the network has no LayerNorm", remedy="`--to layernorm` turns BatchNorm into one")
+    draft = undress(anatomy, leave=[norm.path for norm in anatomy.norms])
+    seen = axes.read(anatomy.traced, draft.silent)
+    streams: list[stream.Stream] = []
+    for path, norm in norms.items():
+        try:
+            _replace(draft, seen, path, norm, streams)
+        except Blocked as why:
+            draft.refusals[path] = str(why)
+    for one in streams:
+        stream.centre(draft, one)
+    return draft
+
+
+def _replace(draft: Draft, seen: axes.Axes, path: str, norm: nn.Module, streams: list[stream.Stream]) -> None:
+    why = layer_norms.refusal(norm)
+    if why:
+        raise Blocked(why)
+    for call in draft.anatomy.traced.calls[id(norm)]:
+        (value,) = inputs(call)
+        if not any(value in one.values for one in streams):
+            try:
+                streams.append(stream.around(draft, seen, value))
+            except Blocked as why:
+                raise Blocked(f"the mean of what it reads has to stay: {why}") from None
+    role = next(n.role for n in draft.anatomy.norms if n.path == path)
+    if role == "head" and axes.is_step(draft.anatomy.traced, value):
+        draft.notes.append(f"{path} reads the features after {stream.called(value)}: these lose their mean, too")
+    draft.seat(path, "RMSNorm")
+    draft.verdicts[path] = "becomes an RMSNorm"
+    if getattr(norm, "bias", None) is None:
+        return
+    try:
+        readers = norm_affine.linear_readers(draft, seen, path, norm)
+    except Blocked as why:
+        draft.seat(path, "RMSNorm", shift=True)
+        draft.verdicts[path] += f"; its shift stays: {why}"
+    else:
+        for reader in readers:
+            draft.take(reader).reads.append((path, "before-shift"))
+        draft.verdicts[path] += f"; its shift moves to {', '.join(readers)}"

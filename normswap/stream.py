@@ -1,0 +1,179 @@
+"""A residual stream and all that writes to it and reads it, so that it can be given a mean of zero over its channels.
+
+A LayerNorm takes the mean off what it reads: a mean in the stream is there for nobody, if nothing but LayerNorms reads
+it. Linear layers and embeddings that write can leave it out (W' = (I - 11'/C) W, b' = b - mean(b)), and then each
+LayerNorm is an RMSNorm. (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from timm import layers as timm_layers
+from torch import fx, nn
+
+from normswap import axes, layer_norms
+from normswap.anatomy import LINEAR
+from normswap.axes import Axes
+from normswap.gauge import is_constant_mul
+from normswap.tracing import inputs, is_add
+from normswap.walks import Blocked, Draft, check_linear, name
+
+
+@dataclass
+class Stream:
+    """Values that are sums and rearrangements of one another.
+
+    Args:
+        values: the nodes whose values they are.
+        linears: paths of the linear layers that write to it.
+        tensors: paths of the parameters that do (position embeddings, class tokens), with their channels' dimension.
+        scales: paths of LayerScales between a linear layer and the stream, with the linear layer's.
+    """
+
+    values: set[fx.Node] = field(default_factory=set)
+    linears: set[str] = field(default_factory=set)
+    tensors: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
+
+
+def around(draft: Draft, seen: Axes, start: fx.Node) -> Stream:
+    """The stream that the value of `start` belongs to, if it can be centred.
+
+    Raises:
+        Blocked: something reads its mean, or something writes to it that cannot leave its mean out.
+    """
+    if seen.get(start) is None:
+        raise Blocked(seen.why or _complaint(draft, seen, start))
+    stream, ahead = Stream(), [start]
+    while ahead:
+        node = ahead.pop()
+        if node in stream.values:
+            continue
+        stream.values.add(node)
+        ahead += _above(draft, stream, node)
+        for user in draft.anatomy.traced.users[node]:
+            if _passes(draft, user) and seen.get(user) is not None:
+                ahead.append(user)
+            elif not _ignores_the_mean(draft, seen, node, user):
+                raise Blocked(_complaint(draft, seen, user))
+    for path in stream.linears:
+        _check_linear(draft, stream, path)
+    for path in [*stream.tensors]:
+        _check_tensor(draft, seen, stream, path)
+    return stream
+
+
+def centre(draft: Draft, stream: Stream) -> None:
+    """Write down what has to be done so that the stream has no mean."""
+    for scale, linear in stream.scales.items():
+        draft.take(linear).reads.append((scale, "after"))
+        draft.seat(scale, "Vacant")
+    for path in stream.linears:
+        draft.take(path).extra["centred"] = True
+    for path, dim in stream.tensors.items():
+        draft.seat(path, "Centred", dim=dim)
+
+
+def _passes(draft: Draft, node: fx.Node) -> bool:
+    """Whether no mean comes out of `node` if none goes in."""
+    return draft.silent(node) or axes.is_step(draft.anatomy.traced, node) or is_add(node) or is_constant_mul(node)
+
+
+def _ignores_the_mean(draft: Draft, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
+    """Whether `user` is a LayerNorm over exactly the channels of `node`."""
+    norm: Any = draft.anatomy.traced.module(user)
+    axis = seen.get(node)
+    if norm is None or axis is None or not layer_norms.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
+        return False
+    return axis.last if layer_norms.channel_dim(norm) == -1 else axis.dim == 1
+
+
+def _complaint(draft: Draft, seen: Axes, user: fx.Node) -> str:
+    if is_add(user):
+        return f"{_stranger(draft, seen, user)} is added to it, whose channels are not the outputs of a linear layer"
+    if user.op == "output":
+        return "the model returns it, with its mean"
+    if isinstance(draft.anatomy.traced.module(user), nn.LayerNorm):
+        return f"{name(user)} reads it too, which normalizes several tokens or groups of channels by one mean"
+    if axes.is_step(draft.anatomy.traced, user):
+        return f"{called(user)} takes its channels apart"
+    return f"{called(user)} reads it too, and needs its mean"
+
+
+def _stranger(draft: Draft, seen: Axes, total: fx.Node) -> str:
+    """What a sum adds, and its channels are not those of the stream."""
+    arms = inputs(total)
+    node = next((arm for arm in arms if seen.get(arm) is None), arms[-1])
+    while draft.silent(node):
+        node = inputs(node)[0]
+    if is_add(node) and seen.get(node) is None:
+        return _stranger(draft, seen, node)
+    return called(node)
+
+
+def called(node: fx.Node) -> str:
+    """The path of a module, or the name of a function and where it is called."""
+    inside = node.meta["inside"][-1:] if node.op != "call_module" else ()
+    return f"{name(node)} in {inside[0]}" if inside else name(node)
+
+
+def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
+    """The values of the stream that `node` is made of; none if it is written here."""
+    traced = draft.anatomy.traced
+    module = traced.module(node)
+    path = str(node.target)
+    if isinstance(module, LINEAR):
+        stream.linears.add(path)
+    elif node.op == "get_attr":
+        stream.tensors[path] = -1
+    elif isinstance(module, timm_layers.LayerScale | timm_layers.LayerScale2d) and not draft.silent(node):
+        stream.scales[path] = _scaled(draft, node)
+        stream.linears.add(stream.scales[path])
+    elif _passes(draft, node):
+        return inputs(node)
+    else:
+        raise Blocked(f"{name(node)} writes to it, whose output has a mean")
+    return []
+
+
+def _scaled(draft: Draft, scale: fx.Node) -> str:
+    """The linear layer whose output this LayerScale, and nothing else, reads."""
+    traced = draft.anatomy.traced
+    (node,) = inputs(scale)
+    calls = traced.calls[id(traced.module(scale))]
+    while draft.silent(node) and len(traced.users[node]) == 1:
+        (node,) = inputs(node)
+    if len(calls) > 1 or not isinstance(traced.module(node), LINEAR) or len(traced.users[node]) > 1:
+        raise Blocked(f"{scale.target} writes to it, and follows no linear layer of its own")
+    if len(traced.calls[id(traced.module(node))]) > 1:
+        raise Blocked(f"{node.target} is called more than once")
+    return str(node.target)
+
+
+def _check_linear(draft: Draft, stream: Stream, path: str) -> None:
+    traced = draft.anatomy.traced
+    linear: Any = traced.modules[path]
+    check_linear(draft, path, linear)
+    if getattr(linear, "groups", 1) > 1:
+        raise Blocked(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
+    scaled = path in stream.scales.values()
+    if not scaled and any(call not in stream.values for call in traced.calls[id(linear)]):
+        raise Blocked(f"{path} writes to it, and elsewhere too")
+
+
+def _check_tensor(draft: Draft, seen: Axes, stream: Stream, path: str) -> None:
+    traced = draft.anatomy.traced
+    value: Any = traced.modules[""]
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, nn.Parameter):
+        raise Blocked(f"{path} writes to it, which is no parameter")
+    for node in traced.nodes:
+        if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
+            continue
+        axis = seen.get(node)
+        if node not in stream.values or axis is None or axis.dim is None:
+            raise Blocked(f"{path} writes to it, and is read elsewhere too")
+        stream.tensors[path] = axis.dim

@@ -1,0 +1,300 @@
+"""`--to rmsnorm`: LayerNorm networks whose streams are centred, exactly; and the ones where that cannot be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import distance, run, step
+from timm.layers import RmsNorm
+from torch import Tensor, nn
+from transformers import TINY, inhabit, skeleton, small
+
+import normswap
+from normswap import layer_norms, surgery
+from normswap.anatomy import inspect
+from normswap.conversion import draft
+from normswap.errors import RefusedError
+from normswap.plan import Plan, Step
+
+EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
+         "deit3, LayerScale")  # fmt: skip
+TOLERANCE = 1e-12
+
+
+def kinds(model: nn.Module, kind: type) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, kind)]
+
+
+def converted(model: nn.Module) -> nn.Module:
+    planned, sketch = step(model, "rmsnorm")
+    assert sketch.refusals == {}
+    return surgery.apply_step(model, planned)
+
+
+def features(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.forward_features(x)
+
+
+@pytest.mark.parametrize("arch", ["vit_tiny_patch16_224", "deit_tiny_patch16_224"])
+def test_real_size(arch: str) -> None:
+    torch.manual_seed(0)
+    model = inhabit(timm.create_model(arch).double().eval())
+    x = torch.randn(2, 3, 224, 224, dtype=torch.float64)
+    result = converted(model)
+    assert kinds(result, nn.LayerNorm) == []
+    assert len(kinds(result, nn.RMSNorm)) == 25
+    assert distance(run(model, x), run(result, x)) <= 1e-10
+    assert distance(run(model, x), run(model, x.flip(0))) > 0.01
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name: str) -> None:
+    model, x = small(name)
+    result: Any = converted(model)
+    assert type(result) is type(model)
+    assert kinds(result, nn.LayerNorm) == []
+    assert kinds(result, nn.RMSNorm) == kinds(model, nn.LayerNorm)
+    assert distance(run(model, x), run(model, x.flip(0))) > 0.01
+    assert distance(run(model, x), run(result, x)) <= TOLERANCE
+    expected = features(model, x)
+    if "averaged" in name:  # these features are the stream itself, and a norm follows the average
+        expected = expected - expected.mean(-1, keepdim=True)
+    assert distance(expected, features(result, x)) <= TOLERANCE
+    result.reset_classifier(3)
+    assert run(result, x).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_stream_has_no_mean(name: str) -> None:
+    """What reaches each norm, measured: a mean before, none after."""
+    model, x = small(name)
+    for net, centred in ((model, False), (converted(model), True)):
+        read: list[Tensor] = []
+        for module in net.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.register_forward_pre_hook(lambda _, args, to=read: to.append(args[0]))
+        run(net, x)
+        means = [value.mean(-1).abs().max().item() for value in read]
+        assert means
+        assert max(means) < 1e-13 if centred else min(means) > 1e-3
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_laws(name: str) -> None:
+    """Edits have no order, a plan replays on a fresh skeleton, and gradients reach every parameter."""
+    model, x = small(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    planned, _ = step(model, "rmsnorm")
+    result = surgery.apply_step(model, planned)
+    backwards = surgery.apply_step(model, Step("rmsnorm", {}, planned.edits[::-1]))
+    assert torch.equal(run(result, x), run(backwards, x))
+    fresh = surgery.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
+    assert distance(run(result, x), run(fresh, x)) > 1e-3
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(result, x), run(fresh, x))
+    result.train()
+    result(x).square().sum().backward()
+    assert [path for path, p in result.named_parameters() if p.grad is None or not float(p.grad.abs().max()) > 0] == []
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtype_is_kept(dtype: torch.dtype) -> None:
+    model, x = small("deit3, LayerScale")
+    model.to(dtype)
+    result = converted(model)
+    assert {tensor.dtype for tensor in result.state_dict().values()} == {dtype}
+    assert distance(run(model.double(), x), run(result.double(), x)) <= 300 * torch.finfo(dtype).eps
+
+
+def test_convert_save_load(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = inhabit(timm.create_model("vit_tiny_patch16_224", **TINY))
+    done = normswap.convert(model, "rmsnorm", size=(3, 32, 32))
+    assert done.report.passed
+    assert done.report.logits[0].precision == "float64"
+    normswap.save(done, tmp_path / "r")
+    again = normswap.load(tmp_path / "r")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(run(again, x), run(done.model, x))
+    with pytest.raises(RefusedError, match="unfold"):
+        normswap.convert(again, "unfold", size=(3, 32, 32))
+
+
+def test_chains_with_folded() -> None:
+    """Either order: RMSNorms without gamma and beta, but for the last, and the source's function."""
+    model, x = small("vit")
+    for first, second in (("folded", "rmsnorm"), ("rmsnorm", "folded")):
+        once = surgery.apply_step(model, step(model, first)[0])
+        twice: Any = surgery.apply_step(once, step(once, second)[0])
+        assert distance(run(model, x), run(twice, x)) <= TOLERANCE
+        bare = [path for path in kinds(twice, nn.RMSNorm) if not list(twice.get_submodule(path).parameters())]
+        assert bare == [path for path in kinds(model, nn.LayerNorm) if path != "norm"]
+        assert not kinds(twice, nn.LayerNorm)
+    with pytest.raises(RefusedError, match="no LayerNorm"):
+        draft(inspect(twice), "rmsnorm")
+
+
+REFUSED = {
+    "swin": ("layers.0.blocks.0.norm1", "layers.1.downsample.norm reads it too, which normalizes several tokens"),
+    "swin v2": ("norm", "layers.1.blocks.1.norm2 writes to it, whose output has a mean"),
+    "clip": ("blocks.0.norm1", "norm_pre writes to it, whose output has a mean"),
+    "convnext": ("stages.0.blocks.0.norm", "conv_dw writes to it, whose groups"),
+    "vit, norm of queries and keys": ("blocks.0.attn.q_norm", "takes its channels apart"),
+}
+LARGER = {
+    "mixer_s32_224": ("blocks.0.norm1", "in blocks.0 is added to it, whose channels are not"),
+    "pit_ti_224": ("transformers.0.blocks.0.norm1", "transformers.1.pool.conv reads it too, and needs its mean"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *LARGER])
+def test_refused_with_path_and_reason(name: str) -> None:
+    path, why = REFUSED.get(name) or LARGER[name]
+    model = skeleton(name) if name in REFUSED else timm.create_model(name)
+    _, sketch = step(model, "rmsnorm")
+    assert why in sketch.refusals[path]
+    with pytest.raises(RefusedError, match="cannot convert to rmsnorm"):
+        draft(inspect(model), "rmsnorm")
+
+
+def test_swin_would_be_wrong() -> None:
+    """Why it is refused: four tokens that are centred one by one are not what the merging norm centres together."""
+    norm = nn.LayerNorm(8, elementwise_affine=False).double()
+    torch.manual_seed(0)
+    tokens = torch.randn(4, 2, dtype=torch.float64)
+    centred = tokens - tokens.mean(1, keepdim=True)
+    assert distance(norm(tokens.flatten()), norm(centred.flatten())) > 0.1
+    assert distance(norm(centred.flatten()), layer_norms.RMSNorm.replacing(norm, like=tokens)(centred.flatten())) < 1e-5
+
+
+class Net(nn.Module):
+    """Patches, then a residual stream of two branches; `body` may do more with it."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.patch, self.inner, self.outer = nn.Conv2d(3, 6, 4, 4), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.one, self.two, self.head = nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.plane, self.grouped = nn.LayerNorm([4, 6]), nn.Conv2d(3, 6, 4, 4, groups=3)
+        self.place = nn.Parameter(torch.randn(1, 1, 6))
+        self.register_buffer("fixed", torch.randn(1, 1, 6))
+        self.pretrained_cfg = {"input_size": (3, 8, 8)}
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return self.patch(x).flatten(2).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def plain(m: Any, x: Tensor) -> Tensor:
+    x = m.tokens(x) + m.place
+    x = x + m.outer(m.inner(m.one(x)).relu())
+    return m.head(m.two(x).mean(1))
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    x = m.tokens(x)
+    x = x + m.outer(m.fixed)
+    return m.head((m.two(x) + m.outer(m.two(x))).mean(1))
+
+
+FINE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": plain,
+    "a constant factor": lambda m, x: m.head(m.two(0.5 * (m.tokens(x) + 2 * m.place)).mean(1)),
+    "rolled, padded, cut, averaged": lambda m, x: m.head(
+        m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))
+    ),
+    "one norm called twice": lambda m, x: m.head(m.two(y := m.tokens(x)).mean(1) + m.two(y[:, :2]).mean(1)),
+}
+OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a linear layer reads it": (lambda m, x: m.head(m.two(y := m.tokens(x)).mean(1)) + m.head(y.mean(1)), "head"),
+    "it is returned": (lambda m, x: (m.head(m.two(y := m.tokens(x))), y), "returns it"),
+    "an activation reads it": (lambda m, x: m.head((m.two(y := m.tokens(x)) + y.relu()).mean(1)), "relu"),
+    "a writer writes elsewhere": (twice, "outer writes to it, and elsewhere too"),
+    "an embedding is used elsewhere": (
+        lambda m, x: m.head((m.two(m.tokens(x) + m.place) * m.place.sigmoid()).mean(1)), "sigmoid"),
+    "a constant is added": (lambda m, x: m.head(m.two(m.tokens(x) + m.fixed).mean(1)), "fixed.*no parameter"),
+    "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
+    "a vector scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)), "mul"),
+    "grouped filters": (
+        lambda m, x: m.head(m.two(m.grouped(x).flatten(2).transpose(1, 2)).mean(1)), "grouped.*groups of filters"),
+    "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
+    "a part of the channels": (
+        lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]), "takes its channels apart"),
+}  # fmt: skip
+
+
+def net(body: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return inhabit(Net(body).double().eval()), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_streams_that_can_be_centred(name: str) -> None:
+    model, x = net(FINE[name])
+    result = converted(model)
+    assert distance(run(model, x), run(result, x)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_streams_whose_mean_has_to_stay(name: str) -> None:
+    body, why = OPEN[name]
+    model, _ = net(body)
+    _, sketch = step(model, "rmsnorm")
+    (refusal,) = sketch.refusals.values()
+    assert re.search(why, refusal), refusal
+
+
+@pytest.mark.parametrize(
+    "missing", ["patch_embed.proj", "blocks.0.attn.proj", "blocks.1.mlp.fc2", "pos_embed", "cls_token"]
+)
+def test_every_writer_counts(missing: str) -> None:
+    """The checker of this file notices one that is not centred."""
+    model, x = small("vit")
+    planned, _ = step(model, "rmsnorm")
+    args = {edit.path: {k: v for k, v in edit.args.items() if k != "centred"} for edit in planned.edits}
+    edits = [replace(edit, args=args[missing]) if edit.path == missing else edit for edit in planned.edits]
+    edits = [edit for edit in edits if edit.path != missing or edit.layer != "Centred"]
+    assert edits != list(planned.edits)
+    harmed = surgery.apply_step(model, Step("rmsnorm", {}, tuple(edits)))
+    assert distance(run(model, x), run(harmed, x)) > 1e-6
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_rmsnorm_is_timms(shift: bool) -> None:
+    """Against another implementation."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 6, dtype=torch.float64)
+    x -= x.mean(-1, keepdim=True)
+    norm = nn.LayerNorm(6, eps=1e-3).double()
+    inhabit(norm)
+    with torch.no_grad():
+        new: Any = layer_norms.RMSNorm.replacing(norm, like=x, shift=shift)
+    theirs = RmsNorm(6, eps=1e-3).double()
+    theirs.weight.data.copy_(norm.weight)
+    with torch.no_grad():
+        expected = theirs(x) + (norm.bias if shift else 0)
+        assert distance(expected, new(x)) < 1e-14
+        assert distance(norm(x), new(x) + (0 if shift else norm.bias)) < 1e-14
+
+
+def test_maps_too() -> None:
+    """LayerNorm over dimension 1 of (N, C, H, W)."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(3, 6, 3), timm.layers.LayerNorm2d(6), nn.Conv2d(6, 6, 3), nn.GELU())
+    model.pretrained_cfg = {"input_size": (3, 9, 9)}
+    inhabit(model.double().eval())
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    result = converted(model)
+    assert distance(run(model, x), run(result, x)) <= TOLERANCE
+    assert kinds(result, nn.RMSNorm) == ["1"]
