@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json as as_json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from normswap import render, writing
+from normswap import progress, render, writing
 from normswap.cli import app
-from normswap.cli_options import Json
+from normswap.cli_options import Json, Weights
+from normswap.errors import OptionError
 
 Body = dict[str, Any]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
@@ -148,3 +150,103 @@ def _curves_table(body: Body) -> None:
 
 def _percent(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
+
+
+_LR = "Numbers and powers: 2^-4..2^1 (every power), or 0.05,0.1."
+_BEST = "Of each lr's runs the best N count [default: all, or all but two of more than four]."
+_STORAGE = "Optuna storage that several machines share [default: a journal file in the output]."
+
+
+@app.command("sweep")
+def _sweep(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`."),
+    ] = None,
+    lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = "",
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1,
+    best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Its folder [default: ./sweep-RECIPE].")
+    ] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
+    retake: Annotated[
+        bool, typer.Option("--retake", help="Begin again what another machine has begun and not ended.")
+    ] = False,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where to train.")] = "auto",
+    weights: Weights = "pretrained",
+    json: Json = False,
+) -> int:
+    """Try learning rates, each with several seeds; say which is best.
+
+    Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
+    the next run that no one has begun. Killed, it continues where it was. A run that diverges is a row of the table.
+    Writes runs.csv and sweep.png beside the runs.
+
+    The keys of --json: recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std,
+    counted, lost, full, best), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files.
+    """
+    from normswap.recover import grid, load, tally
+
+    if not lr:
+        raise OptionError("no --lr", "which learning rates?", _LR)
+    model, overrides = load.split(words or [])
+    plan, lrs, kept = load.read(recipe, overrides), grid.parse(lr), tally.keep(seeds, best)
+    if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
+        raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
+    place = output or Path(f"sweep-{Path(recipe).stem}")
+    from normswap.recover.sweep import Grid, Sweep
+
+    name = model or (plan.model.name if plan.model else None)
+    if name is None:
+        raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
+    chosen = Grid(lrs, range(seeds))
+    found = Sweep(plan, {"model": name, "weights": weights}, chosen, place, storage)
+    with progress.training() as (show, say):
+        done = found.work(_trainer(model, weights, device, show), retake=retake, say=say)
+    trials = found.trials()
+    lines = tally.lines(trials, seeds, kept)
+    files = [tally.write_csv(trials, place / "runs.csv")]
+    files += [tally.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)] if trials else []
+    body: Body = {
+        "recipe": recipe, "output": str(place), "seeds": seeds, "counted": kept,
+        "lines": [asdict(line) for line in lines], "trials": [asdict(trial) for trial in trials],
+        "notes": tally.notes(trials, lines, done), "done": done, "files": [str(file) for file in files],
+    }  # fmt: skip
+    print(as_json.dumps(body, indent=2, allow_nan=False)) if json else _sweep_table(body)
+    return 0
+
+
+def _trainer(model: str | None, weights: str, device: str, show: Any) -> Any:
+    """How one run of a sweep is trained: top-1 after the last epoch, or None if it was asked to stop."""
+
+    def train(recipe: Any, folder: Path) -> float | None:
+        from normswap import commands
+        from normswap.recover.engine import finetune
+
+        source = commands.Source(model, weights).open() if model else None
+        result = finetune(source, recipe, folder, resume="auto", device=device, track="none", progress=show)
+        return result.rows[-1]["top1"] if result.finished else None
+
+    return train
+
+
+def _sweep_table(body: Body) -> None:
+    out = render._out()
+    rows = []
+    for line in body["lines"]:
+        spread = "" if line["std"] is None else f" ± {line['std']:.2f}"
+        mean = "" if line["mean"] is None else f"{line['mean']:.2f}{spread}"
+        rows.append((f"{line['lr']:g}", mean, line["counted"], line["runs"], line["lost"] or None,
+                     "best" if line["best"] else None))  # fmt: skip
+    columns = ("lr", "top-1", "counted", "runs", "lost", "")
+    said = f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs"
+    render._line(out, said)
+    out.print(render._table("", columns, rows, right="lr,top-1,counted,runs,lost"))
+    for note in body["notes"]:
+        render._line(out, note)
+    for file in body["files"]:
+        render._line(out, f"written to {file}")

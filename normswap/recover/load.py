@@ -6,6 +6,7 @@ The shipped ones are the YAML files of `recipes/`: in a checkout beside the pack
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from normswap.errors import RecipeError
 from normswap.recover import strict_yaml
 from normswap.recover.recipe import Part, Recipe
 
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
 _PLAIN = {  # pydantic's words, shorter
     "missing": "is missing",
@@ -60,6 +62,19 @@ def text(name: str) -> str:
         hint = f"Did you mean {' or '.join(near)}?" if near else "`normswap recipes` lists them."
         raise RecipeError(f"no recipe is called {name!r}", remedy=hint)
     return (folder() / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """A MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides.
+
+    Raises:
+        RecipeError: two words are no overrides.
+    """
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    models = [word for word in words if not _OVERRIDE.match(word)]
+    if len(models) > 1:
+        raise RecipeError(f"{models[1]!r} is neither the MODEL (that is {models[0]}) nor KEY=VALUE")
+    return (models[0] if models else None), overrides
 
 
 def read(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
