@@ -58,7 +58,7 @@ def text(name: str) -> str:
         RecipeError: there is none of that name; near ones are suggested.
     """
     if name not in names():
-        near = difflib.get_close_matches(name, names(), 3, 0.5)
+        near = difflib.get_close_matches(name, names(), 3, 0.6)
         hint = f"Did you mean {' or '.join(near)}?" if near else "`normswap recipes` lists them."
         raise RecipeError(f"no recipe is called {name!r}", remedy=hint)
     return (folder() / f"{name}.yaml").read_text(encoding="utf-8")
