@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as as_json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,6 @@ from normswap.cli import app
 from normswap.cli_options import ArchArgs, ArchName, InChans, Json, NumClasses, Weights
 from normswap.errors import NormswapError, OptionError
 
-_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
@@ -63,15 +61,11 @@ def finetune(
 
     if not recipe:
         raise OptionError("fine-tune how?", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
-    given = words or []
-    overrides = [word for word in given if _OVERRIDE.match(word)]
-    models = [word for word in given if not _OVERRIDE.match(word)]
-    if len(models) > 1:
-        raise OptionError(f"{models[1]!r} is neither the MODEL ({models[0]}) nor KEY=VALUE")
+    model, overrides = load.split(words or [])
     plan = load.read(recipe, overrides)
     if data is not None:
         plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
-    name = models[0] if models else plan.model.name if plan.model else ""
+    name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{commands.last_part(name)}-{Path(recipe).stem}")
     processes = 1 if launching.is_worker() else launching.count(nproc)
     if processes > 1:
@@ -81,8 +75,8 @@ def finetune(
                    "--in-chans": in_chans}  # fmt: skip
         again = [f"{option}={value}" for option, value in options.items() if value is not None]
         again += [f"--arch-arg={pair}" for pair in arch_arg or []] + ["--json"] * json
-        return launching.run(processes, ["finetune", *given, *again], restarts=max_restarts)
-    source = commands.Source(models[0], weights, arch, arch_arg or [], num_classes, in_chans) if models else None
+        return launching.run(processes, ["finetune", *(words or []), *again], restarts=max_restarts)
+    source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans) if model else None
     try:
         return _train(source, plan, place, {"resume": resume, "device": device, "track": track}, json)
     except NormswapError as error:

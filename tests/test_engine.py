@@ -314,9 +314,9 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
     y = torch.tensor([int(file.parent.name.removeprefix("class")) for file in files])
     twin = copy.deepcopy(model).train()
     by_hand(twin, x, y, 4)
-    moved = 0.0
+    moved, found = 0.0, weights(result.last)
     for name, tensor in twin.state_dict().items():
-        assert torch.allclose(weights(result.last)[name], tensor, rtol=1e-9, atol=1e-10), name
+        assert torch.allclose(found[name], tensor, rtol=1e-9, atol=1e-10), name
         moved = max(moved, float((tensor - model.state_dict()[name]).abs().max()))
     assert moved > 1e-3
     assert [row["update"] for row in result.rows] == [0, 1, 2, 3, 4]

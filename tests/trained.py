@@ -6,6 +6,8 @@ python tests/trained.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 import normswap
@@ -41,6 +44,12 @@ def write_images(folder: Path, per_class: int = 4, classes: list[str] = CLASSES,
 
 def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) -> nn.Module:
     """A tiny ResNet-18 for images of 32 px, converted."""
+    model = copy.deepcopy(_made(scheme, **options))
+    return model.double() if double else model
+
+
+@functools.cache
+def _made(scheme: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model("resnet18", num_classes=10, channels=(4, 4, 8, 8), zero_init_last=False)
     known = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "interpolation": "bilinear"}
@@ -50,7 +59,7 @@ def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) 
     model = model.eval()
     if scheme != "batchnorm":
         model = normswap.convert(model, scheme, size=(3, 32, 32), **options).model
-    return model.double() if double else model
+    return model
 
 
 def recipe(images: Path | str, **parts: Any) -> Recipe:
@@ -77,7 +86,7 @@ def train(model: nn.Module, plan: Recipe, out: Path, **options: Any) -> Result:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return dict(normswap.load(directory).state_dict())
+    return load_file(directory / "model.safetensors")
 
 
 def command(*words: object) -> list[str]:

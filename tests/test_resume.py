@@ -1,0 +1,317 @@
+"""Nothing is lost: a run that was killed, stopped or restarted ends in the weights of the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trained import command, network, recipe, train, weights, write_images
+
+from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
+from normswap.recover.engine import Run
+from normswap.recover.records import Moment
+
+BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout, augmentation, mixup, annealed rate
+    "data": {"augment": {"hflip": 0.5, "padding": 4, "mixup": 0.2, "erase": 0.2}},
+    "train": {"epochs": 3, "ema": {"decay": 0.9}, "smoothing": 0.1},
+    "schedule": {"warmup": 1},
+    "optim": {"clip": {"mode": "agc", "value": 0.1}},
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data") / "images", 3)  # three updates per epoch
+
+
+@pytest.fixture(scope="module")
+def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train(busy(), recipe(images, **BUSY), out)
+    return out
+
+
+def busy() -> nn.Module:
+    return network("regularized-skipinit")
+
+
+def same(one: Path, two: Path) -> bool:
+    pairs = [(weights(one / name), weights(two / name)) for name in ("best", "last")]
+    return all(torch.equal(tensor, b[key]) for a, b in pairs for key, tensor in a.items())
+
+
+def table(out: Path) -> list[list[str]]:
+    """metrics.csv without what a clock says."""
+    rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()]
+    clock = {rows[0].index("images_per_s"), rows[0].index("seconds")}
+    return [[cell for at, cell in enumerate(row) if at not in clock] for row in rows]
+
+
+class Killed(BaseException):
+    """What takes the place of SIGKILL where the process should live on."""
+
+
+def train_until(update: int, model: nn.Module, plan: Any, out: Path, **options: Any) -> None:
+    def kill(moment: Moment) -> None:
+        if moment.update == update:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(model, plan, out, progress=kill, **options)
+
+
+@pytest.mark.parametrize("every", [None, 7])
+def test_a_continued_run_ends_as_the_uninterrupted_one(
+    images: Path, whole: Path, tmp_path: Path, every: int | None
+) -> None:
+    plan = recipe(images, **{**BUSY, "train": {**BUSY["train"], "checkpoint": every}})
+    train_until(5, busy(), plan, tmp_path / "cut")
+    train_until(8, busy(), plan, tmp_path / "cut", resume="auto")
+    torch.manual_seed(5)  # another process would have another state
+    result = train(busy(), plan, tmp_path / "cut", resume="auto")
+    assert result.finished
+    assert result.notes == (f"continuing at update {6 if not every else 7} of 9",)
+    assert same(whole, tmp_path / "cut")
+    assert table(whole) == table(tmp_path / "cut")
+    again = train(busy(), plan, tmp_path / "cut", resume="auto")  # there is nothing left to do
+    assert again.updates == 9
+    assert same(whole, tmp_path / "cut")
+
+
+def test_the_comparison_notices(images: Path, whole: Path, tmp_path: Path) -> None:
+    train(busy(), recipe(images, **{**BUSY, "train": {**BUSY["train"], "seed": 1}}), tmp_path / "two")
+    assert not same(whole, tmp_path / "two")
+
+
+def test_a_run_is_continued_in_another_folder(images: Path, whole: Path, tmp_path: Path) -> None:
+    plan = recipe(images, **BUSY)
+    train_until(5, busy(), plan, tmp_path / "cut")
+    before = (tmp_path / "cut/state/run.pt").read_bytes()
+    train(busy(), plan, tmp_path / "other", resume=tmp_path / "cut")
+    assert same(whole, tmp_path / "other")
+    assert (tmp_path / "cut/state/run.pt").read_bytes() == before
+    with pytest.raises(SourceError, match="holds no run that can be continued"):
+        train(busy(), plan, tmp_path / "third", resume=tmp_path / "nothing")
+    assert not (tmp_path / "third").exists()
+
+
+def test_sigterm_saves_and_can_be_continued(images: Path, whole: Path, tmp_path: Path) -> None:
+    plan = recipe(images, **BUSY)
+
+    def terminate(moment: Moment) -> None:
+        if moment.update == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = train(busy(), plan, tmp_path / "cut", progress=terminate)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not stopped.finished
+    assert stopped.updates == 5
+    result = train(busy(), plan, tmp_path / "cut", resume="auto")
+    assert result.notes[0] == "continuing at update 5 of 9"
+    assert same(whole, tmp_path / "cut")
+
+
+def killed_at_random(images: Path, out: Path, after: float) -> None:
+    """Start a process, SIGKILL it `after` seconds into its training, and continue until it ends."""
+    words = command(images, out, "regularized-skipinit", json.dumps(BUSY), "--nap", 0.05)
+    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not (out / "state/run.pt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(after)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run([*words, "--resume", "auto"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_sigkill(images: Path, whole: Path, tmp_path: Path) -> None:
+    killed_at_random(images, tmp_path / "cut", 0.3)
+    assert same(whole, tmp_path / "cut")
+    assert table(whole) == table(tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_sigkill_at_five_random_steps(images: Path, whole: Path, tmp_path: Path) -> None:
+    for attempt in range(5):
+        after = random.uniform(0, 1.0)
+        killed_at_random(images, tmp_path / f"cut{attempt}", after)
+        assert same(whole, tmp_path / f"cut{attempt}"), after
+
+
+def spawn(images: Path, out: Path, parts: dict[str, Any], *words: object, scheme: str = "skipinit", **run: Any) -> None:
+    """Two processes under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--max-restarts", str(run.get("restarts", 0))]
+    whole = [*torchrun, *command(images, out, scheme, json.dumps(parts), *words)[1:]]
+    subprocess.run(whole, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+
+
+def test_two_processes_are_as_one(images: Path, tmp_path: Path) -> None:
+    """In float64, so that only the order of additions differs. Mixup, EMA, accumulation and clipping as well."""
+    parts = {**BUSY, "train": {**BUSY["train"], "accumulate": 2}, "data": {**BUSY["data"], "batch_size": 16}}
+    spawn(images, tmp_path / "two", {**parts, "double": True})
+    train(network("skipinit", double=True), recipe(images, **parts), tmp_path / "one")
+    one, two = table(tmp_path / "one"), table(tmp_path / "two")
+    assert len(one) == 5  # a header, and four rows
+    assert one == two  # six digits of the losses
+    ours, theirs = weights(tmp_path / "one/last"), weights(tmp_path / "two/last")
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "alike"), [(True, True), (False, False)])
+def test_two_processes_share_the_statistics_of_batchnorm(images: Path, tmp_path: Path, sync: bool, alike: bool) -> None:
+    parts = {"train": {"epochs": 2, "sync_bn": sync}}
+    spawn(images, tmp_path / "two", {**parts, "double": True}, scheme="batchnorm")
+    train(network(double=True), recipe(images, **parts), tmp_path / "one")
+    ours, theirs = weights(tmp_path / "one/last"), weights(tmp_path / "two/last")
+    found = [torch.allclose(tensor, theirs[name], rtol=1e-5, atol=1e-7) for name, tensor in ours.items()]
+    assert all(found) == alike
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_restarted_by_torchrun_and_continues(images: Path, tmp_path: Path) -> None:
+    parts = {**BUSY, "train": {**BUSY["train"], "checkpoint": 2}}
+    spawn(images, tmp_path / "whole", parts)
+    spawn(images, tmp_path / "cut", parts, "--kill", 5, restarts=1)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    with pytest.raises(subprocess.CalledProcessError):
+        spawn(images, tmp_path / "dead", parts, "--kill", 5)
+
+
+@pytest.mark.parametrize(
+    ("parts", "scheme", "problem"),
+    [
+        ({"optim": {"lr": 0.02}}, "skipinit", r"optim.lr was 0.01, is 0.02"),
+        ({"train": {"epochs": 3}}, "skipinit", r"train.epochs was 2.0, is 3.0"),
+        ({"data": {"batch_size": 4}}, "skipinit", r"data.batch_size was 8, is 4"),
+        ({}, "fixup", r"the network is another; it was converted otherwise"),
+    ],
+)
+def test_another_run_is_not_continued(
+    images: Path, tmp_path: Path, parts: dict[str, Any], scheme: str, problem: str
+) -> None:
+    train_until(4, network("skipinit"), recipe(images), tmp_path / "out")
+    before = (tmp_path / "out/state/run.pt").read_bytes()
+    with pytest.raises(OptionError, match=f"holds another run.*({problem})"):
+        train(network(scheme), recipe(images, **parts), tmp_path / "out", resume="auto")
+    assert (tmp_path / "out/state/run.pt").read_bytes() == before
+
+
+def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path: Path) -> None:
+    plan = recipe(images)
+    train_until(4, network("skipinit"), plan, tmp_path / "out")
+    others = write_images(tmp_path / "others", 5)
+    with pytest.raises(OptionError, match="the training images are others"):
+        train(network("skipinit"), recipe(others), tmp_path / "out", resume="auto")
+    with pytest.raises(OutputError, match=r"holds a run.*--resume auto"):
+        train(network("skipinit"), plan, tmp_path / "out")
+    state = tmp_path / "out/state/run.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(SourceError, match=r"run.pt cannot be read"):
+        train(network("skipinit"), plan, tmp_path / "out", resume="auto")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("x")
+    with pytest.raises(OutputError, match="no run can be continued there"):
+        train(network("skipinit"), plan, tmp_path / "mine", resume="auto")
+
+
+def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None:
+    plan, file = recipe(images), tmp_path / "out/state/run.pt"
+    train_until(4, network("skipinit"), plan, tmp_path / "out")
+    body = torch.load(file, weights_only=True)
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "broken_in"),))
+
+    torch.save({**body, "optimizer": Evil()}, file)
+    with pytest.raises(SourceError, match="cannot be read"):
+        train(network("skipinit"), plan, tmp_path / "out", resume="auto")
+    assert not (tmp_path / "broken_in").exists()
+
+
+def poisoned(at: set[int]) -> Any:
+    """The loop, with a NaN in the loss of these updates, each once."""
+    original = Run._update
+
+    def update(self: Run, batches: Any) -> None:
+        original(self, batches)
+        if self.at.update in at:
+            at.discard(self.at.update)
+            self.sum += float("nan")
+
+    return update
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_update", poisoned({4}))
+    match = r"not finite at update 5 of 6.*last good checkpoint is .*out/last, of update 3"
+    with pytest.raises(TrainingError, match=match):
+        train(network("skipinit"), recipe(images), tmp_path / "out")
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/last").values())
+
+
+def test_a_real_explosion_stops(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="not finite"):
+        train(network("skipinit"), recipe(images, optim={"lr": 1e20}), tmp_path / "out")
+
+
+def test_a_rollback_halves_the_rate_and_has_an_end(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = recipe(images, train={"epochs": 2, "not_finite": "rollback", "rollbacks": 2}, schedule={"name": "constant"})
+    monkeypatch.setattr(Run, "_update", poisoned({1, 4}))
+    result = train(network("skipinit"), plan, tmp_path / "out")
+    assert [row["lr"] for row in result.rows] == [None, pytest.approx(0.005), pytest.approx(0.0025)]
+    assert result.notes == (
+        "the loss is not finite at update 2 of 6: back to update 0, with 0.5 of the learning rate",
+        "the loss is not finite at update 5 of 6: back to update 3, with 0.25 of the learning rate",
+    )
+    monkeypatch.setattr(Run, "_update", poisoned({0, 1, 2}))
+    with pytest.raises(TrainingError, match="2 rollbacks did not help"):
+        train(network("skipinit"), plan, tmp_path / "again")
+
+
+def test_a_rollback_is_remembered_over_a_kill(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = recipe(images, train={"not_finite": "rollback"}, schedule={"name": "constant"})
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_update", poisoned({1}))
+        train_until(5, network("skipinit"), plan, tmp_path / "out")
+    result = train(network("skipinit"), plan, tmp_path / "out", resume="auto")
+    assert result.rows[-1]["lr"] == pytest.approx(0.005)
+
+
+def test_a_full_disk_is_an_error_and_breaks_nothing(images: Path, tmp_path: Path) -> None:
+    plan = recipe(images)
+    train_until(4, network("skipinit"), plan, tmp_path / "out")
+    size = (tmp_path / "out/state/run.pt").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write .*run.pt: File too large") as caught:
+            train(network("skipinit"), plan, tmp_path / "out", resume="auto")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert isinstance(caught.value, NormswapError)
+    assert sorted(path.name for path in (tmp_path / "out/state").iterdir()) == ["run.pt"]
+    train(network("skipinit"), plan, tmp_path / "whole")
+    train(network("skipinit"), plan, tmp_path / "out", resume="auto")
+    assert same(tmp_path / "whole", tmp_path / "out")
