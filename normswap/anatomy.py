@@ -7,7 +7,6 @@ first norm of a downsampling block, which feeds it; `head` after the last block;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,86 +14,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from normswap import affine, hidden
+from normswap.body import Anatomy, Block, Norm
 from normswap.tracing import Traced, inputs, is_add, is_mul, trace
+
+__all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
 
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ACT_MODULES = "torch.nn.modules.activation"
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
-
-
-@dataclass(frozen=True)
-class Norm:
-    """One normalization layer (the module, however often it is called)."""
-
-    path: str
-    kind: str
-    channels: int
-    role: str
-    block: str | None
-
-
-@dataclass(frozen=True)
-class Block:
-    """One residual sum, y = skip + branch.
-
-    Args:
-        path: the module whose forward adds; several sums in one module are told apart as `path+2`, `path+3` ...
-        stage: the path of the stage it belongs to.
-        skip: `identity`, `projection` (has a convolution) or `other` (pooling, padding).
-        order: `post` (an activation follows the sum), `pre` (the branch begins with norm or activation) or `linear`.
-        tail: path of the innermost module that returns the branch's value, the seat for a scalar; None if a
-            function of the block itself does.
-        norms: norms on the branch and on the skip, in order of the forward pass.
-        last: the branch's last norm.
-        gate: the module that multiplies the branch by a function of itself (squeeze-excite and the like).
-        drop_path: the module that drops the branch at random in training.
-    """
-
-    path: str
-    stage: str
-    skip: str
-    order: str
-    tail: str | None
-    norms: tuple[str, ...]
-    last: str | None
-    gate: str | None
-    drop_path: str | None
-    total: fx.Node = field(repr=False, compare=False)
-    branch: fx.Node = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """What `inspect` saw.
-
-    Args:
-        blocks: the residual blocks in order of the forward pass.
-        norms: every norm, in order of the forward pass; unreached ones last.
-        refusals: (path, reason) of what could not be looked into.
-        classifier: path of the last linear layer before the output.
-        dropout: the seat of the dropout before it: a module path, or that of a `drop_rate` attribute.
-        traced: the graph that all this was read from.
-        outside: paths of the modules that a conversion leaves as they are (see `partial`).
-    """
-
-    blocks: tuple[Block, ...]
-    norms: tuple[Norm, ...]
-    refusals: tuple[tuple[str, str], ...]
-    classifier: str | None
-    dropout: str | None
-    traced: Traced = field(repr=False, compare=False)
-    outside: frozenset[str] = frozenset()
-
-    def takes_part(self, path: str) -> bool:
-        """Whether what sits at the path of a module, or of a block, may be converted."""
-        return path.partition("+")[0] not in self.outside
-
-    def part(self) -> tuple[Block, ...]:
-        """The blocks that may be converted."""
-        return tuple(block for block in self.blocks if self.takes_part(block.path))
-
-    def block(self, path: str) -> Block:
-        return next(block for block in self.blocks if block.path == path)
 
 
 def inspect(model: nn.Module) -> Anatomy:
@@ -222,11 +149,14 @@ class _Reader:
         return None
 
     def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
+        """The norm that ends the branch, or whose linear layer does; none if there are two after it (ViT's MLP)."""
         node: fx.Node | None = branch
         members = set(on_branch)
-        while node is not None and node in members:
+        linears = 0
+        while node is not None and node in members and linears < 2:
             if self._is_norm(node):
                 return node
+            linears += self._is_linear(node)
             node = self.traced.main_input(node)
         return None
 

@@ -1,7 +1,7 @@
 """SEE where the channels are: which axis of a value in the graph holds the outputs of the linear layer that made it.
 
 Windows, heads, tokens and patches are cut by reshapes and permutations, whose arguments depend on the input's size. So
-the graph is run once at the network's own size, and once at another if it accepts that. Beside each value that a linear
+the graph is run: at two sizes, where the network takes them, else at its own. Beside each value that a linear
 layer wrote, the number of its channel travels through the steps that act on every channel alike and by itself.
 """
 
@@ -11,6 +11,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ _STEPS = (
     "view_as", "expand_as", "swapaxes", "movedim",
 )  # fmt: skip
 _STEP_MODULES = (nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, timm_layers.BlurPool2d)
+_SIZES = ((128, 160), (160, 224))  # where the network takes them; less work than its own
 _Silent = Callable[[fx.Node], bool]
 
 
@@ -88,15 +90,19 @@ def read(traced: Traced, silent: _Silent) -> Axes:
         one.run(*_arguments(traced.graph, like.new_zeros(1, channels, *size)))
         return one.axes()
 
-    try:
-        other = run(height + 33, width + 65, flexible=True)
-    except _DoesNotRunError:
-        other = None
-    try:
-        own = run(height, width, flexible=other is not None)
-    except _DoesNotRunError as error:
-        return Axes({}, f"it does not run on {height} x {width} pixels: {error}")
-    return Axes({node: axis for node, axis in own.items() if other is None or axis == other.get(node)})
+    own = (height, width)
+    sizes = (own, (height + 32, width + 64)) if height * width < math.prod(_SIZES[0]) else _SIZES
+    found: dict[tuple[int, int], dict[fx.Node, Axis]] = {}
+    for size in sizes:
+        with suppress(_DoesNotRunError):
+            found[size] = run(*size, flexible=True)
+    if len(found) < len(sizes):
+        try:
+            found[own] = run(*own, flexible=any(size != own for size in found))
+        except _DoesNotRunError as error:
+            return Axes({}, f"it does not run on {height} x {width} pixels: {error}")
+    first, *others = found.values()
+    return Axes({node: axis for node, axis in first.items() if all(axis == other.get(node) for other in others)})
 
 
 def _twin(traced: Traced) -> nn.Module:

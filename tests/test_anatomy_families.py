@@ -1,4 +1,4 @@
-"""What `inspect` says about ten families: roles, blocks, stages, classifier, for one small network of each."""
+"""What `inspect` says about thirteen families: roles, blocks, stages, classifier, for one small network of each."""
 
 from __future__ import annotations
 
@@ -27,6 +27,30 @@ class Row:
         return self.arch
 
 
+# How the norms were counted, from the papers and timm's source, not from our output. `stem`: what comes before the
+#   end of the first residual block and is in none; `head`: after the last; `down`: on projection skips; `last`: one
+#   per block.
+#
+# RegNetY-200MF: 1 + 1 + 4 + 7 = 13 bottlenecks of 3 norms, the first of each stage with a projection; stem 1.
+# EfficientNet-B0: 1, 2, 2, 3, 3, 4, 1 blocks of 3 norms, the very first (depthwise-separable) of 2; the first of a
+#   stage has no skip: 1 + 1 + 2 + 2 + 3 = 9 residual. 49 norms: before blocks.1.1: bn1, 2, 3 = 6; after blocks.5.3:
+#   3, bn2 = 4.
+# MobileNetV3-small x 0.5: 1 depthwise-separable, 10 inverted residuals, 1 convolution: 1 + 2 + 30 + 1 = 34 norms.
+#   Residual: blocks.1.1, 2.1, 2.2, 3.0 (24 channels before and after, at half width), 3.1, 4.1, 4.2 = 7; before: 6.
+# DenseNet-121: norm0, 58 layers of 2, 3 transitions, norm5 = 121, and no sum anywhere. VGG-11: 8 convolutions.
+# DLA-34: base and levels 0, 1: 3. BasicBlocks 2 + 4 + 4 + 2 = 12, of which the first of each level has a projection
+#   (4); a root for every pair: 6, the last of them after the last block.
+# HRNet-W18-small (v1): stem 2; layer1 one bottleneck; 2 BasicBlocks in each of 2 + 3 + 4 branches = 18; 4 incre
+#   bottlenecks: 23 blocks, the 5 bottlenecks with projections. Others in blocks: 5 * 2 + 18 = 28; transitions 2 + 1 +
+#   1; fusions, one per convolution up (1 + 3 + 6) and one per halving (1 + 4 + 10): 25; 3 downsamplings: 60;
+#   final_layer 1.
+# Res2Net-50 14w 8s: 16 blocks of bn1, 7 bns, bn3. ResNeSt-14d: 4 blocks of bn1, conv2.bn0, conv2.bn1 (attention),
+#   bn3; a stem of 3.
+# RepVGG-A0: stem, 2 + 4 + 14 + 1 blocks of 2 norms; identity norms where shape is kept: 1 + 3 + 13 = 17 sums that
+#   have an identity arm (whose norm is neither a projection's nor a branch's last). Before the first of them 2 + 2;
+#   after: 2.
+# ConvNeXt: 2 + 2 + 6 + 2 blocks of 1, stem 1, 3 downsamplings, head 1. ViT-Ti: 12 * 2 + 1. Swin-T: patch_embed 1, 12
+#   * 2, 3 mergings, 1. In all three two linear layers follow the norms of the MLPs, so none is a branch's last.
 ROWS = [
     Row("regnety_002", {"stem": 1, "other": 26, "last": 13, "down": 4}, {"projection post": 4, "identity post": 9},
         "s1 s2 s3 s4", "head.fc",
@@ -52,8 +76,21 @@ ROWS = [
     Row("convnext_atto", {"stem": 1, "other": 15, "head": 1}, {"identity linear": 12},
         "stages.0 stages.1 stages.2 stages.3", "head.fc",
         {"stem.1": "stem", "stages.1.downsample.0": "other", "head.norm": "head"}, "LayerNorm"),
-    Row("vit_tiny_patch16_224", {"other": 12, "last": 12, "head": 1}, {"identity pre": 24}, "blocks", "head",
-        {"blocks.0.norm1": "other", "norm": "head"}, "LayerNorm"),
+    Row("hrnet_w18_small", {"stem": 2, "other": 60, "last": 23, "down": 5, "head": 1},
+        {"projection post": 5, "identity post": 18},
+        "layer1 stage2.0.branches.0 stage2.0.branches.1 stage3.0.branches.0 stage3.0.branches.1 stage3.0.branches.2 "
+        "stage4.0.branches.0 stage4.0.branches.1 stage4.0.branches.2 stage4.0.branches.3 incre_modules.0 "
+        "incre_modules.1 incre_modules.2 incre_modules.3", "classifier",
+        {"bn2": "stem", "layer1.0.downsample.1": "down", "stage3.0.branches.1.1.bn2": "last",
+         "stage3.0.fuse_layers.0.1.1": "other", "final_layer.1": "head"}),
+    Row("resnest14d", {"stem": 3, "other": 12, "last": 4, "down": 4}, {"projection post": 4},
+        "layer1 layer2 layer3 layer4", "fc",
+        {"conv1.1": "stem", "layer1.0.conv2.bn1": "other", "layer2.0.bn3": "last", "layer3.0.downsample.2": "down"}),
+    Row("swin_tiny_patch4_window7_224", {"stem": 1, "other": 27, "head": 1}, {"identity pre": 24},
+        "layers.0 layers.1 layers.2 layers.3", "head.fc",
+        {"patch_embed.norm": "stem", "layers.1.downsample.norm": "other", "norm": "head"}, "LayerNorm"),
+    Row("vit_tiny_patch16_224", {"other": 24, "head": 1}, {"identity pre": 24}, "blocks", "head",
+        {"blocks.0.norm1": "other", "blocks.0.norm2": "other", "norm": "head"}, "LayerNorm"),
 ]  # fmt: skip
 
 
