@@ -12,14 +12,11 @@ after every run, and says what is missing.
 from __future__ import annotations
 
 import argparse
-import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import timm
-import torch
+import circumstances
 
 from normswap import checkpoint
 from normswap.errors import NormswapError
@@ -40,6 +37,12 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fixup": ("cifar10_recover_fixup", ()),
 }
 MARGIN = 0.3  # points below BatchNorm that are allowed
+HOW = (
+    "Top-1 in percent on the 10,000 CIFAR-10 test images, by the recipes `cifar10_recover_*`, all with the same",
+    "images, updates and lr. `after the recipe`: the network itself; `averaged`: the moving average of its weights, which is",
+    f"compared with BatchNorm's; a converted network may be at most {MARGIN} points below.",
+    "",
+)
 
 
 def run(name: str, network: Path, place: Path, overrides: Sequence[str], device: str) -> float:
@@ -74,33 +77,13 @@ def table(places: dict[tuple[str, str], Path]) -> list[str]:
     return out
 
 
-def circumstances(device: str, command: str) -> list[str]:
-    """What the figures were made with."""
-    here = Path(__file__).resolve().parents[2]
-    head = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    name = torch.cuda.get_device_name() if device == "cuda" else processor()
-    return [f"Command: `{command}`", "",
-            f"On {name}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, timm {timm.__version__}, "
-            f"Python {platform.python_version()}; commit {head.stdout.strip() or 'unknown'}, "
-            f"{time.strftime('%Y-%m-%d')}."]  # fmt: skip
-
-
-def processor() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return found or platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="*", type=Path, default=[SHARED / "checkpoints" / "resnet18_narrow"])
     parser.add_argument("--data", default=str(SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--table", action="store_true", help="only write the table, of the runs that are there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given, overrides = parser.parse_known_args()
@@ -110,17 +93,22 @@ def main() -> None:
     places = {(network.name, name): given.work / network.name / name.replace(", ", "-").replace(" ", "-")
               for network in given.networks for name in ROWS}  # fmt: skip
     command = f"python tests/benchmarks/recover.py --device {given.device} {' '.join(overrides)}".strip()
-    text = [(__doc__ or "").splitlines()[0], "", *circumstances(given.device, command), ""]
-    for network in given.networks:
-        for name in given.rows:
+    summary = (__doc__ or "").splitlines()[0]
+    head = ["# Recovery, measured", "", summary, "", *HOW, *circumstances.lines(command, given.device)]
+
+    def write() -> None:
+        given.output.write_text("\n".join([*head, *table(places)]) + "\n")
+
+    options = [f"data.root={given.data}", *overrides]
+    for (network, name), place in places.items() if not given.table else ():
+        if name in given.rows:
+            source = next(path for path in given.networks if path.name == network)
             try:
-                seconds = run(
-                    name, network, places[network.name, name], ["data.root=" + given.data, *overrides], given.device
-                )
-                print(f"{network.name}, {name}: {seconds:.0f} processor seconds", flush=True)
+                print(f"{network}, {name}: {run(name, source, place, options, given.device):.0f} processor seconds")
             except NormswapError as error:
-                print(f"{network.name}, {name}: {error}", flush=True)
-            given.output.write_text("\n".join(["# Recovery, measured", "", *text, *table(places)]) + "\n")
+                print(f"{network}, {name}: {error}")
+            write()
+    write()
 
 
 if __name__ == "__main__":

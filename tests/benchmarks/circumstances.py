@@ -1,0 +1,36 @@
+"""What a measurement was made with, for the head of its table."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import timm
+import torch
+
+import normswap
+
+
+def lines(command: str, device: str) -> list[str]:
+    """Command, machine, versions, commit and date, in Markdown."""
+    name = torch.cuda.get_device_name() if device == "cuda" else processor()
+    return [f"Command: `{command}`", "",
+            f"On {name}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, timm {timm.__version__}, "
+            f"Python {platform.python_version()}; commit {commit()}, {time.strftime('%Y-%m-%d')}.", ""]  # fmt: skip
+
+
+def commit() -> str:
+    """Of the package that was measured; `unknown` outside of a checkout."""
+    here = Path(normswap.__file__).parent
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=here, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def processor() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    found = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in found if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
