@@ -39,7 +39,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
 MARGIN = 0.3  # points below BatchNorm that are allowed
 HOW = (
     "Top-1 in percent on the 10,000 CIFAR-10 test images, by the recipes `cifar10_recover_*`, all with the same",
-    "images, updates and lr. `after the recipe`: the network itself; `averaged`: the moving average of its weights, the",
+    "images and updates. `after the recipe`: the network itself; `averaged`: the moving average of its weights, the",
     f"one compared with BatchNorm's; a converted network may be at most {MARGIN} points below.",
     "",
 )
