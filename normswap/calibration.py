@@ -79,8 +79,8 @@ def fit(
     scheme = schemes.get(step.scheme)
     if hasattr(scheme, "pattern"):  # what the result is fitted to: the source in the gauge of the result
         source = surgery.apply_step(source, scheme.pattern(step))
-    scheme.fit(source, result, step, batches, seed=seed, progress=progress)
-    return notes
+    said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
+    return (*notes, *(said or ()))
 
 
 def noise(size: Sequence[int], seed: int, count: int = NOISE) -> Iterator[Tensor]:

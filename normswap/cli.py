@@ -286,4 +286,5 @@ from normswap import (  # noqa: E402 (they register their commands here)
     cli_report,  # noqa: F401
     cli_see,  # noqa: F401
     cli_ship,  # noqa: F401
+    cli_statistics,  # noqa: F401
 )

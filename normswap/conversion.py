@@ -269,9 +269,9 @@ def _now(path: str, kept: set[str]) -> str:
 def _record(model: nn.Module, step: Step) -> Provenance:
     """The provenance of the result: the model's own, one step longer, with the norms that are gone now."""
     record = provenance.of(model) or Provenance(source=type(model).__name__)
-    norms = dict(record.norms)
+    norms, seats = dict(record.norms), {edit.path for edit in step.edits}
     for path, module in model.named_modules():
-        if affine.is_batchnorm(module):
+        if affine.is_batchnorm(module) and path in seats:
             state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
             norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
     return replace(record, plan=record.plan.then(step), norms=norms)

@@ -95,8 +95,9 @@ def network(body: Body) -> None:
         columns: Sequence[str] = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
         out.print(_table("Residual blocks", columns, _block_rows(body["blocks"]), right="x,norms"))
     if body["sites"]:
-        kinds = list(body["norms"])
-        title = "Norms" if len(kinds) > 1 else f"Norms, all {kinds[0]}"
+        kinds = {site["class"] for site in body["sites"]}
+        gone = any(site["role"] is None for site in body["sites"])
+        title = "Sites of norms" if gone else "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
         columns = ("path", "class", "channels", "role", "mean", "std", "folding")
         out.print(_table(title, columns, _site_rows(body["sites"], len(kinds) > 1), right="channels"))
     if body["refusals"]:

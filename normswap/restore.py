@@ -39,7 +39,8 @@ def unfold(model: nn.Module) -> nn.Module:
     source = zoo.create(arch).to(like)
     state = source.state_dict()
     _copy(state, _tensors(canonical))
-    _copy(state, record.norms)  # last: a ChannelBias has a `bias` where its norm had one
+    _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
+    _copy(state, _living(model))
     draft = undress(anatomy.inspect(source))
     modules, ours = dict(source.named_modules()), _by_old_path(canonical)
     for edit in draft.edits():
@@ -89,6 +90,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
         tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in own.items()})
     return tensors
+
+
+def _living(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the norms that the conversions left in place, as they are now."""
+    kept = {path: module for path, module in _by_old_path(model).items() if affine.is_batchnorm(module)}
+    return {f"{path}.{name}": tensor for path, module in kept.items() for name, tensor in module.state_dict().items()}
 
 
 def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:

@@ -87,6 +87,18 @@ def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
     draft.verdicts[path] = "gets a norm from the statistics kept"
 
 
+def kept_moments(anatomy: Anatomy, path: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Mean and deviation per channel of the norm that stood at `path`: its beta and |gamma|, if they are known."""
+    record = provenance.of(anatomy.traced.modules[""])
+    known = sites(anatomy)
+    site = next((site for site in known if seat_of(anatomy, site) == path or site == path), None)
+    if record is None or site is None:
+        return None, None
+    zeros = torch.zeros_like(record.norms[f"{site}.running_mean"]).double()
+    beta, gamma = (record.norms.get(f"{site}.{name}") for name in ("bias", "weight"))
+    return zeros if beta is None else beta.double(), zeros + 1 if gamma is None else gamma.double().abs()
+
+
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel in the seat of a norm that is gone."""
     record = provenance.of(anatomy.traced.modules[""])
@@ -101,9 +113,10 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     }
     if at_input or "before" in ways:
         return mean, var.sqrt()
-    beta = record.norms.get(f"{path}.bias", torch.zeros_like(mean))
-    gamma = record.norms.get(f"{path}.weight", torch.ones_like(mean))
-    return beta.double(), gamma.double().abs()
+    beta, gamma = kept_moments(anatomy, path)
+    assert beta is not None
+    assert gamma is not None
+    return beta, gamma
 
 
 def _rounded(values: Tensor) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normswap import affine, layers, provenance, restore, schemes, zoo
+from normswap import affine, layers, provenance, restore, schemes, sites, zoo
 from normswap.anatomy import Anatomy, Block, Norm, inspect
 from normswap.conversion import Conversion
 from normswap.plan import Step
@@ -45,7 +45,7 @@ def of_network(model: nn.Module, source: str) -> Body:
         "norms": dict(Counter(norm.kind for norm in seen.norms)),
         "roles": {role: roles[role] for role in _ROLES},
         "blocks": [_block(block, seen) for block in seen.blocks],
-        "sites": [_site(norm, seen, folding) for norm in seen.norms],
+        "sites": _sites(seen, folding),
         "refusals": [{"path": path, "reason": why} for path, why in seen.refusals],
     }
 
@@ -69,7 +69,7 @@ def _block(block: Block, seen: Anatomy) -> Body:
 
 def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
     module = seen.traced.modules[norm.path]
-    mean, std = affine.moments(module) if _has_statistics(module) else (None, None)
+    mean, std = affine.moments(module) if _has_statistics(module) else sites.kept_moments(seen, norm.path)
     refused = folding.refusals.get(norm.path) or (None if affine.is_batchnorm(module) else affine.refusal(module))
     return {
         "path": norm.path,
@@ -82,6 +82,35 @@ def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
         "folding": folding.verdicts.get(norm.path),
         "refused": refused,
     }
+
+
+def _sites(seen: Anatomy, folding: Draft) -> list[Body]:
+    """Every norm in order of the forward pass; where some are gone, in the order of the modules."""
+    there, gone = [_site(norm, seen, folding) for norm in seen.norms], [*_gone(seen)]
+    order = list(seen.traced.modules)
+    return sorted([*there, *gone], key=lambda site: order.index(site["path"])) if gone else there
+
+
+def _gone(seen: Anatomy) -> Iterator[Body]:
+    """The sites whose norms are gone, with what the network carries of them and the class of what sits there now."""
+    there = {norm.path for norm in seen.norms}
+    for site in sites.sites(seen):
+        path = sites.seat_of(seen, site)
+        now = seen.traced.modules.get(path)
+        if path in there or now is None:
+            continue
+        mean, std = sites.kept_moments(seen, site)
+        yield {
+            "path": path,
+            "class": type(now).__name__,
+            "channels": len(mean) if mean is not None else None,
+            "role": None,
+            "block": next((b.path for b in reversed(seen.blocks) if path.startswith(f"{b.path}.")), None),
+            "mean": _range(mean),
+            "std": _range(std),
+            "folding": None,
+            "refused": None,
+        }
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -1,0 +1,42 @@
+"""Recalibrate: the same network with BatchNorm statistics of other images, as one more step of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from normswap.calibration import Batches, Progress
+from normswap.conversion import Conversion, carry_out
+from normswap.errors import RefusedError
+from normswap.plan import Step
+from normswap.population import norms_of
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    size: Sequence[int] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **record: Any,
+) -> Conversion:
+    """`model`, which is not changed, with population statistics estimated on `batches` (`population`).
+
+    Args:
+        batches: images (N, C, H, W), or (images, labels), in batches of one size, or a function that gives them.
+        size: (C, H, W) of the noise on which the change is measured.
+        progress: called after each batch with the batches done and their total.
+        record: what the plan shall remember of the data: data, samples, batch_size.
+
+    Raises:
+        RefusedError: no BatchNorm with running statistics.
+        SourceError: unusable images, or batches of less than two.
+    """
+    if isinstance(batches, str):
+        raise RefusedError("cannot recalibrate on noise", "statistics of noise are no network's")
+    norms_of(model)
+    step = Step("recalibrate", record, ())
+    return carry_out(model, step, size=size, seed=seed, calibrate=batches, progress=progress)

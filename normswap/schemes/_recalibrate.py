@@ -1,0 +1,38 @@
+"""BatchNorm's population statistics, estimated anew on other images: a new domain. Weights, gamma and beta stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from normswap.anatomy import Anatomy
+from normswap.plan import Step
+from normswap.population import Progress, estimate_population
+from normswap.walks import Draft
+
+PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2"
+
+
+def exact(options: dict[str, Any]) -> bool:
+    return False
+
+
+def needs_data(options: dict[str, Any]) -> bool:
+    return True
+
+
+def plan(anatomy: Anatomy, *, data: str = "", samples: int | None = None, batch_size: int = 64) -> Draft:
+    """Args:
+    data, samples, batch_size: for the record.
+    """
+    return Draft(anatomy)
+
+
+def fit(
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+) -> tuple[str, ...]:
+    seen = estimate_population(result, batches, progress)
+    said = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
+    return (said + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
