@@ -60,7 +60,7 @@ def finetune(
     from normswap.recover.images import Share
 
     if not recipe:
-        raise OptionError("fine-tune how?", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
+        raise OptionError("no recipe is given", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = load.split(words or [])
     plan = load.read(recipe, overrides)
     if data is not None:

@@ -75,8 +75,6 @@ def finetune(
         folder = Folder(Path(out), identify(begin.given, recipe, task.images.digest))
         run = Run(task, folder, _blank(begin.model), progress if engine.is_main_process else None, tell)
         run.open(resume)
-        if tracked and engine.is_main_process:
-            engine.init_trackers("normswap")
         with stopping.on_request() as stop:
             finished = run.train(stop)
         engine.end_training()
@@ -124,6 +122,7 @@ class Run:
             other = self.folder
         if other is None:
             self._main(lambda: self.folder.begin(self.recipe))
+            self.engine.init_trackers("normswap")
             self._end_epoch(began=False)
             return
         self.at, parts = other.read_state()
@@ -131,6 +130,7 @@ class Run:
         if other is not self.folder and other.place.resolve() != self.folder.place.resolve():
             self._main(lambda: self.folder.adopt(other, self.recipe))
             self._save()
+        self.engine.init_trackers("normswap")
         self.tell(f"continuing at update {self.at.update} of {self.task.updates}")
 
     def train(self, stop: stopping.Stop) -> bool:

@@ -1,0 +1,235 @@
+"""`normswap finetune` as a user meets it: from a name to a recovered checkpoint, and what is said of bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from trained import CLASSES, network, recipe, train, write_images
+
+import normswap
+from normswap import checkpoint, provenance
+from normswap.cli import main
+from normswap.data import make_loader
+from normswap.errors import NormswapError, OptionError, SourceError
+from normswap.evaluate import evaluate
+from normswap.recover import assembly, load
+from normswap.recover.folder import COLUMNS
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_images(folder / "train")
+    write_images(folder / "val", 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BatchNorm network in a directory."""
+    return checkpoint.save(network(), tmp_path_factory.mktemp("models") / "source")
+
+
+def write(file: Path, **parts: Any) -> Path:
+    plan = recipe("nowhere", **parts).model_dump(mode="json")
+    plan["data"].update(root=None, validation=None)
+    file.write_text(yaml.safe_dump(plan))
+    return file
+
+
+def test_one_command_from_a_name_to_a_recovered_checkpoint(
+    images: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "r.yaml", convert={"to": "skipinit"}, distill={})
+    words = ["finetune", str(source), "train.epochs=1", "--recipe", str(file), "--data", str(images)]
+    words += ["-o", str(tmp_path / "run"), "--device", "cpu"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "top-1:" in shown.out
+    assert "epoch 1.00/1" in shown.err  # a log has a line per epoch
+    last = normswap.load(tmp_path / "run/last")
+    origin = provenance.of(last)
+    assert origin is not None
+    assert [step.scheme for step in origin.plan.steps] == ["skipinit"]
+    rows = list(csv.DictReader((tmp_path / "run/metrics.csv").read_text().splitlines()))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    assert tuple(rows[0]) == COLUMNS
+    assert load.read(tmp_path / "run/recipe.yaml").train.epochs == 1
+    found = evaluate(last, make_loader(last, str(images / "val"), workers=0))  # what `normswap evaluate` says
+    assert float(rows[-1]["top1"]) == pytest.approx(found.top1)
+    assert float(rows[-1]["val_loss"]) == pytest.approx(found.loss, rel=1e-5)
+    assert main(words) == 2
+    assert "holds a run. --resume auto continues it" in capsys.readouterr().err
+    assert main([*words, "--resume", "auto", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["finished"]
+    assert body["updates"] == 5
+    assert main(["convert", str(tmp_path / "run/best"), "--to", "folded", "-o", str(tmp_path / "folded")]) == 0
+
+
+def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: Path, tmp_path: Path) -> None:
+    model = network("skipinit")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    result = train(model, recipe(images), tmp_path / "out")
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not model.training
+    assert not result.model.training
+    assert result.model is not model
+
+
+@pytest.mark.parametrize("scheme", ["batchnorm", "skipinit", "regularized-skipinit", "fixup", "tune", "groupnorm",
+                                    "frozen-bn", "weightnorm", "folded"])  # fmt: skip
+def test_every_scheme_trains(images: Path, tmp_path: Path, scheme: str) -> None:
+    result = train(network(scheme), recipe(images, data={"batch_size": 4}), tmp_path / "out")
+    losses = [row["train_loss"] for row in result.rows[1:]]
+    assert losses[-1] is not None
+    assert losses[0] is not None
+    assert losses[-1] < losses[0]
+    said = [note for note in result.notes if "fine-tunes badly" in note]
+    assert bool(said) == (scheme == "folded")
+    if said:
+        assert all(word in said[0] for word in ("tune", "skipinit", "unfold", "2305.11624"))
+
+
+def test_without_labels_the_teacher_is_enough(images: Path, source: Path, tmp_path: Path) -> None:
+    """A flat folder of images; the student, whose alphas were reset, comes nearer to its recorded source."""
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for index, file in enumerate(sorted((images / "train").rglob("*.png"))):
+        shutil.copy(file, flat / f"{index}.png")
+    student = normswap.convert(normswap.load(source), "skipinit", alpha=0.3).model
+    origin = provenance.of(student)
+    assert origin is not None
+    record = provenance.Provenance(origin.arch, str(source), "0" * 64, origin.pretrained_cfg, origin.plan, origin.norms)
+    provenance.attach(student, record)
+    plan = recipe(flat, distill={"weight": 1.0}, train={"epochs": 5}, optim={"lr": 0.02})
+    plan = plan.model_copy(update={"data": plan.data.model_copy(update={"validation": None})})
+    teacher = normswap.load(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "open_model", lambda *args, **kwargs: teacher)
+        provenance.attach(teacher, provenance.Provenance(sha256="1" * 64))
+        with pytest.raises(SourceError, match="is not what the network was made from"):
+            train(student, plan, tmp_path / "other")
+        provenance.attach(teacher, provenance.Provenance(sha256="0" * 64))
+        result = train(student, plan, tmp_path / "out")
+    x = next(iter(make_loader(teacher, str(images / "train"), workers=0)))[0]
+    with torch.no_grad():
+        far, near = ((net(x).softmax(1) - teacher(x).softmax(1)).norm() for net in (student, result.model))
+    assert near < 0.7 * far
+    assert result.rows[-1]["top1"] is None
+    assert (tmp_path / "out/best/model.safetensors").is_file()
+
+
+def test_mixed_precision_compiled_layout_and_average(images: Path, tmp_path: Path) -> None:
+    train_part = {"precision": "bf16", "channels_last": True, "ema": {"decay": 0.9}, "smoothing": 0.1}
+    result = train(network("skipinit"), recipe(images, train=train_part), tmp_path / "out")
+    assert next(result.model.parameters()).dtype == torch.float32
+    assert result.rows[-1]["ema_top1"] is not None
+
+
+def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(network("skipinit"), recipe(images), tmp_path / "out", track="tensorboard")
+    events = EventAccumulator(str(tmp_path / "out/trackers/normswap")).Reload()
+    assert [event.step for event in events.Scalars("top1")] == [0, 5, 10]
+    assert len(events.Scalars("loss")) == 10
+    monkeypatch.setattr(assembly.importlib.util, "find_spec", lambda name: name)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    assert assembly.trackers("auto") == ["tensorboard"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert assembly.trackers("auto") == ["tensorboard", "wandb"]
+    assert assembly.trackers("none") == []
+    with pytest.raises(OptionError, match="unknown tracker 'wand'"):
+        assembly.trackers("wand")
+
+
+def test_without_accelerate_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(OptionError, match=r"needs accelerate.*pip install 'normswap\[train\]'"):
+        normswap.finetune(network(), recipe(tmp_path), tmp_path / "out")
+
+
+Bad = tuple[str, Callable[[Path], Any], str]
+BAD: list[Bad] = [
+    ("no data", lambda p: recipe(p, data={"root": None}), r"no images to train on.*data.root.*--data PATH"),
+    ("no such data", lambda p: recipe(p / "x", data={"validation": None}), r"x does not exist"),
+    ("no images", lambda p: recipe(p / "empty", data={"validation": None}), r"empty is not a dataset of images"),
+    ("other classes", lambda p: recipe(p / "three"), r"has 3 classes \(a, b, c\): the network has 10"),
+    ("other classes to validate", lambda p: recipe(p / "ten", data={"validation": str(p / "three")}), r"three has 3"),
+    ("a large batch", lambda p: recipe(p / "ten", data={"batch_size": 64}), r"batch_size 64 is too large.*10 images"),
+    (
+        "odd mixup",
+        lambda p: recipe(p / "ten", data={"batch_size": 5, "augment": {"mixup": 0.2}}),
+        r"even number.*not 5",
+    ),
+    ("fp16 on a CPU", lambda p: recipe(p / "ten", train={"precision": "fp16"}), r"fp16 needs a GPU.*bf16"),
+    ("an optimizer", lambda p: recipe(p / "ten", optim={"name": "sdg"}), r"optim.name 'sdg' cannot be used"),
+    ("means", lambda p: recipe(p / "ten", anneal={}), r"keeps no filter means.*mean: keep"),
+    ("a teacher", lambda p: recipe(p / "ten", distill={"teacher": "resnet19"}), r"unknown model 'resnet19'"),
+    ("a scheme", lambda p: recipe(p / "ten", convert={"to": "skipint"}), r"unknown scheme 'skipint'.*skipinit"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "problem"), BAD, ids=[name for name, *_ in BAD])
+def test_bad_input(tmp_path: Path, name: str, plan: Callable[[Path], Any], problem: str) -> None:
+    (tmp_path / "empty").mkdir()
+    write_images(tmp_path / "ten", 1)
+    write_images(tmp_path / "three", 1, ["a", "b", "c"])
+    with pytest.raises(NormswapError, match=problem):
+        train(network(), plan(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, model = str(write(tmp_path / "r.yaml")), str(checkpoint.save(network(), tmp_path / "m"))
+    table: list[tuple[list[str], str]] = [
+        ([model], "no recipe is given. --recipe NAME"),
+        (["--recipe", file], "nothing to train"),
+        ([model, "--recipe", file, "optim.rate=1"], "unknown key optim.rate"),
+        ([model, "--recipe", file, "train.epochs=-1"], "train.epochs"),
+        ([model, "other", "--recipe", file], "'other' is neither the MODEL"),
+        ([model, "--recipe", "no_such_recipe"], "no recipe is called 'no_such_recipe'"),
+        ([model, "--recipe", file, "--data", str(images), "--nproc", "0"], "--nproc 0"),
+        ([model, "--recipe", file, "--data", str(images), "--nproc", "3"], "batch_size 8 is not divisible by 3"),
+        ([model, "--recipe", file, "--data", str(images), "--device", "tpu"], "device 'tpu'"),
+        ([model, "--recipe", file, "--data", str(images), "--resume", str(images)], "holds no run"),
+        ([str(tmp_path / "none"), "--recipe", file, "--data", str(images)], "is neither a file nor a directory"),
+    ]
+    if not torch.cuda.is_available():
+        table.append(([model, "--recipe", file, "--data", str(images), "--device", "cuda"], "cuda is not available"))
+    for words, problem in table:
+        assert main(["finetune", *words, "-o", str(tmp_path / "out")]) == 2, words
+        shown = capsys.readouterr()
+        assert problem in shown.err, (words, shown.err)
+        assert shown.err.count("error:") == 1
+        assert not shown.out
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    (folder / CLASSES[3] / "1.png").write_bytes(b"no image")
+    plan = recipe(folder, data={"validation": str(write_images(tmp_path / "val", 1))})
+    with pytest.raises(SourceError, match=r"class3/1.png cannot be read"):
+        train(network("skipinit"), plan, tmp_path / "out")
+
+
+def test_a_disk_that_cannot_be_written(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NormswapError, match="cannot write to"):
+        train(network(), recipe(images), tmp_path / "file" / "out")
