@@ -21,7 +21,9 @@ others. Position and class embeddings, and bias tables, are spared where the mod
 
 Converted networks: SkipInit's alpha and its scalar biases do not decay (De & Smith 2020), nor do the gains and
 `skipinit_gain` of NF networks (Brock et al. 2021, arXiv:2102.06171: neither gains nor biases); timm's own grouping
-does decay NF gains, whose shape is (C, 1, 1, 1). A `ChannelAffine` decays by the role of the norm it replaced.
+does decay NF gains, whose shape is (C, 1, 1, 1). A `ChannelAffine`, or the live gamma of a convolution in tune mode,
+decays by the role of the norm it replaced. The mean of a filter, kept beside its standardized weights, does not decay:
+what becomes of it is for a recipe to say.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ from torch import fx, nn
 
 from normswap import affine, anatomy, layers, provenance
 from normswap.anatomy import LINEAR, Anatomy, Block
-from normswap.baking import TunedConv2d
+from normswap.baking import Gain, TunedConv2d
 from normswap.errors import OptionError, TraceError
 from normswap.norm_layers import EvalNorm
 from normswap.scalar_layers import ScalarBias
+from normswap.standardized import MeanStdConv2d
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 GAMMAS = ("gamma_last", "gamma_down", "gamma_0", "gamma_other", "gamma_head")
@@ -62,6 +65,7 @@ _KIM = {
     "scalar_bias": (False, "SkipInit's scalar biases do not decay"),
     "skipinit_gain": (False, "SkipInit's scalars do not decay"),
     "gain": (False, "the gains of scaled or weight normalized filters do not decay"),
+    "filter_mean": (False, "the mean of a filter beside its standardized weights"),
     "embedding": (False, "the model's no_weight_decay() names it"),
     "vector": (False, "neither a weight nor a gamma; 1-D"),
 }
@@ -219,6 +223,10 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
         return gamma if name == "gamma" else "beta"
     if name in ("gain", "skipinit_gain"):
         return name
+    if isinstance(owner, Gain):
+        return "gain"
+    if isinstance(owner, MeanStdConv2d) and name == "mean":
+        return "filter_mean"
     if isinstance(owner, (*LINEAR, nn.Embedding)):
         return {"weight": "weight", "bias": "bias"}.get(name)
     if name == "original0" and type(owner).__name__ == "ParametrizationList":
@@ -239,7 +247,8 @@ def _norm_roles(model: nn.Module) -> dict[str, str]:
             if isinstance(seen.traced.modules[path], nn.LayerNorm | nn.RMSNorm) and found[path] == "gamma_last":
                 found[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
     shared = {id(twin.get_submodule(path)): role for path, role in found.items()}  # a norm may have several paths
-    return {path: shared[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in shared}
+    found = {path: shared[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in shared}
+    return found | {conv: found[norm] for conv, norm in _tuned(model) if norm in found}
 
 
 def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
@@ -253,9 +262,9 @@ def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """`model` itself, or, if some norms were replaced by a `ChannelAffine`, a copy with norms in all those seats."""
+    """`model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those seats."""
     record = provenance.of(model)
-    affines = any(isinstance(module, layers.ChannelAffine | EvalNorm) for module in model.modules())
+    affines = any(isinstance(module, layers.ChannelAffine | EvalNorm | TunedConv2d) for module in model.modules())
     if record is None or not affines:
         return model
     tensors = [*model.parameters(), *model.buffers()]
@@ -266,6 +275,16 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
             home, _, seat = path.rpartition(".")
             twin.get_submodule(home).register_module(seat, nn.BatchNorm2d(mean.numel()))
     return twin
+
+
+def _tuned(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(convolution, norm) wherever a convolution has taken in the norm after it with a live gamma."""
+    record = provenance.of(model)
+    for step in record.plan.steps if record else ():
+        for edit in step.edits:
+            if edit.layer == "Tuned":
+                takes = zip(edit.reads, edit.args["takes"], strict=True)
+                yield from ((edit.path, path) for path, how in takes if how == "norm")
 
 
 def _by_name(path: str) -> str:

@@ -13,7 +13,7 @@ from lived import swapped
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
 
-from normswap import decay
+from normswap import decay, schemes
 from normswap.conversion import convert
 from normswap.decay import POLICIES, SCALARS, counts, param_groups, roles
 from normswap.errors import OptionError, TraceError
@@ -123,17 +123,57 @@ CONVERTED = [
     ("resnet18", "folded", {}, {"weight": 21, "bias": 21}),
     # v2, ReLU: the scales move on, a shift stays where the 8 first norms stood; scale and shift of the final norm stay
     ("resnetv2_18", "skipinit", {}, {"weight": 21, "bias": 20, "alpha": 8, "gamma_head": 1, "beta": 9}),
+    # norms in every seat, or a live gamma on every convolution: the roles are the source's
+    ("resnet18", "batchnorm", {"ghost_batch": 2}, TABLE["resnet18"]),
+    ("resnet18", "tune", {}, TABLE["resnet18"]),
+    # 12 norms of v2 follow no convolution of their own and keep their statistics; 8 go into one
+    (
+        "resnetv2_18",
+        "tune",
+        {},
+        {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1},
+    ),
+    ("resnet18", "frozen-bn", {}, {"weight": 21, "bias": 1}),
+    # scalar biases before the 21 linear layers, and before the stem's and the branches' inner activations (1 + 8)
+    ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 30}),
+    ("resnet18", "residual-scale", {"rule": "arpit"}, {"weight": 21, "bias": 21}),
+    ("resnet18", "weightnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
+    ("resnet18", "spectralnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
+    # every convolution is standardized, with a gain and the mean of its filters; the classifier is not
+    ("resnet18", "nf", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20, "alpha": 8}),
+    ("resnet18", "centered-weightnorm", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20}),
+    ("resnet18", "groupnorm", {"steady": 0}, TABLE["resnet18"]),
+    ("resnet18", "layernorm", {"steady": 0}, TABLE["resnet18"]),
+    ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
+    # gamma stays; beta goes into the biases of qkv and fc1, but that of the last norm
+    ("vit_tiny_patch16_224", "rmsnorm", {}, TABLE["vit_tiny_patch16_224"] | {"beta": 1}),
+    # gamma goes, too
+    ("vit_tiny_patch16_224", "folded", {}, {"weight": 50, "bias": 50, "embedding": 2, "gamma_head": 1, "beta": 1}),
 ]
 
 
 @pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
 def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:
-    model = convert(timm.create_model(name), to, size=(3, 32, 32), **options).model
+    side = 224 if "vit" in name else 64
+    model = convert(timm.create_model(name), to, size=(3, side, side), **options).model
     assigned = roles(model)
     assert counts(assigned) == wanted
-    assert {one.role for one in assigned if one.decay} == {"weight", "gamma_head"} & set(wanted)
+    assert {one.role for one in assigned if one.decay} == set(DECAYING) & set(wanted)
     for policy in POLICIES:
         check(model, param_groups(model, 0.1, policy))
+
+
+def test_every_scheme_has_a_row_here() -> None:
+    assert {to for _, to, _, _ in CONVERTED} == set(schemes.names())
+
+
+def test_a_gamma_in_tune_mode_has_the_role_of_its_norm() -> None:
+    done = convert(timm.create_model("resnet18"), "tune", size=(3, 32, 32)).model
+    role = {one.path: one.role for one in roles(done)}
+    assert role["conv1.gamma"] == "gamma_0"
+    assert role["layer1.0.conv1.gamma"] == "gamma_other"
+    assert role["layer1.0.conv2.gamma"] == "gamma_last"
+    assert role["layer2.0.downsample.0.gamma"] == "gamma_down"
 
 
 def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:

@@ -1,0 +1,97 @@
+"""Beyond ResNets: SkipInit, NF and the canonical form of RegNet, ResNeXt, SE-ResNet, EfficientNet, MobileNet, exactly.
+
+THE table (test_schemes.py) has the ResNets; the coverage walk folds everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import batchnorms, distance, lived_in, run, step
+from torch import Tensor, nn
+
+from normswap import surgery
+from normswap.layers import Scale
+
+# Residual branches, and the norm that ends each, from the papers (how they are counted: test_anatomy_families.py;
+# SE-ResNeXt-26t: 2 + 2 + 2 + 2 bottlenecks). In the SE-ResNeXt a gate follows that norm, in the others it comes before.
+BRANCHES: dict[str, tuple[int, str]] = {
+    "regnetx_002": (13, "conv3.bn"),
+    "regnety_002": (13, "conv3.bn"),
+    "seresnext26t_32x4d": (8, "bn3"),
+    "efficientnet_b0": (9, "bn3"),
+    "mobilenetv3_small_050": (7, "bn3"),
+}
+SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("folded", {}),
+    ("skipinit", {}),
+    ("regularized-skipinit", {"dropout": 0.2}),
+    ("nf", {"mean": "keep"}),
+    ("fixup", {}),
+    ("residual-scale", {"rule": "arpit"}),
+    ("tune", {}),
+)
+architectures = pytest.mark.parametrize("arch", BRANCHES)
+
+
+@functools.cache
+def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    seen, x = torch.randn(2, 2, 3, 64, 64, dtype=torch.float64)
+    model = lived_in(timm.create_model(arch, num_classes=10), seen)
+    return model, x, run(model, x)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda row: row[0])
+@architectures
+def test_exact(arch: str, scheme: tuple[str, dict[str, Any]]) -> None:
+    model, x, reference = source(arch)
+    planned, draft = step(model, scheme[0], **scheme[1])
+    assert draft.refusals == {}
+    result = surgery.apply_step(model, planned)
+    assert batchnorms(result) == []
+    assert type(result) is type(model)
+    assert distance(reference, reference.flip(0)) > 0.01
+    assert distance(reference, run(result, x)) <= 1e-10
+
+
+@architectures
+def test_alpha_is_the_deviation_of_the_branch(arch: str) -> None:
+    """The root mean square of the gammas of the norm that ends the branch, De & Smith's gamma; one for every branch."""
+    model, _, _ = source(arch)
+    count, last = BRANCHES[arch]
+    planned, draft = step(model, "skipinit")
+    result = surgery.apply_step(model, planned)
+    found = [module.alpha.item() for module in result.modules() if isinstance(module, Scale)]
+    assert len(found) == count
+    wanted = []
+    for block in draft.anatomy.blocks:
+        gamma = model.get_submodule(f"{block.path}.{last}").get_parameter("weight")
+        wanted.append(gamma.square().mean().sqrt().item())
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@architectures
+def test_groupnorm_takes_every_seat(arch: str) -> None:
+    """Approximate: what it keeps of trained networks is measured in tests/benchmarks; here: it runs, and differs."""
+    model, x, reference = source(arch)
+    planned, draft = step(model, "groupnorm")
+    assert draft.refusals == {}
+    result = surgery.apply_step(model, planned)
+    assert sum(isinstance(module, nn.GroupNorm) for module in result.modules()) == len(batchnorms(model))
+    assert batchnorms(result) == []
+    assert 1e-3 < distance(reference, run(result, x)) < float("inf")
+
+
+@architectures
+def test_one_wrong_channel_is_noticed(arch: str) -> None:
+    model, x, reference = source(arch)
+    broken: Any = surgery.apply_step(model, step(model, "skipinit")[0])
+    scale = next(module for module in broken.modules() if isinstance(module, Scale))
+    with torch.no_grad():
+        scale.alpha *= 1.01
+    assert distance(reference, run(broken, x)) > 1e-6
