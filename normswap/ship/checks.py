@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from normswap import verification
 from normswap.errors import OptionError, VerificationError
 from normswap.ship.formats import Runs
+from normswap.weights import first_line
 
 # relative L2 at the logits. In half precisions it is the arithmetic that errs, by a few units of its last place per
 # layer; the bounds are what deep networks with measured statistics stay below (tests/benchmarks/export.md)
@@ -24,8 +25,8 @@ class Figures:
     """How far a file is from the network it was made from.
 
     Args:
-        relative_l2: the largest of any batch, |file - source| / |source|.
-        largest: max |file - source| / max |source|, likewise.
+        relative_l2: |file - source| / |source|, over the answers to all images.
+        largest: max |file - source| / max |source|.
         agreement: fraction of images with the same argmax; count: of how many.
         tolerance: what relative_l2 may be.
         inputs: what both were run on.
@@ -58,34 +59,62 @@ def check(
     Raises:
         VerificationError: the file computes something else, or does not run.
     """
-    worst = largest = excess = 0.0
-    equal = count = 0
-    tolerance = TOLERANCE[dtype]
+    sums = _Sums()
     for x in batches:
         logits = answers(source, x)
         try:
             got = runs(raw(x))
         except Exception as error:  # every runtime has its own
-            raise VerificationError(f"the exported file does not run on {tuple(x.shape)}", str(error)) from None
-        allowed = tolerance
-        if softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
-            allowed = tolerance * max(1.0, 2 * float(logits.abs().max()))
-        expected = logits.softmax(-1) if softmax else logits
-        off = _distance(expected, got)
-        if dtype == "fp32" and off > allowed:
-            allowed = max(allowed, 4 * _stray(source, x, logits))
-        worst, excess = max(worst, off), max(excess, off / allowed)
-        largest = max(largest, float((expected - got).abs().max() / expected.abs().max())) if off < math.inf else off
-        equal += int((expected.flatten(1).argmax(1) == got.flatten(1).argmax(1)).sum()) if off < math.inf else 0
-        count += len(x)
-    if not count:
+            raise VerificationError(f"the exported file does not run on {tuple(x.shape)}", first_line(error)) from None
+        sums.add(x, logits, logits.softmax(-1) if softmax else logits, got)
+    if not sums.count:
         raise OptionError("no images to check the file on")
-    if not excess <= 1:
+    allowed = TOLERANCE[dtype]
+    if softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
+        allowed *= max(1.0, 2 * sums.peak)
+    if dtype == "fp32" and sums.relative_l2 > allowed:
+        allowed = max(allowed, 4 * sums.stray(source))
+    if not sums.relative_l2 <= allowed:
         raise VerificationError(
-            f"the exported file computes something else: relative L2 error {worst:.1e}, allowed {worst / excess:.1e}",
+            f"the exported file computes something else: relative L2 error {sums.relative_l2:.1e}, "
+            f"allowed {allowed:.1e}",
             remedy="Nothing was written",
         )
-    return Figures(worst, largest, equal / count, count, worst / excess if excess else tolerance, described)
+    return Figures(sums.relative_l2, sums.largest / sums.top, sums.same / sums.count, sums.count, allowed, described)
+
+
+class _Sums:
+    """What is gathered over the batches."""
+
+    def __init__(self) -> None:
+        self.off = self.whole = self.largest = self.top = self.peak = 0.0
+        self.same = self.count = 0
+        self.first: tuple[Tensor, Tensor] | None = None
+
+    def add(self, x: Tensor, logits: Tensor, expected: Tensor, got: Tensor) -> None:
+        self.first = self.first or (x, logits)
+        self.count += len(x)
+        self.peak = max(self.peak, float(logits.abs().max()))
+        self.top = max(self.top, float(expected.abs().max()))
+        self.whole += float(expected.double().square().sum())
+        if expected.shape != got.shape or not bool(torch.isfinite(got).all()):
+            self.off = self.largest = math.inf
+            return
+        difference = (expected - got).double()
+        self.off += float(difference.square().sum())
+        self.largest = max(self.largest, float(difference.abs().max()))
+        self.same += int((expected.flatten(1).argmax(1) == got.flatten(1).argmax(1)).sum())
+
+    @property
+    def relative_l2(self) -> float:
+        return math.sqrt(self.off / max(self.whole, 1e-300))
+
+    def stray(self, source: nn.Module) -> float:
+        """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
+        assert self.first is not None
+        x, logits = self.first
+        precise = verification.run_double(source, x.double())
+        return float((precise - logits.flatten(1)).norm() / precise.norm())
 
 
 @torch.no_grad()
@@ -107,18 +136,6 @@ def answers(source: nn.Module, x: Tensor) -> Tensor:
 
 def _size(x: Tensor) -> str:
     return ",".join(map(str, x.shape[1:]))
-
-
-def _distance(expected: Tensor, got: Tensor) -> float:
-    if expected.shape != got.shape or not bool(torch.isfinite(got).all()):
-        return float("inf")
-    a, b = expected.double(), got.double()
-    return float((a - b).norm() / a.norm().clamp_min(1e-300))
-
-
-def _stray(source: nn.Module, x: Tensor, logits: Tensor) -> float:
-    """How far the source itself is from its own float64 values (a chaotic network)."""
-    return _distance(verification.run_double(source, x.double()), logits.flatten(1).double())
 
 
 def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: int = 16, seed: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from normswap import data as data_room
 from normswap import provenance, writing
 from normswap.conversion import Conversion
 from normswap.errors import OptionError
-from normswap.ship import baked_input, checks, formats, sidecar, undressing
+from normswap.ship import baked_input, checks, formats, rounding, sidecar, undressing
 from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped
 
@@ -208,15 +208,20 @@ def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
     """What goes into the file, and what the user should know of it."""
     dtype = DTYPES[order.dtype]
     if not order.form.GRAPH:
-        return undressing.undressed(order.source, order.size, features=True).to(dtype), []
+        network = undressing.undressed(order.source, order.size, features=True)
+        rounding.round_(network, dtype)
+        return network.to(dtype), []
     network = undressing.undressed(order.source, order.size)
     mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
     network = undressing.streamlined(network, order.source, checks.pictures(order.size, mean, std, count=4), dtype)
     before = baked_input.bake(network, mean, std) if order.normalize else baked_input.Before(None, None, "")
+    rounding.round_(network, dtype)
     shipped = Shipped(
-        network, dtype=dtype, scale=before.scale, shift=before.shift, softmax=order.softmax, output=order.output
-    )
-    return shipped.eval().requires_grad_(False), [before.note] if before.note else []
+        network, dtype=order.form.ARITHMETIC.get(order.dtype, dtype), stored=dtype,
+        scale=before.scale, shift=before.shift, softmax=order.softmax, output=order.output,
+    )  # fmt: skip
+    notes = [before.note, order.form.NOTES.get(order.dtype, "")]
+    return shipped.eval().requires_grad_(False), [note for note in notes if note]
 
 
 def _per_channel(values: Sequence[float], channels: int) -> Tensor:

@@ -23,6 +23,8 @@ from normswap.weights import first_line, quiet
 NAME = "onnx"
 NEEDS = ("onnx", "onnxscript", "onnxruntime")
 GRAPH = True
+ARITHMETIC = {"bf16": torch.float32}
+NOTES = {"bf16": "the weights are bf16, the arithmetic is fp32: ONNX Runtime has no bf16 convolution on the CPU"}
 _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
 
 
@@ -37,6 +39,8 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
         )
     proto = _graph(_depthwise(network), x, dynamic)
     _strip(proto.graph)
+    if network.stored != network.dtype:
+        _store_bf16(proto.graph)
     onnx.helper.set_model_props(proto, dict(metadata))
     proto.producer_name = "normswap"
     try:
@@ -86,6 +90,31 @@ def _strip(graph: Any) -> None:
         del item.metadata_props[:]
     for node in graph.node:
         node.doc_string = ""
+
+
+def _store_bf16(graph: Any) -> None:
+    """Store every weight that bfloat16 holds exactly in it, and let the graph cast it; runtimes do so once, on loading.
+
+    Biases and what else is small stay as they are.
+    """
+    import onnx
+
+    casts = []
+    for tensor in graph.initializer:
+        if tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) < 2:
+            continue
+        value = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+        half = value.to(torch.bfloat16)
+        if not torch.equal(half.float(), value):
+            continue
+        name = tensor.name
+        data = half.view(torch.int16).numpy().tobytes()
+        stored = onnx.helper.make_tensor(f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True)
+        tensor.CopyFrom(stored)
+        casts.append(onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT))
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*casts, *rest])
 
 
 def open(file: Path) -> Runs:

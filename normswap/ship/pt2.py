@@ -17,6 +17,8 @@ from normswap.weights import first_line, quiet
 NAME = "pt2"
 NEEDS = ()
 GRAPH = True
+ARITHMETIC: Mapping[str, torch.dtype] = {}
+NOTES: Mapping[str, str] = {}
 
 
 def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:

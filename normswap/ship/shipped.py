@@ -16,7 +16,7 @@ class Shipped(nn.Module):
 
     Args:
         network: a folded network.
-        dtype: what its weights are cast to, and what it computes in.
+        dtype: what it computes in; stored: what its weights may be stored in, if that is less.
         scale, shift: (C, 1, 1) each: the images x become scale * x + shift first; None: nothing to do.
         softmax: answer with probabilities.
         output: what the answers are called in files that name them.
@@ -27,6 +27,7 @@ class Shipped(nn.Module):
         network: nn.Module,
         *,
         dtype: torch.dtype = torch.float32,
+        stored: torch.dtype | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         softmax: bool = False,
@@ -34,7 +35,7 @@ class Shipped(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network.to(dtype)
-        self.dtype, self.softmax, self.output = dtype, softmax, output
+        self.dtype, self.stored, self.softmax, self.output = dtype, stored or dtype, softmax, output
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 

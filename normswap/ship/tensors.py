@@ -20,6 +20,8 @@ from normswap.ship.formats import Runs
 NAME = "safetensors"
 NEEDS = ()
 GRAPH = False
+ARITHMETIC: Mapping[str, torch.dtype] = {}
+NOTES: Mapping[str, str] = {}
 
 
 def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:

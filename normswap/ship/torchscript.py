@@ -18,6 +18,8 @@ from normswap.weights import first_line, quiet
 NAME = "torchscript"
 NEEDS = ()
 GRAPH = True
+ARITHMETIC: Mapping[str, torch.dtype] = {}
+NOTES: Mapping[str, str] = {}
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 
 

@@ -1,0 +1,64 @@
+"""Run an exported file in a fresh process that has only the file's own runtime: importing anything else fails there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_OURS = ["normswap", "timm", "torchvision", "safetensors"]
+_BLOCKED = {
+    "onnx": [*_OURS, "torch", "onnx", "onnxscript"],
+    "pt2": [*_OURS, "onnx", "onnxruntime"],
+    "torchscript": [*_OURS, "onnx", "onnxruntime"],
+    "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
+}
+_RUN = {
+    "onnx": "import onnxruntime as ort\n"
+    "session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])\n"
+    "run = lambda x: session.run(['{output}'], {{'images': x}})[0]",
+    "pt2": "import torch\nm = torch.export.load(file).module()\n"
+    "run = lambda x: m(torch.from_numpy(x)).detach().numpy()",
+    "torchscript": "import torch\nm = torch.jit.load(file)\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()",
+    "safetensors": "import torch, normswap\nm = normswap.load(file)\nd = next(m.parameters()).dtype\n"
+    "run = lambda x: m(torch.from_numpy(x).to(d)).detach().float().numpy()",
+}
+_PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from importlib.machinery import ModuleSpec
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name.split(".")[0] in {blocked} else None
+    def create_module(self, spec):
+        raise ImportError(spec.name + " is not here")
+sys.meta_path.insert(0, Absent())
+import numpy as np
+file, given, wanted = sys.argv[1:]
+{run}
+x = np.load(given)
+np.save(wanted, np.concatenate([run(x[i : i + {batch}]) for i in range(0, len(x), {batch})]))
+present = sorted({blocked} & set(module.split(".")[0] for module in sys.modules))
+sys.exit(f"{{present}} were imported" if present else 0)
+"""
+
+
+def run_alone(file: Path, form: str, x: Tensor, *, batch: int = 1, output: str = "logits") -> Tensor:
+    """The answers of `file` to `x` (N, C, H, W), `batch` images at a time.
+
+    Raises:
+        AssertionError: it does not load, or needs something that is blocked.
+    """
+    program = _PROGRAM.format(blocked=set(_BLOCKED[form]), run=_RUN[form].format(output=output), batch=batch)
+    with tempfile.TemporaryDirectory() as folder:
+        given, wanted = Path(folder) / "x.npy", Path(folder) / "y.npy"
+        np.save(given, x.numpy())
+        command = [sys.executable, "-c", program, str(file), str(given), str(wanted)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        return torch.from_numpy(np.load(wanted))

@@ -1,0 +1,354 @@
+"""Exported files: they compute what the source computes, alone, without a norm; and a wrong one never gets its name.
+
+The oracle is the unfused source in PyTorch, and a process that has nothing but the file's own runtime (`alone`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from alone import run_alone
+from lived import distance, lived_in, run
+from torch import Tensor, nn
+
+import normswap
+from normswap import checkpoint, demo
+from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
+from normswap.ship import formats
+
+FORMATS = formats.names()
+ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+FIGURES = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 8e-2}
+V1 = {"channels": [8, 16, 32, 64], "num_classes": 10}
+V2 = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
+NORMS = ("batch", "norm")
+
+
+def network(name: str = "resnet18", **args: Any) -> tuple[nn.Module, Tensor]:
+    """A network that looks trained, in float32, and images for it."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **(args or (V2 if "v2" in name else V1)))
+    x = torch.randn(5, 3, 64, 64)
+    return lived_in(model, x).float(), x
+
+
+def check(model: nn.Module, file: Path, x: Tensor, dtype: str = "fp32", batch: int = 1) -> None:
+    form = next(form for form, ending in ENDINGS.items() if file.suffix == f".{ending}")
+    assert distance(run(model, x), run_alone(file, form, x, batch=batch)) <= FIGURES[dtype]
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Path) -> None:
+    model, x = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    done = normswap.export(model, file, input_size=(3, 64, 64))
+    assert done.file == file
+    assert (done.format, done.dtype, done.figures.count, done.bytes) == (form, "fp32", 16, file.stat().st_size)
+    assert done.figures.relative_l2 <= 1e-5
+    assert done.figures.agreement == 1
+    assert not [kind for kind in done.nodes if any(word in kind.lower() for word in NORMS)]
+    assert sum("conv" in kind.lower() for kind in done.nodes) == (form != "safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [file.name, f"{file.name}.preprocess.json"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    check(model, file, x)
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "tune", "weightnorm", "fixup", "nf", "groupnorm"])
+def test_every_scheme_is_undressed_first(scheme: str, tmp_path: Path) -> None:
+    model, _ = network()
+    options = {"mean": "keep"} if scheme == "nf" else {}
+    dressed = normswap.convert(model, scheme, size=(3, 64, 64), **options)
+    done = normswap.export(dressed, tmp_path / "a.ts", input_size=(3, 64, 64))
+    plain = normswap.export(model, tmp_path / "b.ts", input_size=(3, 64, 64))
+    per_sample = {"group_norm": 21} if scheme == "groupnorm" else {}
+    assert {kind: n for kind, n in done.nodes.items() if kind not in plain.nodes} == per_sample
+    if not per_sample:
+        assert done.nodes == plain.nodes
+
+
+def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
+    model, _ = network()
+    folded = normswap.convert(model, "folded", size=(3, 64, 64)).model
+    assert normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2 <= 1e-6
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    assert normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6
+
+
+def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
+    import onnx
+
+    model = checkpoint.open_model(str(demo.FOLDER))
+    file = tmp_path / "demo.onnx"
+    images = torch.randn(3, *normswap.ship.sidecar.config(model)["input_size"])
+    done = normswap.export(model, file, dynamic_batch=True, images=images, count_plain=True)
+    assert done.figures.count == 3
+    assert (done.plain_nodes or {})["Conv"] == done.nodes["Conv"]
+    proto = onnx.load(file)
+    told = {entry.key: entry.value for entry in proto.metadata_props}
+    record = json.loads(told["preprocess"])
+    assert record == json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
+    assert json.loads(told["labels"])[3] == "cat"
+    assert len(told["sha256"]) == 64
+    assert {"torch", "timm", "normswap"} == set(json.loads(told["versions"]))
+    assert [put.name for put in (*proto.graph.input, *proto.graph.output)] == ["images", "logits"]
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    assert b".py" not in file.read_bytes()  # torch notes on each node where in the user's files it comes from
+    assert record["input"]["batch"] is None
+    check(model, file, images, batch=2)
+
+
+@pytest.mark.parametrize("form", ["onnx", "pt2", "torchscript"])
+def test_a_dynamic_batch(form: str, tmp_path: Path) -> None:
+    model, x = network("resnetv2_18")
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    assert normswap.export(model, file, input_size=(3, 64, 64), dynamic_batch=True).dynamic_batch
+    check(model, file, x, batch=3)
+
+
+@pytest.mark.parametrize("form", ["onnx", "pt2"])
+def test_a_fixed_batch_takes_one_image(form: str, tmp_path: Path) -> None:
+    model, x = network()
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    normswap.export(model, file, input_size=(3, 64, 64))
+    with pytest.raises(AssertionError, match=r"[Ee]xpected|INVALID_ARGUMENT"):
+        run_alone(file, form, x, batch=2)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [(f, d) for f in FORMATS for d in ("fp16", "bf16")])
+def test_half_precisions(form: str, dtype: str, tmp_path: Path) -> None:
+    model, x = network()
+    full = normswap.export(model, tmp_path / f"full.{ENDINGS[form]}", input_size=(3, 64, 64))
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    done = normswap.export(model, file, input_size=(3, 64, 64), dtype=dtype)
+    assert done.bytes < 0.65 * full.bytes
+    assert 1e-5 < done.figures.relative_l2 <= FIGURES[dtype]
+    check(model, file, x, dtype)
+
+
+def test_softmax(tmp_path: Path) -> None:
+    model, x = network()
+    file = tmp_path / "net.onnx"
+    normswap.export(model, file, input_size=(3, 64, 64), softmax=True)
+    got = run_alone(file, "onnx", x, output="probabilities")
+    assert distance(run(model, x).softmax(1), got) <= 1e-4
+    assert json.loads((tmp_path / "net.onnx.preprocess.json").read_text())["output"]["name"] == "probabilities"
+
+
+def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
+    """A caller who follows it, with Pillow and numpy only, gets what the source gives after timm's own transform."""
+    import io
+    import tarfile
+
+    import numpy as np
+    from PIL import Image
+    from timm.data import create_transform
+
+    model = checkpoint.open_model(str(demo.FOLDER))
+    with tarfile.open(demo.FOLDER / "images.tar") as tar:
+        member = next(m for m in tar.getmembers() if m.isfile())
+        file = tar.extractfile(member)
+        assert file is not None
+        image = Image.open(io.BytesIO(file.read())).convert("RGB").resize((90, 70))
+    expected = run(model, create_transform(**normswap.zoo.data_config(model))(image)[None])
+    for normalize in (False, True):
+        place = tmp_path / f"{normalize}.ts"
+        done = normswap.export(model, place, normalize=normalize)
+        told = json.loads(done.sidecar.read_text())
+        short, (_, height, width) = min(told["resize"]["to"]), told["input"]["size"]
+        scale = short / min(image.size)
+        way = Image.Resampling[told["resize"]["interpolation"].upper()]
+        small = image.resize((int(image.size[0] * scale), int(image.size[1] * scale)), way)
+        left, top = round((small.size[0] - width) / 2), round((small.size[1] - height) / 2)
+        pixels = np.asarray(small.crop((left, top, left + width, top + height)), np.float32).transpose(2, 0, 1) / 255
+        assert (told["normalize"] is None) is normalize
+        if told["normalize"]:
+            mean, std = (np.float32(told["normalize"][key]).reshape(3, 1, 1) for key in ("mean", "std"))
+            pixels = (pixels - mean) / std
+        assert distance(expected, run_alone(place, "torchscript", torch.from_numpy(pixels)[None])) <= 1e-4
+
+
+# --- a wrong file is caught -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor is changed after the network was folded and verified, before it is written."""
+    model, _ = network()
+    module = formats.get(form)
+    write: Callable[..., None] = module.write
+
+    def corrupt(net: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            next(p for p in net.parameters() if p.ndim == 4).mul_(1.001)
+        write(net, *args, **kwargs)
+
+    monkeypatch.setattr(module, "write", corrupt)
+    with pytest.raises(VerificationError, match="computes something else"):
+        normswap.export(model, tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 64, 64))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_damaged_on_its_way_to_the_disk_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnx
+    from onnx import numpy_helper
+
+    from normswap.cli import main
+    from normswap.ship import onnx_file
+
+    write = onnx_file.write
+
+    def damage(net: Any, x: Tensor, file: Path, **kwargs: Any) -> None:
+        write(net, x, file, **kwargs)
+        proto = onnx.load(file)
+        weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
+        onnx.save(proto, file)
+
+    monkeypatch.setattr(onnx_file, "write", damage)
+    assert main(["export", str(demo.FOLDER), "-o", str(tmp_path / "net.onnx")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = network()
+    file = tmp_path / "net.ts"
+    normswap.export(model, file, input_size=(3, 64, 64))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(OutputError, match="exists"):
+        normswap.export(model, file, input_size=(3, 64, 64))
+    monkeypatch.setattr(formats.get("torchscript"), "open", lambda file: lambda x: torch.zeros(len(x), 10))
+    with pytest.raises(VerificationError, match=r"relative L2 error 1.0e\+00, allowed 1.0e-05"):
+        normswap.export(model, file, input_size=(3, 64, 64), force=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+# --- bad input: one line ----------------------------------------------------------------------------------------------
+
+
+class Sorted(nn.Module):
+    """Ends in an operator that ONNX has no word for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(self.conv(x).flatten(2) @ self.conv(x).flatten(2).mT)
+
+
+class Branching(nn.Module):
+    """What it does depends on values: no graph holds that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) if float(x.sum()) > 1e9 else x.flatten(1) * 2
+
+
+def _v1() -> nn.Module:
+    return network()[0]
+
+
+BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError], str]] = [
+    ("net.onnx", Sorted, {"input_size": (3, 8, 8)}, RefusedError, "ONNX cannot express the network: .*eigh"),
+    ("net.pt2", Branching, {"input_size": (3, 8, 8)}, RefusedError, "torch.export cannot express the network: .+"),
+    ("net.ts", _v1, {"input_size": (1, 64, 64)}, OptionError, "does not run on an input of size 1,64,64: .*channels"),
+    ("net.ts", _v1, {"input_size": (64, 64)}, OptionError, "input size 64,64: it is C,H,W"),
+    ("net.foo", _v1, {}, OptionError, r"the ending '.foo' .* says no format. Known: .onnx \(onnx\)"),
+    ("net", _v1, {}, OptionError, "has no ending"),
+    ("net.pt2", _v1, {"format": "onnx"}, OptionError, "ends as pt2 files do, not as onnx ones"),
+    ("net.ts", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, pt2"),
+    ("net.ts", _v1, {"dtype": "int8"}, OptionError, "unknown dtype 'int8'"),
+    ("no/net.ts", _v1, {}, OutputError, "there is no directory"),
+    ("net.safetensors", _v1, {"softmax": True}, OptionError, "no operators"),
+    ("net.safetensors", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"input_size": (3, 8, 8)},
+     VerificationError, "timm cannot build"),
+    ("net.ts", lambda: timm.create_model("resnet18", features_only=True, channels=[8, 8, 8, 8]).eval(),
+     {"input_size": (3, 64, 64)}, OptionError, "does not give one tensor"),
+    ("net.ts", lambda: timm.create_model("resnet18", num_classes=0, channels=[8, 8, 8, 8]).eval(),
+     {"softmax": True}, OptionError, "no classifier"),
+    ("net.ts", _v1, {"input_size": (3, 64, 64), "images": []}, OptionError, "no images"),
+    ("net.ts", _v1, {"input_size": (3, 64, 64), "images": torch.randn(2, 3, 4)}, OptionError, "does not run on"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "options", "kind", "match"), BAD, ids=[f"{c[0]}-{i}" for i, c in enumerate(BAD)]
+)
+def test_bad_input_is_said_in_a_line_and_leaves_nothing(
+    name: str,
+    make: Callable[[], nn.Module],
+    options: dict[str, Any],
+    kind: type[NormswapError],
+    match: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        normswap.export(make().eval(), tmp_path / name, **options)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(OptionError, match=r"onnx needs the package onnxruntime.*pip install 'normswap\[export\]'"):
+        normswap.export(_v1(), tmp_path / "net.onnx")
+
+
+def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from normswap.ship import onnx_file
+
+    monkeypatch.setattr(onnx_file, "_LIMIT", 100_000)
+    with pytest.raises(RefusedError, match="an ONNX file holds"):
+        normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(formats.get("onnx"), "write", full)
+    with pytest.raises(OutputError, match="No space left"):
+        normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
+    model = _v1()
+    model.bn1.running_mean = model.bn1.running_var = None  # type: ignore[assignment]
+    with pytest.raises(RefusedError, match="bn1: it has no running statistics"):
+        normswap.export(model, tmp_path / "net.ts", input_size=(3, 64, 64))
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from normswap.cli import main
+
+    images = str(demo.FOLDER / "images.tar")
+    file = tmp_path / "net.ts"
+    common = ["export", str(demo.FOLDER), "-o", str(file), "--data", images, "--samples", "20"]
+    assert main([*common, "--count-plain"]) == 0
+    out = capsys.readouterr().out
+    assert "same answer  20 of 20 (given images)" in out
+    assert "plain export" in out
+    assert main([*common, "--force", "--normalize", "--json", "--input-size", "3,64,64"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["input_size"] == [3, 64, 64]
+    assert body["figures"]["count"] == 20
+    assert set(body) == {"source", "file", "sidecar", "format", "dtype", "input_size", "dynamic_batch", "figures",
+                         "nodes", "plain_nodes", "bytes", "notes", "seconds"}  # fmt: skip
+    assert main(common) == 2
+    assert main([*common, "--force", "--input-size", "3,64"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
