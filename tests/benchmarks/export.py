@@ -1,4 +1,4 @@
-"""Every format and dtype against the source: on all test images, and on deep networks; node counts beside a plain export.
+"""Every format and dtype against the source: on all test images and on deep networks; nodes beside a plain export.
 
     python tests/benchmarks/export.py images            # the trained networks on the 10,000 CIFAR-10 test images
     python tests/benchmarks/export.py deep [NAME ...]   # timm's networks with random, lived-in weights, each file alone

@@ -1,0 +1,188 @@
+"""What only an export does to a network: shifts into the stream, mean and std into the stem, weights to bfloat16.
+
+All in float64 against the unfused forward, or against (p - mean) / std written out.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import distance, lived_in, run
+from tiny import Net
+from torch import Tensor, nn
+
+from normswap import anatomy, layers
+from normswap.ship import absorbing, baked_input, rounding, undressing
+
+V2: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
+SIZE = (3, 64, 64)
+
+
+def v2(*, positive: bool, name: str = "resnetv2_18", **args: Any) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = timm.create_model(name, **(args or V2)), torch.randn(2, *SIZE)
+    lived_in(model, x)
+    if positive:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.data.abs_().add_(0.2)
+    return model, x.double()
+
+
+def left(model: nn.Module) -> list[str]:
+    kinds = (layers.ChannelBias, layers.ChannelAffine)
+    return [path for path, module in model.named_modules() if isinstance(module, kinds)]
+
+
+# --- shifts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18", "resnetv2_50"])
+def test_a_preactivation_network_keeps_nothing(name: str) -> None:
+    args = {"channels": [16, 16, 32, 32], "stem_chs": 8, "num_classes": 10}
+    model, x = v2(positive=True, name=name, **args)
+    folded = undressing.undressed(model, SIZE)
+    assert len(left(folded)) == len(anatomy.inspect(model).blocks) + 1  # before each block, and before the classifier
+    absorbed = copy.deepcopy(folded)
+    assert absorbing.absorb(absorbed) == left(folded)
+    assert left(absorbed) == []
+    assert distance(run(model, x), run(absorbed, x)) <= 1e-12
+    assert distance(run(folded.get_submodule("stem"), x), run(absorbed.get_submodule("stem"), x)) > 1e-3
+
+
+def test_a_shift_with_a_sign_stays() -> None:
+    model, x = v2(positive=False)
+    folded = undressing.undressed(model, SIZE)
+    before = left(folded)
+    gone = absorbing.absorb(folded)
+    signed = [path for path in before if folded.get_submodule(path).__class__ is layers.ChannelBias]
+    assert left(folded) == signed
+    assert [path for path in before if path not in gone] == signed
+    assert signed
+    assert distance(run(model, x), run(folded, x)) <= 1e-12
+
+
+def _stream(m: Any, x: Tensor) -> Tensor:
+    """A pre-activation block whose stream is read by `m.other` as well."""
+    h = m.stem(x)
+    total: Tensor = h + m.conv(m.bias(h))
+    return total.mean((2, 3)) + m.other(h).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("other", "absorbed"),
+    [
+        (nn.Conv2d(4, 4, 1), True),
+        (nn.Conv2d(4, 4, 3, groups=2), True),
+        (nn.Conv2d(4, 4, 1, bias=False), True),
+        (nn.Conv2d(4, 4, 3, padding=1), False),  # the shift is not there in its zeros
+        (nn.Conv2d(4, 4, 3, padding="same"), False),
+        (nn.ReLU(), False),
+        (nn.Sequential(nn.Dropout(), nn.Conv2d(4, 4, 1)), True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorbed: bool) -> None:
+    torch.manual_seed(0)
+    parts = {"stem": nn.Conv2d(3, 4, 3), "conv": nn.Conv2d(4, 4, 3, padding=1), "other": other}
+    parts["bias"] = layers.ChannelBias(torch.randn(4), None, nn.ReLU(inplace=True))
+    model: nn.Module = Net(_stream, **parts).double().eval()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    expected = run(model, x)
+    assert absorbing.absorb(model) == (["bias"] if absorbed else [])
+    assert distance(expected, run(model, x)) <= 1e-13
+
+
+def test_an_inplace_activation_does_not_overwrite_the_stream() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), layers.ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
+    absorbing.absorb(model)
+    vacant: Any = model[1]
+    assert isinstance(vacant, layers.Vacant)
+    assert vacant.act.inplace is False
+
+
+def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
+    model, x = v2(positive=True)
+    model.stages[1].blocks[1].norm1.weight.data[0] = 1e-6  # type: ignore[union-attr, index]
+    model.float()
+    x = x.float()
+    folded = undressing.undressed(model, SIZE)
+    assert undressing.streamlined(folded, model, x, torch.float32) is folded
+    model.stages[1].blocks[1].norm1.weight.data[0] = 1.0  # type: ignore[union-attr, index]
+    folded = undressing.undressed(model, SIZE)
+    assert undressing.streamlined(folded, model, x, torch.float32) is not folded
+
+
+# --- mean and std -----------------------------------------------------------------------------------------------------
+
+MEAN, STD = (torch.tensor(values).double().view(3, 1, 1) for values in ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
+
+
+def _sum(m: Any, x: Tensor) -> Tensor:
+    return m.one(x).flatten(1) + m.two(x).flatten(1)
+
+
+CASES: dict[str, tuple[nn.Module, bool, bool, str]] = {  # network, scale left, shift left, note
+    "padded": (nn.Conv2d(3, 4, 3, padding=1), False, True, "std is in 0, which pads"),
+    "patches": (nn.Conv2d(3, 4, 4, stride=4), False, False, "mean and std are in 0"),
+    "patches without bias": (nn.Conv2d(3, 4, 4, stride=4, bias=False), False, False, "mean and std are in 0"),
+    "same": (timm.layers.Conv2dSame(3, 4, 3, stride=2), False, True, "std is in 0, which pads"),
+    "two": (Net(_sum, one=nn.Conv2d(3, 4, 3), two=nn.Conv2d(3, 4, 3)), False, False, "in 0.one, 0.two"),
+    "one of two pads": (Net(_sum, one=nn.Conv2d(3, 4, 1), two=nn.Conv2d(3, 4, 3, padding=1)), False, True, "pads"),
+    "no convolution": (nn.MaxPool2d(2), True, True, "stand before the network"),
+    "a shared one": (Net(lambda m, x: m.conv(m.conv(x)), conv=nn.Conv2d(3, 3, 3)), True, True, "called elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mean_and_std_go_in_as_far_as_is_exact(name: str) -> None:
+    torch.manual_seed(0)
+    stem, scale, shift, note = CASES[name]
+    model = nn.Sequential(copy.deepcopy(stem), nn.ReLU(), nn.Flatten()).double().eval()
+    pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
+    expected = run(model, (pixels - MEAN) / STD)
+    before = baked_input.bake(model, MEAN, STD)
+    assert ((before.scale is not None), (before.shift is not None)) == (scale, shift)
+    assert note in before.note
+    x = pixels if before.scale is None else pixels * before.scale
+    x = x if before.shift is None else x + before.shift
+    assert distance(expected, run(model, x)) <= 1e-13
+
+
+def test_padding_is_why_a_subtraction_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mean in a bias, the border of a padded convolution would be wrong."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten()).double().eval()
+    pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
+    expected = run(model, (pixels - MEAN) / STD)
+    monkeypatch.setattr(baked_input, "pads", lambda conv: False)
+    assert baked_input.bake(model, MEAN, STD).shift is None
+    assert distance(expected, run(model, pixels)) > 1e-2
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+def test_diffused_weights_are_bfloat16_and_keep_each_filters_sum() -> None:
+    weight = torch.randn(16, 8, 3, 3, generator=torch.Generator().manual_seed(0))
+    found = rounding.diffused(weight, torch.bfloat16)
+    assert torch.equal(found.to(torch.bfloat16).double(), found)
+    lost = (found - weight).flatten(1)
+    plain = (weight.to(torch.bfloat16).double() - weight).flatten(1)
+    assert lost.abs().max() <= 2**-7 * weight.abs().max()
+    assert lost.sum(1).abs().max() <= 2**-8 * weight.abs().max()  # what the last weight lost
+    assert plain.sum(1).abs().max() > 4 * lost.sum(1).abs().max()
+
+
+def test_only_weights_are_rounded_and_only_to_bfloat16() -> None:
+    layer = nn.Conv2d(3, 4, 3)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    for dtype in (torch.float32, torch.float16):
+        rounding.round_(layer, dtype)
+        assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+    rounding.round_(layer, torch.bfloat16)
+    assert torch.equal(before["bias"], layer.bias)  # type: ignore[arg-type]
+    assert torch.equal(layer.weight, layer.weight.bfloat16().float())
