@@ -6,6 +6,7 @@ The shipped ones are the YAML files of `recipes/`: in a checkout beside the pack
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
@@ -107,7 +108,7 @@ def check(tree: Any, label: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         tree = _overridden(tree, override)
     try:
-        return Recipe.model_validate(tree)
+        return Recipe.model_validate_json(json.dumps(tree), strict=True)  # strict: true is no 1, and "1" neither
     except ValidationError as error:
         raise RecipeError(label, "; ".join(_problems(error))) from None
 
