@@ -178,7 +178,7 @@ def test_two_processes_share_the_statistics_of_batchnorm(images: Path, tmp_path:
     spawn(images, tmp_path / "two", {**parts, "double": True}, scheme="batchnorm")
     train(network(double=True), recipe(images, **parts), tmp_path / "one")
     ours, theirs = weights(tmp_path / "one/last"), weights(tmp_path / "two/last")
-    found = [torch.allclose(tensor, theirs[name], rtol=1e-5, atol=1e-7) for name, tensor in ours.items()]
+    found = [torch.allclose(tensor, theirs[name], rtol=1e-9, atol=1e-11) for name, tensor in ours.items()]
     assert all(found) == alike
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from normswap import checkpoint, conversion, data, provenance, zoo
 from normswap.errors import OptionError
-from normswap.recover import synced, teachers
+from normswap.recover import launching, synced, teachers
 from normswap.recover.images import Share, Training, drawn_by, places, validation
 from normswap.recover.means import Means
 from normswap.recover.objective import Objective, Teacher
@@ -95,6 +95,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     cpu = device == "cpu" or not any(there.values())
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
+    launching.meet("gloo" if cpu else "nccl")
     # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from normswap import provenance, restore
 from normswap.errors import SourceError, TrainingError
 from normswap.provenance import Provenance
-from normswap.recover import assembly, means, stopping
+from normswap.recover import assembly, launching, means, stopping
 from normswap.recover.assembly import Task
 from normswap.recover.folder import COLUMNS, Folder, Position, Row, identify
 from normswap.recover.images import key
@@ -118,7 +117,7 @@ class Run:
     def open(self, resume: str | Path | None) -> None:
         """Begin the run, or continue one."""
         other = None if resume in (None, "auto") else Folder(Path(str(resume)), self.folder.identity)
-        if (resume == "auto" or _restarted()) and self.folder.state.is_file():
+        if (resume == "auto" or launching.restarted()) and self.folder.state.is_file():
             other = self.folder
         if other is None:
             self._main(lambda: self.folder.begin(self.recipe))
@@ -304,8 +303,3 @@ def _blank(model: nn.Module) -> nn.Module:
     """A copy that knows its architecture, so that saving need not find it out each time."""
     record = provenance.of(model) or Provenance(source=type(model).__name__)
     return provenance.attach(copy.deepcopy(model), replace(record, arch=restore.architecture(model)))
-
-
-def _restarted() -> bool:
-    """Whether torchrun has started this process in the place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -18,6 +19,24 @@ from normswap.errors import OptionError, TrainingError
 def is_worker() -> bool:
     """Whether torchrun, `accelerate launch`, or this file has started this process."""
     return "LOCAL_RANK" in os.environ
+
+
+def restarted() -> int:
+    """How often torchrun has started this process again, in the place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def meet(backend: str) -> None:
+    """After a restart, join the other processes under names of their own.
+
+    torchrun's store outlives the processes. There Gloo would find the addresses of those that are gone.
+    """
+    if not restarted() or dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    store = dist.PrefixStore(f"restart{restarted()}", shared)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def count(wanted: str) -> int:

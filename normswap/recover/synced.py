@@ -39,7 +39,7 @@ class Synced(_BatchNorm):
         """(N, C, ...) -> (N, C, ...)"""
         if not self.training:
             return super().forward(input)
-        x, over = input.float(), [0, *range(2, input.ndim)]
+        x, over = input.to(torch.promote_types(input.dtype, torch.float32)), [0, *range(2, input.ndim)]
         rest = (1, -1, *(1,) * (input.ndim - 2))
         number = x.new_tensor([x.numel() / x.shape[1]])
         sums: Any = _Sum.apply(torch.cat([x.sum(over), number]))

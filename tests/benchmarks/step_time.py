@@ -1,0 +1,112 @@
+"""Time of a training step of converted networks against the same network with BatchNorm, in one interleaved run.
+
+    python tests/benchmarks/step_time.py [--arch resnet50] [--side 64] [--batch 32] [--rounds 10]
+    python tests/benchmarks/step_time.py --device cuda --precision bf16 --side 224 --batch 256
+
+A step is forward, backward and SGD with momentum on one fixed batch, as the engine does it (autocast, channels_last).
+Every round times each network once, BatchNorm first; a ratio is taken within a round, and the median of them printed.
+Writes step_time.md beside this file, or where --out says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normswap
+from normswap.recover import means
+
+SCHEMES = {"batchnorm": {}, "skipinit": {}, "regularized-skipinit": {}, "nf": {"mean": "keep"}, "groupnorm": {},
+           "fixup": {}, "tune": {}}  # fmt: skip
+
+
+def network(arch: str, scheme: str, side: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(arch, num_classes=10, zero_init_last=False).eval()
+    if scheme != "batchnorm":
+        model = normswap.convert(model, scheme, size=(3, side, side), **SCHEMES[scheme]).model
+    for layer in means.kept(model):
+        nn.init.zeros_(layer.mean)
+    return means.drop(model)  # the means gone, as after `anneal.means`: timm's own layer
+
+
+def stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
+    device = torch.device(args.device)
+    model.to(device).to(memory_format=torch.channels_last).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, nesterov=True)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(args.batch, 3, args.side, args.side, generator=generator).to(device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (args.batch,), generator=generator).to(device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def seconds(step: Callable[[], None], steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
+
+
+def table(times: dict[str, list[float]], args: argparse.Namespace) -> str:
+    lines = ["| network | ms per step | against batchnorm | lowest | highest |", "|---|---|---|---|---|"]
+    for scheme, own in times.items():
+        ratios = [mine / base for mine, base in zip(own, times["batchnorm"], strict=True)]
+        lines.append(f"| {scheme} | {1000 * statistics.median(own):.1f} | {statistics.median(ratios):.2f} "
+                     f"| {min(ratios):.2f} | {max(ratios):.2f} |")  # fmt: skip
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.processor() or platform.machine()}"
+    threads = f", {torch.get_num_threads()} threads" if args.device == "cpu" else ""
+    load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if args.device == "cpu" else ""
+    machine = f"{args.device}: {name}{threads}{load}; torch {torch.__version__}, timm {timm.__version__}."
+    return "\n".join([*lines, "", machine])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="resnet50")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--precision", default="no", choices=["no", "bf16"])
+    parser.add_argument("--side", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=1, help="steps in a row that are timed together")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    args = parser.parse_args()
+    steps = {scheme: stepper(network(args.arch, scheme, args.side), args) for scheme in SCHEMES}
+    times: dict[str, list[float]] = {scheme: [] for scheme in SCHEMES}
+    for step in steps.values():
+        seconds(step, 2)
+    for done in range(args.rounds):
+        for scheme, step in steps.items():
+            times[scheme].append(seconds(step, args.steps))
+        print(f"round {done + 1} of {args.rounds}", file=sys.stderr)
+    found = table(times, args)
+    command = "python tests/benchmarks/step_time.py " + " ".join(sys.argv[1:])
+    title = f"# Time of a training step: {args.arch}, {args.batch} images of {args.side} px, precision {args.precision}"
+    args.out.write_text(f"{title}\n\n`{command.strip()}`\n\n{found}\n")
+    print(found)
+
+
+if __name__ == "__main__":
+    main()
