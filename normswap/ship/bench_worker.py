@@ -28,6 +28,7 @@ from normswap.ship.runtimes import Session, Settings
 
 _PRELOADED = ["torch", "timm", "normswap.checkpoint", "normswap.ship.runtimes"]
 _MIB = 2**20
+_LONGEST = 300  # of what an error says
 _PATIENCE = 5.0  # seconds that a worker has to end by itself
 
 
@@ -107,13 +108,14 @@ class Worker:
         Raises:
             Broken: it failed.
         """
-        self.pipe.send((runs, settle))
+        with suppress(ConnectionError):  # then it tells why, or has died
+            self.pipe.send((runs, settle))
         return self._receive()
 
     def _receive(self) -> Any:
         try:
             told = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             code = self.process.exitcode or 0
             raise Broken(
@@ -180,10 +182,10 @@ def _start(job: Job, images: np.ndarray) -> tuple[Session, Ready]:
     session.run()
     seconds = time.perf_counter() - start
     output = session.read()
-    _burst(session, 2, False)  # TorchScript's profiling executor, and autotuners, are done after these
+    _burst(session, 1, False)  # TorchScript's executor optimizes on the second run
     gc.collect()
     reset_peak(job.settings.device)
-    latency = min(_burst(session, 3, False).seconds)
+    latency = min(_burst(session, 2, False).seconds)
     return session, Ready(output, seconds, latency, _memory(job.settings.device, before))
 
 
@@ -200,11 +202,12 @@ def _burst(session: Session, runs: int, settle: bool) -> Burst:
 
 
 def reason(error: BaseException) -> str:
-    """An error as a line: the innermost cause, and of that the first line that says something."""
+    """An error on one line: the innermost cause, its class, and as much of its text as fits."""
     while error.__cause__ is not None and not isinstance(error, NormswapError):
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

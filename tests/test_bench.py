@@ -1,0 +1,405 @@
+"""`normswap bench`: what is timed, what is not, and the arithmetic between."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normswap import checkpoint, conversion, demo, zoo
+from normswap.cli import main
+from normswap.errors import OptionError, RefusedError
+from normswap.ship import bench, bench_plot, runtimes
+from normswap.ship.bench import Row, Timing
+from normswap.ship.bench_figures import Spread, rotated, speedup, spread
+from normswap.ship.bench_subjects import Group, Making, Subject, groups, of_file, of_model, original
+from normswap.ship.bench_worker import Job, Worker
+from normswap.ship.runtimes import Settings
+
+MODEL = str(demo.FOLDER)
+SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
+SHORT = ("--rounds", "2", "--seconds", "0.02")
+KEYS = {
+    "network", "form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "best_ms", "cpu_ms",
+    "images_per_s", "speedup", "speedup_low", "speedup_high", "memory_mib", "ready_s", "runs", "rounds",
+}  # fmt: skip
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_json(capfd: Capture, *arguments: str) -> Any:
+    """Run with --json: stdout is JSON and nothing else, stderr is empty."""
+    capfd.readouterr()
+    assert main(["bench", *arguments, *SHORT, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    return json.loads(out, parse_constant=pytest.fail)
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3.0], Spread(3.0, 3.0, 3.0)),
+        ([1.0, 2.0], Spread(1.5, 1.25, 1.75)),
+        ([5.0, 1.0, 3.0, 2.0, 4.0], Spread(3.0, 2.0, 4.0)),
+        ([1.0, 1.0, 1.0, 9.0], Spread(1.0, 1.0, 3.0)),
+    ],
+)
+def test_spread(values: list[float], expected: Spread) -> None:
+    assert spread(values) == expected
+    assert [expected.low, expected.median, expected.high] == pytest.approx(np.percentile(values, [25, 50, 75]))
+
+
+def test_speedup_pairs_what_ran_in_the_same_round() -> None:
+    base = [[2.0, 2.0, 9.0], [4.0], [40.0]]  # medians 2, 4, 40: the machine got slower
+    own = [[1.0], [3.0, 1.0, 2.0], [10.0, 30.0]]  # medians 1, 2, 20
+    assert speedup(base, own) == Spread(2.0, 2.0, 2.0)
+    assert speedup(own, base) == Spread(0.5, 0.5, 0.5)
+    assert speedup([[1.0], [6.0]], [[1.0], [2.0]]) == Spread(2.0, 1.5, 2.5)
+    with pytest.raises(ValueError, match="shorter"):
+        speedup(base, own[:2])
+
+
+def test_turns_are_rotated() -> None:
+    turns = [rotated([4, 7, 9], turn) for turn in range(6)]
+    assert turns[:3] == [[4, 7, 9], [9, 7, 4], [7, 9, 4]]
+    assert Counter(turn[0] for turn in turns) == {4: 2, 7: 2, 9: 2}
+    assert all(sorted(turn) == [4, 7, 9] for turn in turns)
+    assert rotated([], 3) == []
+
+
+def test_relative_l2() -> None:
+    assert bench.relative_l2(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    for other in (np.array([1.0]), np.array([np.nan, 4.0]), np.array([np.inf, 4.0])):
+        assert bench.relative_l2(other, np.array([3.0, 4.0])) == float("inf")
+    assert bench.relative_l2(np.ones(2), np.zeros(2)) == float("inf")
+
+
+def test_figures_of_a_row() -> None:
+    rows = [bench._Contender(Row("n", form, "eager", 4, "ok")) for form in ("original", "folded")]
+    for contender, times in zip(rows, ([[0.2, 0.4], [0.4, 0.2]], [[0.1], [0.1]]), strict=True):
+        contender.ready = bench.Ready(np.zeros(1), 5.0, 0.1, 7.0)
+        contender.rounds, contender.cpu = times, [0.5, 0.5]
+    base, folded = bench._rows(rows)
+    assert (base.ms, base.best_ms, base.images_per_s, base.speedup) == pytest.approx((300, 200, 4 / 0.3, 1))
+    assert (base.ms_low, base.ms_high, base.runs, base.cpu_ms) == pytest.approx((200, 400, 4, 500))
+    assert (folded.ms, folded.speedup, folded.memory_mib, folded.ready_s) == pytest.approx((100, 3, 7, 5))
+
+
+# --- on the command line ----------------------------------------------------------------------------------------------
+
+
+def test_table_picture_and_json(here: Path, capfd: Capture) -> None:
+    body = run_json(
+        capfd, MODEL, "--batch", "2", "--runtime", "eager,fuse,torchscript,onnxruntime,openvino",
+        "-o", "a.png", "--csv", "a.csv", "--threads", "1",
+    )  # fmt: skip
+    rows = body["rows"]
+    forms = Counter((row["form"], row["batch"]) for row in rows)
+    assert forms == {("original", 2): 5, ("folded", 2): 4}  # in which there is nothing to fuse
+    for row in rows:
+        assert row.keys() == KEYS
+        assert (row["status"], row["reason"]) == ("ok", "")
+        assert row["error"] < 1e-5
+        assert row["best_ms"] <= row["ms_low"] <= row["ms"] <= row["ms_high"]
+        assert row["images_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms"])
+        assert len(row["rounds"]) == 2
+        assert sum(map(len, row["rounds"])) == row["runs"]
+        assert row["memory_mib"] > 1 or sys.platform != "linux"
+    assert [row["speedup"] for row in rows if (row["form"], row["runtime"]) == ("original", "eager")] == [1]
+    assert body["settings"]["threads"] == 1
+    assert body["settings"]["sizes"] == {demo.FOLDER.name: list(zoo.input_size(checkpoint.open_model(MODEL)))}
+    assert body["machine"]["versions"]["torch"]
+    assert body["files"] == ["a.png", "a.csv"]
+    assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
+    with (here / "a.csv").open() as lines:
+        table = list(csv.DictReader(lines))
+    assert [float(line["ms"]) for line in table] == [row["ms"] for row in rows]
+    assert table[0].keys() == KEYS - {"rounds"}
+
+
+def test_what_is_missing_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    assert main(["bench", *SMALL, "--size", "32", "--batch", "1,3", "--runtime", "openvino", *SHORT]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "not timed: original in openvino: skipped: openvino is not installed" in out
+    assert "not timed: folded in openvino: skipped: openvino is not installed" in out
+    assert out.count("original, eager") == 2  # what the others are measured by, at each batch size
+    assert "resnet18, batch 3 of 3 x 32 x 32" in out
+
+
+def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None:
+    assert main(["convert", *SMALL, "--to", "skipinit", "-o", "skip"]) == 0
+    assert main(["export", "skip", "-o", "a.onnx", "--input-size", "3,32,32", "--normalize", "--softmax"]) == 0
+    assert main(["export", "skip", "-o", "a.pt2", "--input-size", "3,32,32"]) == 0
+    names = ("skip", "a.onnx", "a.pt2")
+    rows = run_json(capfd, *names, "--size", "32", "--batch", "2", "--runtime", "eager,onnxruntime")["rows"]
+    found = {(row["form"], row["runtime"]): row for row in rows}
+    assert {key: row["status"] for key, row in found.items()} == {
+        ("original", "eager"): "ok", ("original", "onnxruntime"): "ok", ("skipinit", "eager"): "ok",
+        ("skipinit", "onnxruntime"): "ok", ("folded", "eager"): "ok", ("folded", "onnxruntime"): "ok",
+        ("a.onnx", "onnxruntime"): "failed", ("a.pt2", "eager"): "failed"}  # fmt: skip
+    assert "Expected: 1" in found["a.onnx", "onnxruntime"]["reason"]  # they take one image at a time
+    rows = run_json(capfd, *names, "--size", "32", "--batch", "1", "--runtime", "eager,onnxruntime")["rows"]
+    assert [row["status"] for row in rows] == ["ok"] * 8
+    alone = run_json(capfd, "a.onnx", "--batch", "1", "--runtime", "eager,onnxruntime,openvino")
+    assert [(row["network"], row["form"], row["status"]) for row in alone["rows"]] == [("a.onnx", "a.onnx", "ok")] * 2
+    assert alone["settings"]["sizes"] == {"a.onnx": [3, 32, 32]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--runtime", "eager,tensorrt"], "unknown runtime 'tensorrt': there are eager, fuse, compile, torchscript"),
+        (["--runtime", "compile:fast"], "compile has no mode 'fast': there are compile:default"),
+        (["--runtime", "eager:fast"], "eager has no mode 'fast': it has none"),
+        (["--batch", "0"], "--batch 0: it is a list of whole numbers from 1 up"),
+        (["--batch", "1,x"], "--batch 1,x: it is a list"),
+        (["--size", "0"], "Invalid value for '--size'"),
+        (["--dtype", "fp8"], "unknown dtype 'fp8': there are fp32, fp16, bf16"),
+        (["--device", "tpu"], "unknown device 'tpu': there are cpu, cuda, mps"),
+        (["--seconds", "0"], "--seconds 0: it is a positive number"),
+        (["--seconds", "nan"], "--seconds nan"),
+        (["--rounds", "0"], "Invalid value for '--rounds'"),
+        (["-o", "a.nonsense"], "a.nonsense: no picture format 'nonsense'"),
+        (["-o", "nowhere/a.png"], "cannot write nowhere/a.png: there is no directory nowhere"),
+        (["nothing.onnx"], "nothing.onnx does not exist"),
+        (["there.onnx"], "there.onnx is no file"),
+    ],
+)
+def test_bad_input_gives_one_line(here: Path, capfd: Capture, arguments: list[str], line: str) -> None:
+    (here / "there.onnx").mkdir()
+    models = [MODEL] if arguments[0].startswith("-") else []
+    assert main(["bench", *models, *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {line}")
+    assert err.count("\n") == 1
+    assert [path.name for path in here.iterdir()] == ["there.onnx"]
+
+
+def test_sizes_and_devices_that_are_not_there(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", MODEL, "--device", "cuda"]) == 2
+    assert capfd.readouterr().err == "error: --device cuda: torch finds none on this machine\n"
+    vit = ("vit_tiny_patch16_224", "--weights", "random")
+    assert main(["bench", *vit, "--size", "64"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: vit_tiny_patch16_224 rejects images of 64 x 64: ")
+    assert err.count("\n") == 1
+
+
+def test_files_that_do_not_fit(here: Path) -> None:
+    (here / "a.onnx").write_text("no graph")
+    sidecar = {"input": {"size": [3, 48, 48]}, "normalize": {}, "output": {"name": "logits"}}
+    (here / "a.onnx.preprocess.json").write_text(json.dumps(sidecar))
+    group = Group("net", [], (3, 32, 32))
+    with pytest.raises(OptionError, match=r"takes images of \(3, 48, 48\).*net is timed on \(3, 32, 32\)"):
+        of_file(Path("a.onnx"), group)
+    assert of_file(Path("a.onnx"), None)[1] == (3, 48, 48)
+
+
+# --- what is not timed ------------------------------------------------------------------------------------------------
+
+
+class Times(nn.Module):
+    """y = factor * x"""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def scripted(model: nn.Module, file: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch no longer recommends it
+        torch.jit.save(torch.jit.script(model), file)
+    return file
+
+
+def test_a_wrong_contender_is_caught(here: Path) -> None:
+    right, slightly, wrong = (Times(factor) for factor in (2.0, 2.00001, 2.01))
+
+    def subject(name: str, model: nn.Module) -> Subject:
+        return Subject(name, {"torchscript": lambda: scripted(model, here / f"{name}.ts")}, answers=right)
+
+    group = Group("x", [subject("right", right), subject("slightly", slightly), subject("wrong", wrong)], (3, 8, 8))
+    rows = bench.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(2, 0.01))
+    assert [row.status for row in rows] == ["ok", "ok", "wrong"]
+    assert rows[2].error == pytest.approx(0.005, rel=1e-3)
+    assert "differ by 5.0e-03" in rows[2].reason
+    assert (rows[2].ms, rows[2].rounds) == (None, [])
+    assert rows[1].speedup is not None
+
+
+def test_the_wrong_network_behind_a_command_is_caught(
+    here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way: what is folded is not what was given."""
+    real = checkpoint.save
+
+    def save(result: Any, directory: Any, **options: Any) -> Path:
+        if Path(directory).name == "folded":
+            with torch.no_grad():
+                result.model.conv1.weight.mul_(1.01)
+        return real(result, directory, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    body = run_json(capfd, *SMALL, "--size", "32", "--batch", "1", "--runtime", "eager")
+    assert [(row["form"], row["status"]) for row in body["rows"]] == [("original", "ok"), ("folded", "wrong")]
+
+
+def test_what_fails_is_a_row(here: Path) -> None:
+    good = Subject("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
+
+    def refuse() -> Path:
+        raise OptionError("no such luck")
+
+    (here / "bad.ts").write_bytes(b"nothing")
+    refused = Subject("refused", {"torchscript": refuse}, answers=Times(1))
+    broken = Subject("broken", {"torchscript": lambda: here / "bad.ts"}, answers=Times(1))
+    group = Group("x", [refused, good, broken], (3, 8, 8))
+    rows = bench.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(1, 0.01))
+    assert [row.status for row in rows] == ["failed", "ok", "failed"]
+    assert rows[0].reason == "OptionError: no such luck"
+    assert rows[1].speedup == 1  # the first that runs, where the first does not
+    assert "\n" not in rows[2].reason
+    rows = bench.run([group], Settings(device="mps"), here, wanted=["torchscript"])
+    assert {(row.status, row.reason) for row in rows} == {("skipped", "it does not run on mps here")}
+
+
+def test_a_process_that_dies_is_a_row(here: Path) -> None:
+    good = Subject("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
+    door = bench._Door(Group("x", [good], (3, 8, 8)), 1, Settings(), here, lambda what: None, bench.ExitStack())
+    first, second = door(good, "torchscript"), door(good, "torchscript")
+    assert first.worker is not None
+    assert first.worker.process.pid is not None
+    assert second.worker is not None
+    os.kill(first.worker.process.pid, signal.SIGKILL)
+    bench._time([first, second], Timing(2, 0.01), "", lambda what: None)
+    assert first.row.reason == "its process died (SIGKILL)"
+    assert [row.status for row in bench._rows([first, second])] == ["failed", "ok"]
+    second.worker.close()
+    assert second.worker.process.exitcode == 0  # it ended by itself
+
+
+def test_a_network_that_cannot_be_folded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RefusedError("nothing to convert to folded", "the network has no norm")
+
+    monkeypatch.setattr(conversion, "convert", refuse)
+    group = of_model("demo", checkpoint.open_model(MODEL), Making(here / "files", Settings(), [1]))
+    rows = bench.run([group], Settings(), here, wanted=["eager"], timing=Timing(1, 0.01))
+    assert [(row.form, row.status) for row in rows] == [("original", "ok"), ("folded", "failed")]
+    assert rows[1].reason == "RefusedError: nothing to convert to folded: the network has no norm"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what the peak was")
+def test_memory_is_that_of_the_network(here: Path) -> None:
+    peaks = []
+    for outputs in (8, 24 * 1024):  # the weights take 32 KiB, 96 MiB
+        file, example = here / f"{outputs}.pt2", (torch.zeros(1, 1024),)
+        torch.export.save(torch.export.export(nn.Linear(1024, outputs), example), file)
+        job = Job("eager", file, "pt2", Settings(), here)
+        worker = Worker(job, np.zeros((1, 1024), np.float32))
+        peaks.append(worker.ready().memory or 0)
+        worker.close()
+    assert peaks[1] - peaks[0] == pytest.approx(96, rel=0.1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[Settings]:
+    before = torch.get_num_threads()
+    yield Settings(threads=2)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="OpenVINO takes no more threads than there are cores")
+def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings) -> None:
+    model = checkpoint.open_model(MODEL)
+    made = original(model, zoo.input_size(model), Making(here, two_threads, [1]))
+    runtimes.RUNTIMES["eager"].start(made.file("directory"), "directory", two_threads, "")
+    assert torch.get_num_threads() == 2
+    in_ort: Any = runtimes.RUNTIMES["onnxruntime"].start(made.file("onnx"), "onnx", two_threads, "")
+    options = in_ort.session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 1)
+    in_openvino: Any = runtimes.RUNTIMES["openvino"].start(made.file("onnx"), "onnx", two_threads, "")
+    in_openvino.feed(np.zeros((1, *zoo.input_size(model)), np.float32))
+    assert in_openvino.request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == 2
+    assert in_openvino.request.get_compiled_model().get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
+
+
+# --- the runtimes -----------------------------------------------------------------------------------------------------
+
+
+def test_runtimes_are_found_by_name() -> None:
+    assert runtimes.find("compile:max-autotune") == (runtimes.RUNTIMES["compile"], "max-autotune")
+    assert runtimes.find("eager") == (runtimes.RUNTIMES["eager"], "")
+    assert all(kind in ("directory", "onnx", "pt2", "torchscript") for r in runtimes._ALL for kind in r.opens)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("fp16", ["eager"]), ("bf16", ["eager", "torchscript"])])
+def test_half_precision(here: Path, dtype: str, wanted: list[str]) -> None:
+    settings = Settings(dtype=dtype, channels_last=True)
+    model = checkpoint.open_model(MODEL)
+    found = groups([(MODEL, "demo", model)], Making(here, settings, [2]))
+    rows = bench.run(found, settings, here, batches=[2], wanted=wanted, timing=Timing(1, 0.01))
+    assert [row.status for row in rows] == ["ok"] * 2 * len(wanted)
+    assert all(1e-5 < (row.error or 0) < bench.BOUNDS[dtype] for row in rows)  # it was no float32 that ran
+
+
+def test_a_plot_of_what_was_not_timed(here: Path) -> None:
+    rows = [Row("n", "original", "eager", 1, "failed", "no"), Row("n", "folded", "eager", 1, "skipped", "no")]
+    assert bench_plot.plot(rows, here / "a.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.slow
+def test_compiled_networks_agree_and_say_how_long_they_took(here: Path, capfd: Capture) -> None:
+    rows = run_json(capfd, *SMALL, "--size", "32", "--batch", "2", "--runtime", "compile")["rows"]
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    eager, *compiled = (row["ready_s"] for row in rows)
+    assert all(seconds > eager for seconds in compiled)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capfd: Capture) -> None:
+    names = "eager,compile,compile:reduce-overhead,compile:max-autotune,torchscript"
+    rows = run_json(
+        capfd, *SMALL, "--size", "64", "--batch", "1,16", "--runtime", names, "--device", "cuda", "--dtype", "bf16",
+        "--channels-last",
+    )["rows"]  # fmt: skip
+    assert [row["status"] for row in rows] == ["ok"] * 20
+    assert all(row["memory_mib"] > 0 for row in rows)
+
+
+def test_original_is_exported_by_torch_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain export keeps what our own would fold away, so the comparison is with what others get."""
+    onnx = pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model = checkpoint.open_model("nf_resnet26", weights="random", arch_args={"num_classes": 2})
+    file = original(model, (3, 32, 32), Making(here, Settings(), [1])).file("onnx")
+    assert any(node.op_type == "BatchNormalization" for node in onnx.load(file, load_external_data=False).graph.node)
