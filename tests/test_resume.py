@@ -124,6 +124,22 @@ def test_sigterm_saves_and_can_be_continued(images: Path, whole: Path, tmp_path:
     assert same(whole, tmp_path / "cut")
 
 
+@pytest.mark.slow
+def test_a_scheduler_terminates_every_process_of_a_job(images: Path, whole: Path, tmp_path: Path) -> None:
+    """Those that load images as well: the run still saves and ends with 0."""
+    parts = {**BUSY, "data": {**BUSY["data"], "workers": 2}}
+    words = command(images, tmp_path / "cut", "regularized-skipinit", json.dumps(parts), "--nap", 0.3)
+    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    while not (tmp_path / "cut/state/run.pt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.8)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait() == 0
+    assert not same(whole, tmp_path / "cut")
+    train(busy(), recipe(images, **BUSY), tmp_path / "cut", resume="auto")  # loaded otherwise, and yet the same
+    assert same(whole, tmp_path / "cut")
+
+
 def killed_at_random(images: Path, out: Path, after: float) -> None:
     """Start a process, SIGKILL it `after` seconds into its training, and continue until it ends."""
     words = command(images, out, "regularized-skipinit", json.dumps(BUSY), "--nap", 0.05)

@@ -25,6 +25,7 @@ from torchvision import transforms
 
 from normswap.data import PREFIXES, Loader, collate, open_images
 from normswap.errors import OptionError, SourceError
+from normswap.recover import stopping
 from normswap.recover.recipe import Augment
 from normswap.recover.recipe import Data as DataPart
 
@@ -163,7 +164,7 @@ class Training:
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[Any] = DataLoader(
             self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
-            generator=torch.Generator().manual_seed(0),
+            generator=torch.Generator().manual_seed(0), worker_init_fn=stopping.ignore,
         )  # fmt: skip
         return iter(Loader(loader, self.place, None))
 
@@ -187,8 +188,9 @@ def validation(model: Record, data: DataPart, share: Share, seed: int, *, batch:
         raise SourceError(f"{place} has {len(images)} images", f"{share.world} processes validate")
     mine = Subset(images, range(share.rank, len(images), share.world))
     loader: DataLoader[Any] = DataLoader(
-        mine, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0)
-    )
+        mine, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0),
+        worker_init_fn=stopping.ignore,
+    )  # fmt: skip
     return Loader(loader, place, len(mine))
 
 

@@ -31,3 +31,8 @@ def on_request() -> Iterator[Stop]:
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def ignore(worker: int) -> None:
+    """For a loader's process: schedulers signal all processes of a job, and this one is needed until the run stops."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
