@@ -147,6 +147,9 @@ def test_what_is_missing_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatc
     assert "not timed: folded in openvino: skipped: openvino is not installed" in out
     assert out.count("original, eager") == 2  # what the others are measured by, at each batch size
     assert "resnet18, batch 3 of 3 x 32 x 32" in out
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    rows = run_json(capfd, *SMALL, "--size", "32", "--batch", "1", "--runtime", "onnxruntime")["rows"]
+    assert [row["reason"] for row in rows] == ["", *2 * ["onnxscript is not installed"]]
 
 
 def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None:

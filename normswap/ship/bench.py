@@ -170,12 +170,13 @@ class _Door:
     def __call__(self, subject: Subject, name: str) -> _Contender:
         contender = _Contender(Row(self.group.network, subject.form, name, self.batch, "ok"))
         runtime, _ = runtimes.find(name)
-        if missing := runtime.missing():
-            contender.drop("skipped", f"{', '.join(missing)} is not installed")
+        kind = next(kind for kind in runtime.opens if kind in subject.make)
+        needed = (*runtime.needs, *subject.needs.get(kind, ()))
+        if missing := [package for package in needed if not runtimes.installed(package)]:
+            contender.drop("skipped", f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed")
         elif self.settings.device not in runtime.devices:
             contender.drop("skipped", f"it does not run on {self.settings.device} here")
         else:
-            kind = next(kind for kind in runtime.opens if kind in subject.make)
             try:
                 self._start(contender, subject, kind)
             except Broken as error:

@@ -19,6 +19,7 @@ from normswap.weights import first_line, quiet
 
 KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
+_NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
 Make = Callable[[], Path]
 
 
@@ -32,6 +33,7 @@ class Subject:
         answers: what it must compute, from images (N, C, H, W); None if nobody knows.
         raw: from images as the network takes them to images as the file does.
         plain: whether it may still hold norms that a runtime could fold itself.
+        needs: for each kind of file, the packages that making it takes.
     """
 
     form: str
@@ -39,6 +41,7 @@ class Subject:
     answers: Callable[[Tensor], Tensor] | None = None
     raw: Callable[[Tensor], Tensor] = lambda images: images
     plain: bool = False
+    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _made: dict[str, Path | Exception] = field(default_factory=dict)
 
     def file(self, kind: str) -> Path:
@@ -148,7 +151,7 @@ def original(model: nn.Module, size: tuple[int, int, int], making: Making, form:
         return file
 
     make: dict[str, Make] = {"directory": directory, "onnx": onnx, "torchscript": torchscript}
-    return Subject(form, make, answers=model, plain=True)
+    return Subject(form, make, answers=model, plain=True, needs=_NEEDS)
 
 
 def folded(model: nn.Module, size: tuple[int, int, int], making: Making) -> Subject:
@@ -167,7 +170,7 @@ def folded(model: nn.Module, size: tuple[int, int, int], making: Making) -> Subj
         ).file  # fmt: skip
 
     make = {"directory": directory, "onnx": export("onnx"), "torchscript": export("torchscript")}
-    return Subject("folded", make, answers=model)
+    return Subject("folded", make, answers=model, needs=_NEEDS)
 
 
 class _Fed(nn.Module):

@@ -215,8 +215,8 @@ def reason(error: BaseException) -> str:
 
 def reset_peak(device: str) -> None:
     """From here on the peak is counted anew."""
-    if device == "cuda" and "torch" in sys.modules:
-        sys.modules["torch"].cuda.reset_peak_memory_stats()
+    if device == "cuda" and (cuda := _cuda()):
+        cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM becomes VmRSS
 
@@ -231,10 +231,16 @@ def resident(*, peak: bool) -> float | None:
     return next((float(line.split()[1]) / 1024 for line in lines if line.startswith(field)), None)
 
 
+def _cuda() -> Any:
+    """torch.cuda, where torch runs something there: what other runtimes hold is not torch's to count."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
 def _memory(device: str, before: float | None) -> float | None:
     if device == "cuda":
-        peak = sys.modules["torch"].cuda.max_memory_allocated()
-        return peak / _MIB or None  # another runtime's memory is not torch's to count
+        cuda = _cuda()
+        return cuda.max_memory_allocated() / _MIB if cuda else None
     if device != "cpu":
         return None
     now = resident(peak=True)

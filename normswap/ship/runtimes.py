@@ -73,10 +73,6 @@ class Runtime:
     devices: tuple[str, ...] = DEVICES
     once: Callable[[Settings], None] = lambda settings: None
 
-    def missing(self) -> list[str]:
-        """Packages that are not installed."""
-        return [package for package in self.needs if not installed(package)]
-
 
 def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None

@@ -8,8 +8,10 @@ it, in the same runtimes. Every contender is a process of its own, checked again
 (`normswap.ship.bench`). Weights are random, statistics measured (`tests/lived.py`), the gammas positive.
 
 A ratio is ours over the peer in the same runtime, the median over the rounds of the ratios within a round; above 1 ours
-is faster. Networks are timed one after the other; each is given about --seconds per contender. About 13 minutes on two
-quiet cores. On a GPU: --device cuda --dtype bf16 --channels-last --batch 1,64,256
+is faster. "best" is the ratio of the fastest passes, "CPU" that of processor times, which the load of others moves
+least; with more than one thread it counts threads that spin, too. Networks are timed one after the other.
+
+About 13 minutes on two quiet cores. On a GPU: --device cuda --dtype bf16 --channels-last --batch 1,64,256
 --runtime eager,fuse,compile,compile:reduce-overhead,compile:max-autotune --compile-batch 1,64,256
 """
 
@@ -111,20 +113,33 @@ def pairs(rows: Sequence[Row]) -> Iterator[Pair]:
 
 
 def table(chosen: Sequence[Pair]) -> Iterator[str]:
-    yield "| network | batch | runtime | peer, ms | ours, ms | peer x eager | ours x eager | ours / peer | quartiles |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield (
+        "| network | batch | runtime | peer, ms | ours, ms | peer x eager | ours x eager | ours / peer | quartiles | "
+        "best | CPU | peer, MiB | ours, MiB |"
+    )
+    yield "|---" * 13 + "|"
     for one in chosen:
         name = "fx fuse (ours: eager)" if one.peer == "fuse" else one.peer
         quartiles = "" if one.low is None else f"{one.low:.2f} .. {one.high:.2f}"
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}" if one.ratio >= EQUAL else f"**{one.ratio:.2f}**"
         yield (
             f"| {one.network} | {one.batch} | {name} | {_ms(one.other)} | {_ms(one.ours)} | {_faster(one.other)} | "
-            f"{_faster(one.ours)} | {ratio} | {quartiles} |"
+            f"{_faster(one.ours)} | {ratio} | {quartiles} | {_over(one.other.best_ms, one.ours.best_ms)} | "
+            f"{_over(one.other.cpu_ms, one.ours.cpu_ms)} | {_whole(one.other.memory_mib)} | "
+            f"{_whole(one.ours.memory_mib)} |"
         )
 
 
 def _ms(row: Row) -> str:
     return f"{row.ms:.1f}" if row.status == "ok" else row.status
+
+
+def _over(peer: float | None, ours: float | None) -> str:
+    return f"{peer / ours:.2f}" if peer and ours else ""
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
 
 
 def _faster(row: Row) -> str:
@@ -138,7 +153,8 @@ def verdicts(rows: Sequence[Row], found: Sequence[Pair]) -> Iterator[str]:
     yield f"- ours at least {EQUAL} of the peer in its runtime: {len(equal)} of {len(known)} pairs"
     for one in known:
         if one.ratio < EQUAL:
-            spread = f"{one.ratio:.3f} ({one.low:.2f} .. {one.high:.2f})"
+            spread = f"{one.ratio:.3f} ({one.low:.2f} .. {one.high:.2f}), best "
+            spread += f"{_over(one.other.best_ms, one.ours.best_ms)}, CPU {_over(one.other.cpu_ms, one.ours.cpu_ms)}"
             yield f"  - not: {one.network}, batch {one.batch}, {one.peer}: {spread}"
     for network, batch in dict.fromkeys((row.network, row.batch) for row in rows if row.form == "folded"):
         mine = [r for r in rows if (r.network, r.batch, r.form, r.status) == (network, batch, "folded", "ok")]
@@ -176,7 +192,7 @@ def report(
         f"`{args.command}`",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
-        " ".join((__doc__ or "").split("\n\n")[3].split("About")[0].split()),
+        " ".join((__doc__ or "").split("\n\n")[3].split()),
         "",
         f"{before['processor']}, {before['cores']} cores, {args.threads} thread{plural}, {args.device}, {args.dtype}, "
         f"{args.size} x {args.size} pixels, {args.rounds} rounds; load {before['load'][0]:.1f} before and "
