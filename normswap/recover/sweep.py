@@ -116,7 +116,7 @@ class Sweep:
         while left := self._left():
             self._offer(left)
             trial = self.study.ask()
-            lr, seed = trial.suggest_float("lr", 0, 1e9), trial.suggest_int("seed", 0, 2**31)  # from the grid
+            lr, seed = trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)  # from the grid
             if not self._claim(trial, (lr, seed)):
                 self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
                 continue
