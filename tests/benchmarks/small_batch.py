@@ -24,7 +24,7 @@ ROWS = {
     "bn": ("cifar10_recover_bn", ()),
     "skipinit": ("cifar10_recover_skipinit", ()),
     "nf, means kept": ("cifar10_recover_nf", ("anneal=null",)),
-    "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
+    "groupnorm, not fitted": ("cifar10_recover_groupnorm", ("convert.calibrate=false",)),
     "fixup": ("cifar10_recover_fixup", ()),
 }
 BATCHES = (2, 4)
