@@ -25,6 +25,7 @@ from normswap.anatomy import LINEAR
 from normswap.gauge import is_constant_mul
 from normswap.layer_norms import channel_dim
 from normswap.tracing import Traced, inputs, is_add
+from normswap.walks import Draft
 
 _STEPS = (
     operator.getitem, torch.cat, torch.stack, torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose,
@@ -65,6 +66,14 @@ class Axes:
         return self._of.get(node)
 
 
+def of(draft: Draft) -> Axes:
+    """Those of the draft's network, found once, when they are first needed."""
+    if draft.axes is None:
+        draft.axes = read(draft.anatomy.traced, draft.silent)
+    axes: Axes = draft.axes
+    return axes
+
+
 def is_step(traced: Traced, node: fx.Node) -> bool:
     """Whether `node` is linear and does the same to every channel (if its channel axis is known at all)."""
     module = traced.module(node)
@@ -100,7 +109,7 @@ def read(traced: Traced, silent: _Silent) -> Axes:
         try:
             found[own] = run(*own, flexible=any(size != own for size in found))
         except _DoesNotRunError as error:
-            return Axes({}, f"it does not run on {height} x {width} pixels: {error}")
+            return Axes({}, f"it does not run on {height} x {width} pixels: {error}".split("\n")[0])
     first, *others = found.values()
     return Axes({node: axis for node, axis in first.items() if all(axis == other.get(node) for other in others)})
 

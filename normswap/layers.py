@@ -206,9 +206,9 @@ class Folded:
         Args:
             reads: the modules that are taken in.
             takes: for each of them, how. `after`: old is followed by it (W' = s W, b' = s b + t per output channel);
-                `after-unit`: the same with gamma = 1, beta = 0; `before`: it precedes old, with no padding
-                in between (W' = W s per input channel, b' = b + W t); `before-magnitude`: |s| alone (`affine.split`);
-                `before-shift`: t alone.
+                `after 16:32`: by these of its channels; `after-unit`: with gamma = 1, beta = 0; `before`: it precedes
+                old, with no padding in between (W' = W s per input channel, b' = b + W t); `before-magnitude`: |s|
+                alone (`affine.split`); `before-shift`: t alone.
             gain: multiplies the output; `in_gain`: multiplies the input.
             bake: first make `old` a plain layer (see `baking`).
             centred: in the end take the mean over the output channels off: W' = (I - 11'/C) W, b' = b - mean(b).
@@ -228,8 +228,9 @@ class Folded:
         if in_gain != 1:
             weight *= in_gain
         for module, how in zip(reads, takes, strict=True):
+            how, part = way(how)
             if how in ("after", "after-unit"):
-                scale, shift = affine.read(module, unit_gamma=how == "after-unit")
+                scale, shift = (value[part] for value in affine.read(module, unit_gamma=how == "after-unit"))
                 weight *= scale.expand(bias.numel()).reshape(groups, out_per_group, 1, *rest)
                 bias = scale * bias + shift
             elif how in ("before", "before-shift"):
@@ -250,6 +251,12 @@ class Folded:
             bias = bias - bias.mean()
         born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
         return _with(old, restore(weight), bias * gain if born or old.bias is not None else None, dtype)
+
+
+def way(how: str) -> tuple[str, slice]:
+    """How a neighbour is taken in, and by which of its channels: `after 16:32` -> `after`, 16:32."""
+    word, _, part = how.partition(" ")
+    return word, slice(*map(int, part.split(":"))) if part else slice(None)
 
 
 class Dropout:

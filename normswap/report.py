@@ -143,16 +143,17 @@ def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
     fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
     said: dict[str, list[str]] = {path: [] for path in fates}
     into = {"after": "folded into", "after-unit": "statistics folded into",
-            "before": "folded forward into", "before-magnitude": "scale moved on to",
+            "before": "folded forward into", "before-magnitude": "scale moved on to", "before-shift": "shift moved on to",
             "norm": "statistics and gamma scale the weights of"}  # fmt: skip
     seated = {"Vacant": ("gone", ""), "Scale": ("scalar", "a scalar alpha in its seat"),
               "ChannelBias": ("bias", "a shift per channel stays"),
-              "ChannelAffine": ("affine", "a scale and a shift per channel stay")}  # fmt: skip
+              "ChannelAffine": ("affine", "a scale and a shift per channel stay"),
+              "BareNorm": ("replaced", "only the standardization stays")}  # fmt: skip
     for step in plan.steps:
         for edit in step.edits:
             for how, path in zip(edit.args.get("takes", ()), edit.reads, strict=False):
                 if path in said:
-                    said[path].append(f"{into.get(how, how)} {edit.path}")
+                    said[path].append(f"{into.get(how.split()[0], how)} {edit.path}")
             if edit.path in fates:
                 fates[edit.path], words = seated.get(edit.layer, ("replaced", f"a {edit.layer} in its seat"))
                 said[edit.path].append(words)

@@ -125,7 +125,7 @@ def _invert(edit: Edit, modules: dict[str, nn.Module], now: Any) -> None:
 
 def _invert_fold(edit: Edit, modules: dict[str, nn.Module], old: Any, now: Any) -> None:
     takes = list(zip(edit.args.get("takes", ()), edit.reads, strict=True))
-    after = [modules[path] for how, path in takes if how == "after"]
+    after = [(modules[path], layers.way(how)[1]) for how, path in takes if layers.way(how)[0] == "after"]
     if len(after) > 1 or any(how == "before" for how, _ in takes):
         raise RefusedError(f"cannot unfold {edit.path}", "it took in more than one norm")
     # what the plan would do to weights of 1 is the factor that W was multiplied with
@@ -138,15 +138,15 @@ def _invert_fold(edit: Edit, modules: dict[str, nn.Module], old: Any, now: Any) 
     old.weight.copy_(torch.where(dead, fresh.double(), weight))
     if bias is not None:
         old.bias.copy_(bias)
-    for norm in after:
-        scale, shift = affine.read(norm)
+    for norm, part in after:
+        scale, shift = (value[part] for value in affine.read(norm))
         offset = 0 if old.bias is None else scale * old.bias.double()
         if not torch.equal((offset + shift).to(now.bias), now.bias):
-            _set_shift(norm, now.bias.double() - offset, scale)
+            _set_shift(norm, now.bias.double() - offset, scale, part)
 
 
-def _set_shift(norm: Any, shift: Tensor, scale: Tensor) -> None:
-    """Set beta so that the norm's t is `shift`."""
+def _set_shift(norm: Any, shift: Tensor, scale: Tensor, part: slice = slice(None)) -> None:
+    """Set beta so that the norm's t is `shift`, in a part of its channels."""
     if norm.bias is None:
         raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
-    norm.bias.copy_(shift + norm.running_mean.double() * scale)
+    norm.bias[part].copy_(shift + norm.running_mean.double()[part] * scale)

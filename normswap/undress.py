@@ -16,6 +16,7 @@ from torch import fx, nn
 from normswap import affine, baking, gauge, layers, norm_free, scalar_layers
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.overwriting import overwritten
+from normswap.sources import makers
 from normswap.tracing import inputs
 from normswap.walks import (
     Blocked,
@@ -23,7 +24,6 @@ from normswap.walks import (
     check_linear,
     consumers,
     distinct,
-    is_flat,
     is_relu,
     last_linear,
     name,
@@ -102,42 +102,11 @@ def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
 
 def _fold_back(draft: Draft, path: str, module: nn.Module) -> str:
     """Into the convolutions before: exact if all they ever produce goes through this very module."""
-    traced = draft.anatomy.traced
-    calls = traced.calls[id(module)]
-    sources = dict.fromkeys(_source(draft, call) for call in calls)
-    for source in sources:
-        conv = traced.module(source)
-        assert conv is not None
-        check_linear(draft, str(source.target), conv)
-        if isinstance(conv, nn.Linear) and affine.channels(module) > 1 and not is_flat(draft, source):
-            raise Blocked(f"{source.target} is a Linear whose output may have more than two dimensions")
-        if any(node not in sources for node in traced.calls[id(conv)]):
-            raise Blocked(f"{source.target} is called elsewhere too, without this norm")
-    convs = list(dict.fromkeys(str(source.target) for source in sources))
-    for conv_path in distinct(traced.modules, convs):
-        draft.take(conv_path).reads.append((path, "after"))
+    found = makers(draft, module)
+    for linear, how in found.items():
+        draft.take(linear).reads.append((path, how))
     draft.seat(path, "Vacant")
-    return f"folds into {', '.join(convs)}"
-
-
-def _source(draft: Draft, call: fx.Node) -> fx.Node:
-    """The convolution call whose output `call` alone reads."""
-    traced = draft.anatomy.traced
-    node, above = call, inputs(call)
-    while True:
-        if len(above) != 1:
-            raise Blocked("it has no convolution before it")
-        node = above[0]
-        if isinstance(traced.module(node), LINEAR) or not draft.silent(node):
-            break
-        if len(traced.users[node]) > 1:
-            raise Blocked(f"{node.target} has another consumer")
-        above = inputs(node)
-    if not isinstance(traced.module(node), LINEAR):
-        raise Blocked(f"it follows {name(node)}, not a convolution")
-    if len(traced.users[node]) > 1:
-        raise Blocked(f"{node.target} has another consumer")
-    return node
+    return f"folds into {', '.join(found)}"
 
 
 def _fold_forward(draft: Draft, path: str, module: nn.Module) -> str:

@@ -75,6 +75,7 @@ class Draft:
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # a Scale to chain after the newcomer at a path
+    axes: Any = field(default=None, repr=False)  # where the channels are, once somebody asked (`axes.of`)
 
     def take(self, path: str) -> Take:
         return self.takes.setdefault(path, Take())

@@ -221,7 +221,7 @@ PLACES = [
     Case("norm before norm", net(lambda m, x: first(m, m.bn2(x)), conv=lambda: conv(1), bn=bn, bn2=bn, **HEAD),
          {"bn": FORWARD, "bn2": KEPT}),
     Case("through dropout", net(lambda m, x: m.bn(m.d(m.conv(x))), d=nn.Dropout, **ONE), {"bn": BACK}),
-    Case("after a pool", net(lambda m, x: m.bn(m.p(m.conv(x))), p=lambda: nn.AvgPool2d(2), **ONE), {"bn": KEPT}),
+    Case("after a pool", net(lambda m, x: m.bn(m.p(m.conv(x))), p=lambda: nn.AvgPool2d(2), **ONE), {"bn": BACK}),
     Case("after pixel shuffle", net(lambda m, x: m.bn(F.pixel_shuffle(m.conv(x), 2)), conv=conv, bn=lambda: bn(1)),
          {"bn": KEPT}),
     Case("on the input", net(lambda m, x: m.head(F.relu(first(m, x))), conv=conv, bn=bn, head=lambda: Linear(C, C)),

@@ -30,14 +30,14 @@ SAMPLE = {  # by family: norms folded back, forward, scale moved on, left as a s
     "tinynet_e": (31, 0, 0, 0),
     "ghostnet_050": (80, 0, 0, 0),
     "repvgg_a0": (44, 0, 0, 17),
-    "levit_128s": (4, 0, 0, 48),
+    "levit_128s": (50, 0, 0, 2),
     "mobilevit_xxs": (32, 0, 0, 0),
     "cpubone_nano": (19, 0, 0, 0),
     "efficientvit_m0": (112, 0, 0, 1),
     "efficientvit_b0": (26, 0, 0, 0),
     "dla46_c": (48, 0, 0, 0),
     "ese_vovnet19b_slim_dw": (22, 0, 0, 0),
-    "mixnet_s": (15, 0, 2, 32),
+    "mixnet_s": (49, 0, 0, 0),
 }
 
 
