@@ -143,7 +143,8 @@ def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
     fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
     said: dict[str, list[str]] = {path: [] for path in fates}
     into = {"after": "folded into", "after-unit": "statistics folded into",
-            "before": "folded forward into", "before-magnitude": "scale moved on to", "before-shift": "shift moved on to",
+            "before": "folded forward into", "before-magnitude": "scale moved on to",
+            "before-shift": "shift moved on to",
             "norm": "statistics and gamma scale the weights of"}  # fmt: skip
     seated = {"Vacant": ("gone", ""), "Scale": ("scalar", "a scalar alpha in its seat"),
               "ChannelBias": ("bias", "a shift per channel stays"),
