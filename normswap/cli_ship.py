@@ -118,7 +118,7 @@ def _show(done: Any) -> None:
         ("takes", f"{'images' if done.dynamic_batch else 'one image'} of {'x'.join(map(str, done.input_size))}"),
         ("nodes", _counts(done.nodes)),
         ("plain export", _counts(done.plain_nodes)),
-        ("relative L2", f"{figures.relative_l2:.1e} at the logits, allowed {figures.tolerance:.1e}"),
+        ("relative L2", f"{figures.relative_l2:.1e} of the answers, allowed {figures.tolerance:.1e}"),
         ("same answer", f"{same} of {figures.count} ({figures.inputs})"),
         *(("note", note) for note in done.notes),
     ]

@@ -6,6 +6,8 @@ The oracle is the unfused source in PyTorch, and a process that has nothing but 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,7 +310,7 @@ def test_bad_input_is_said_in_a_line_and_leaves_nothing(
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(OptionError, match=r"onnx needs the package onnxruntime.*pip install 'normswap\[export\]'"):
         normswap.export(_v1(), tmp_path / "net.onnx")
 
@@ -319,6 +321,32 @@ def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(onnx_file, "_LIMIT", 100_000)
     with pytest.raises(RefusedError, match="an ONNX file holds"):
         normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_grows_too_large_is_said_in_a_line(form: str, tmp_path: Path) -> None:
+    """As on a full disk; torch's own writers end the process then, so that it takes a process of its own to see."""
+    program = "import resource, sys; from normswap.cli import main\n"
+    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "export", str(demo.FOLDER), "-o", f"net.{ENDINGS[form]}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"cannot write net.{ENDINGS[form]}: " in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["pt2", "torchscript"])
+def test_products_with_one_go_unless_they_are_copies(form: str, tmp_path: Path) -> None:
+    """A NormFreeBlock still multiplies by its alpha and beta, which are 1 when they have been folded."""
+
+    class Copies(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            copy = x * 1.0
+            return (copy.relu_() + x + (x * 1.0).sigmoid()).flatten(1)
+
+    done = normswap.export(Copies(), tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 8, 8))
+    assert sum(n for kind, n in done.nodes.items() if kind.startswith("mul")) == 1
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

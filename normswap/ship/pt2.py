@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from normswap.errors import RefusedError, VerificationError
 from normswap.ship.formats import Runs, reason
@@ -29,10 +30,27 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
             program = torch.export.export(network, (x,), dynamic_shapes=shapes)
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
+    _leave_out_ones(program.graph)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # the exporting machine's file names
+    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with quiet():
-        torch.export.save(program, file, extra_files=dict(metadata))
+        torch.export.save(program, held, extra_files=dict(metadata))
+    file.write_bytes(held.getbuffer())
+
+
+def _leave_out_ones(graph: fx.Graph) -> None:
+    """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
+
+    One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.mul.Tensor or not isinstance(node.args[1], float) or node.args[1] != 1:
+            continue
+        overwritten = any(str(user.target).split(".")[-2].endswith("_") for user in node.users if user.op != "output")
+        if len(node.args[0].users) == 1 or not overwritten:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def open(file: Path) -> Runs:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from normswap import checkpoint
-from normswap.errors import NormswapError, OutputError, VerificationError
+from normswap.errors import NormswapError, VerificationError
 from normswap.ship.formats import Runs
 
 NAME = "safetensors"
@@ -29,7 +29,7 @@ def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata:
     try:
         checkpoint.write_file(file, network, metadata)
     except SafetensorError as error:  # the disk is full
-        raise OutputError(f"cannot write {file}", str(error)) from None
+        raise OSError(str(error)) from None
 
 
 def open(file: Path) -> Runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +34,27 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
             frozen = torch.jit.freeze(torch.jit.trace(network, x, check_trace=False))
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
+    _leave_out_ones(frozen.graph)
+    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with quiet():
-        torch.jit.save(frozen, file, _extra_files=dict(metadata))
+        torch.jit.save(frozen, held, _extra_files=dict(metadata))
+    file.write_bytes(held.getbuffer())
+
+
+def _leave_out_ones(graph: Any) -> None:
+    """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
+
+    One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
+    """
+    for node in list(graph.nodes()):
+        factors = list(node.inputs())
+        value = factors[1].toIValue() if node.kind() == "aten::mul" else None
+        if not isinstance(value, float) or value != 1:
+            continue
+        overwritten = any(use.user.kind().endswith("_") for use in node.output().uses())
+        if len(factors[0].uses()) == 1 or not overwritten:
+            node.output().replaceAllUsesWith(factors[0])
+            node.destroy()
 
 
 def open(file: Path) -> Runs:
