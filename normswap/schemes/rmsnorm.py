@@ -3,8 +3,9 @@
 LN(x) = RMSNorm(x - mean(x)), with the same eps. W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
 embedding that writes to the stream leave nothing to subtract. gamma stays with the norm; beta goes into the linear
 layers after it, and stays with the last norm, whose output is the network's features. What is lost: the mean of the
-features between the blocks; and dropout of single elements of the stream in training lets a mean back in. Refused where something else reads the mean: a convolution or a pooling on the stream,
-Swin's patch merging (one norm over four tokens, whose means differ), a branch that ends in its norm.
+features between the blocks; and dropout of single elements of the stream in training lets a mean back in. Refused
+where something else reads the mean: a convolution or a pooling on the stream, Swin's patch merging (one norm over four
+tokens, whose means differ), a branch that ends in its norm.
 """
 
 from __future__ import annotations
