@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from timm.models.nfnet import NormFreeBlock
+
 from normswap import affine, estimate, schemes
-from normswap.anatomy import Anatomy
+from normswap.anatomy import Anatomy, Block
 from normswap.partial import patterns, restrict
 from normswap.sites import sites
 
 Leg = tuple[str, dict[str, Any]]
+
+
+_ON_BRANCHES = ("skipinit", "regularized-skipinit", "fixup", "residual-scale", "nf")
 
 
 def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *, measured: bool) -> list[Leg]:
@@ -17,7 +22,8 @@ def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *
 
     Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a
     target that needs BatchNorms, where they are lost, they come back from the statistics that the network carries.
-    After it: what the purpose needs.
+    For one that seats scalars on branches, a normalizer-free block gives up its own first. After it: what the purpose
+    needs.
 
     Raises:
         OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
@@ -32,9 +38,16 @@ def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *
     alive = [path for path in own if affine.is_batchnorm(modules[path])]
     others = [path for path in own if estimate.fits(chosen, path)] if measured else []
     way: list[Leg] = [("estimate", part)] if others else []
+    if to in _ON_BRANCHES and any(_ends_in_a_factor(chosen, block) for block in chosen.part()):
+        way.append(("folded", part))
     lost = [path for path in sites(chosen) if chosen.takes_part(path)]
     if getattr(schemes.get(to), "SOURCE", None) == "batchnorm" and not alive and not others and lost:
         way.append(("batchnorm", part))
     if not (others and to == "batchnorm" and not alive and not options.get("ghost_batch")):
         way.append((to, options))
     return way if purpose is None else [*way, (purpose, {})]
+
+
+def _ends_in_a_factor(seen: Anatomy, block: Block) -> bool:
+    """Whether the branch of a block of timm's normalizer-free networks ends in a factor of the block's own."""
+    return block.tail is None and isinstance(seen.traced.modules[block.path.partition("+")[0]], NormFreeBlock)

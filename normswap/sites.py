@@ -47,6 +47,7 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
         raise RefusedError(
             "no statistics are known",
             "the network has no BatchNorm, and was not converted from one that had",
+            "Of norms with statistics per sample '--calibrate DATA' (images, no labels needed) measures some",
         )
     for path in lost:
         _restore(draft, path, layer, args)

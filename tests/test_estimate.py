@@ -1,0 +1,132 @@
+"""GroupNorm and its kin as sources: the best affine map per channel, by numpy; then on to any other scheme."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from lived import batchnorms, distance, run
+from timm import layers as timm_layers
+from torch import Tensor, nn
+
+import normswap
+from normswap import surgery
+from normswap.errors import NormswapError, OptionError, RefusedError, SourceError
+
+SIZE = (3, 33, 33)
+NORMS: dict[str, Any] = {
+    "GroupNorm": lambda: nn.GroupNorm(2, 8),
+    "one group": lambda: timm_layers.GroupNorm1(8),
+    "GroupNormAct": lambda: timm_layers.GroupNormAct(8, 4),
+    "InstanceNorm": lambda: nn.InstanceNorm2d(8),
+    "LayerNorm2d": lambda: timm_layers.LayerNorm2d(8),
+    "LayerNormAct2d": lambda: timm_layers.LayerNormAct2d(8),
+}
+
+
+def images(count: int = 32, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, *SIZE, generator=generator, dtype=torch.float64).split(8))
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_numpys_least_squares_per_channel(kind: str) -> None:
+    torch.manual_seed(0)
+    net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), NORMS[kind](), nn.Conv2d(8, 4, 1)))
+    batches = images()
+    result: Any = normswap.convert(net, "batchnorm", calibrate=batches, size=SIZE).model
+    plain: Any = copy.deepcopy(net[1])
+    if hasattr(plain, "act"):
+        plain.act = nn.Identity()
+    with torch.no_grad():
+        x = torch.cat([net[0](batch) for batch in batches])
+        y = plain(x.clone())
+    norm = result[1]
+    for c in range(8):
+        a, b = x[:, c].flatten().numpy(), y[:, c].flatten().numpy()
+        (slope, offset), *_ = np.linalg.lstsq(np.stack([a, np.ones_like(a)], 1), b, rcond=None)
+        assert np.isclose(norm.running_mean[c].item(), a.mean())
+        assert np.isclose(norm.running_var[c].item(), a.var(ddof=1))
+        scale = norm.weight[c].item() / (norm.running_var[c].item() + norm.eps) ** 0.5
+        assert np.isclose(scale, slope)
+        assert np.isclose(norm.bias[c].item() - scale * norm.running_mean[c].item(), offset)
+    assert distance(run(net, batches[0]), run(result, batches[0])) < 0.5
+
+
+@pytest.mark.parametrize("arch", ["resnet26", "resnetv2_50"])
+@pytest.mark.parametrize("to", ["folded", "skipinit", "batchnorm", "groupnorm"])
+def test_on_to_other_schemes(arch: str, to: str) -> None:
+    torch.manual_seed(0)
+    v2 = {"stem_chs": 8, "conv_layer": timm_layers.StdConv2d} if "v2" in arch else {}  # weight standardization too
+    small: dict[str, Any] = {"channels": (32, 32, 64, 64), "layers": (1, 1, 1, 1), "num_classes": 5, **v2}
+    norm = functools.partial(timm_layers.GroupNormAct, num_groups=2) if v2 else timm_layers.GroupNorm1
+    net = randomized(timm.create_model(arch, norm_layer=norm, **small))
+    assert batchnorms(net) == []
+    done = normswap.convert(net, to, calibrate=iter(images()), size=SIZE)
+    steps = [step.scheme for step in done.plan.steps]
+    assert steps == (["estimate"] if to == "batchnorm" else ["estimate", to])
+    assert not done.report.exact
+    left = [m for m in done.model.modules() if isinstance(m, nn.GroupNorm)]
+    assert bool(left) == (to == "groupnorm")
+    if to != "batchnorm":
+        assert not any(isinstance(m, timm_layers.StdConv2d) for m in done.model.modules()) or to == "groupnorm"
+    x = images(8, seed=7)[0]
+    error = distance(run(net, x), run(done.model, x))
+    assert error < 0.8
+    if to in ("folded", "skipinit"):  # exactly what the estimated network computes
+        bn = normswap.convert(net, "batchnorm", calibrate=images(), size=SIZE).model
+        assert distance(run(bn, x), run(done.model, x)) < 1e-10
+
+
+def test_the_estimate_is_better_than_the_placeholder() -> None:
+    """The checker above can fail: gamma and beta as they are, no statistics."""
+    torch.manual_seed(0)
+    net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 1)))
+    x = images(8, seed=7)[0]
+    done = normswap.convert(net, "batchnorm", calibrate=images(), size=SIZE)
+    empty = surgery.apply(net, done.plan)
+    assert distance(run(net, x), run(done.model, x)) < 0.5 * distance(run(net, x), run(empty, x))
+
+
+def test_only_a_part() -> None:
+    torch.manual_seed(0)
+    net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
+    done = normswap.convert(net, "folded", calibrate=images(), size=SIZE, only="1")
+    assert [type(module).__name__ for module in done.model] == ["Conv2d", "Vacant", "Conv2d", "GroupNorm"]  # type: ignore[arg-type]
+
+
+def with_nan() -> list[Tensor]:
+    batches = images()
+    batches[0][0, 0, 0, 0] = float("nan")
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("to", "data", "kind", "message"),
+    [
+        ("folded", None, RefusedError, "GroupNorm.*--calibrate DATA"),
+        ("batchnorm", None, NormswapError, "--calibrate DATA"),
+        ("folded", with_nan(), SourceError, "not finite"),
+        ("folded", images(1), SourceError, "1 calibration images"),
+        ("folded", "nose", OptionError, "nor 'noise'"),
+    ],
+)
+def test_without_data_it_says_how(to: str, data: Any, kind: type[NormswapError], message: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double().eval()
+    with pytest.raises(kind, match=message):
+        normswap.convert(net, to, calibrate=data, size=SIZE)
