@@ -44,14 +44,20 @@ pytestmark = pytest.mark.slow
     ("name", "form"), [(name, form) for name in DEEP for form in ENDINGS] + [(name, "onnx") for name in NFNETS]
 )
 def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
-    """On the same process-free terms as any user: no norm in the file, and the source's logits to 1e-5."""
+    """No norm in the file, and the source's logits to 1e-5, or to twice what float32 itself costs the source.
+
+    With random gammas, some negative, the signal of a deep network is chaotic enough for that to be 2e-5.
+    """
     torch.manual_seed(0)
     x = torch.randn(4, *SIZE)
-    source = lived_in(timm.create_model(name), x).float()
+    source = lived_in(timm.create_model(name), x)
+    precise = run(source, x.double())
+    expected = run(source.float(), x)
+    stray = distance(precise, expected.double())
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(source, file, input_size=SIZE)
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]
-    assert distance(run(source, x), run_alone(file, form, x)) <= 1e-5
+    assert distance(expected, run_alone(file, form, x)) <= max(1e-5, 2 * stray)
 
 
 @pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}")
