@@ -5,7 +5,7 @@
 Peers: timm's network in eager mode, torch.fx's fuser, torch.compile, TorchScript (frozen, optimize_for_inference), and
 torch's own ONNX export in ONNX Runtime and in OpenVINO. Ours: the folded network, and what `normswap.export` makes of
 it, in the same runtimes. Every contender is a process of its own, checked against eager mode and then timed in turns
-(`normswap.ship.bench`). Weights are random, statistics measured (`tests/lived.py`), the gammas positive.
+(`normswap.ship.bench`). Weights are random, gammas positive, statistics measured.
 
 A ratio is ours over the peer in the same runtime, the median over the rounds of the ratios within a round; above 1 ours
 is faster. "best" is the ratio of the fastest passes, "CPU" that of processor times, which the load of others moves
@@ -31,15 +31,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import checkpoint, provenance, signal
-from normswap.ship import bench, bench_plot
+from normswap import affine, anatomy, checkpoint, signal
+from normswap.ship import bench, bench_plot, checks
 from normswap.ship.bench import Row, Say
 from normswap.ship.bench_figures import speedup
 from normswap.ship.bench_subjects import Group, Making, of_model
 from normswap.ship.runtimes import Settings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lived import BATCHNORMS, lived_in
 
 FOLDABLE = ("resnet18", "resnet50", "seresnet50", "resnext50_32x4d")
 OURS_ALONE = ("resnetv2_50", "nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
@@ -61,18 +58,28 @@ class Pair:
     high: float | None
 
 
-def lived(name: str, side: int) -> nn.Module:
-    """The network with random weights, its statistics measured on noise, branches awake, gammas in 0.5 .. 1.5."""
+def alive(name: str, side: int) -> nn.Module:
+    """The network with random weights, gammas and betas, its statistics measured on noise, rough and smooth.
+
+    The last gamma of each branch is small, as in trained networks: else rounding errors grow from block to block, and
+    an exact copy could not be told from a wrong one.
+    """
     torch.manual_seed(0)
     model = signal.awake(checkpoint.open_model(name, weights="random"))
-    record = provenance.of(model)
-    model = lived_in(model, torch.randn(4, 3, side, side)).float()
+    norms = [module for module in model.modules() if affine.is_batchnorm(module)]
     with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, BATCHNORMS) and module.weight is not None:
-                module.weight.abs_().clamp_min_(0.5)
-    assert record is not None
-    return provenance.attach(model, record)
+        for norm in norms:
+            norm.weight.uniform_(0.5, 1.5)
+            norm.bias.normal_(0, 0.3)
+            norm.momentum = 1.0
+        for block in anatomy.inspect(model).blocks:
+            if block.last is not None and norms:
+                model.get_submodule(block.last).weight.mul_(0.3)
+        if norms:
+            one = torch.ones(3, 1, 1)
+            smooth = checks.pictures((3, side, side), 0.5 * one, 0.25 * one)[:4]
+            model.train()(torch.cat([torch.randn(4, 3, side, side), smooth]))
+    return model.eval()
 
 
 def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
@@ -82,7 +89,7 @@ def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
     found: list[Row] = []
     folded = {}
     for name in args.models:
-        group = of_model(name, lived(name, args.size), Making(folder / name, settings, args.batch), args.size)
+        group = of_model(name, alive(name, args.size), Making(folder / name, settings, args.batch), args.size)
         folded[name] = group.subjects[-1]
         for batch in args.batch:
             wanted = [r for r in args.runtime if batch in args.compile_batch or not r.startswith("compile")]
