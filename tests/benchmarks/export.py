@@ -88,7 +88,8 @@ def deep(name: str) -> Iterator[str]:
             file = Path(folder) / f"net.{ending}"
             done = normswap.export(source, file, input_size=SIZE, images=x, count_plain=True)
             error = distance(run(source, x), run_alone(file, form, x))
-            yield f"| `{name}` | {form} | {error:.1e} | {stray:.1e} | {_nodes(done.nodes)} | {_nodes(done.plain_nodes or {})} |"
+            nodes, plain = _nodes(done.nodes), _nodes(done.plain_nodes or {})
+            yield f"| `{name}` | {form} | {error:.1e} | {stray:.1e} | {nodes} | {plain} |"
 
 
 def _nodes(nodes: dict[str, int]) -> str:
