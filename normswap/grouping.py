@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from torch import nn
 
-from normswap import affine
+from normswap import affine, quiet
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.errors import OptionError, RefusedError
 from normswap.plan import Edit, Step
+from normswap.quiet import Signs
 from normswap.tracing import inputs
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, read_directly
@@ -19,7 +21,8 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
     """A GroupNorm in the seat of every BatchNorm; None: one channel per group.
 
     Args:
-        steady: see `offsets`; where a convolution comes right before the norm.
+        steady: see `persample.Gauge` and `quiet`; a convolution right before the norm takes the gauge in, else a
+            `ChannelAffine` in front of the norm holds it.
 
     Raises:
         OptionError: steady is not in [0, 1).
@@ -34,6 +37,7 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
         remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
         raise RefusedError("no BatchNorm to put a norm with statistics per sample in the seat of", remedy=remedy)
     draft = undress(anatomy, leave=norms)
+    counts: dict[str, int] = {}
     seen: set[int] = set()
     for path, module in norms.items():
         if id(module) in seen or id(module) not in anatomy.traced.calls:
@@ -43,26 +47,45 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
         if why:
             draft.refusals[path] = why
             continue
-        _seat(draft, path, module, groups, steady)
+        count = _count(draft, path, module, groups)
+        if count is not None:
+            counts[path] = count
+    if not draft.refusals:
+        steadied = {path: count for path, count in counts.items() if steady and count < affine.channels(modules[path])}
+        signs = quiet.choose(anatomy, steadied, steady) if steadied else {}
+        for path, count in counts.items():
+            _seat(draft, path, count, steady if path in steadied else 0, signs.get(path))
     return draft
 
 
-def _seat(draft: Draft, path: str, module: nn.Module, groups: int | None, steady: float) -> None:
+def _count(draft: Draft, path: str, module: nn.Module, groups: int | None) -> int | None:
+    """How many groups this norm gets; None where it is refused."""
     channels = affine.channels(module)
     count = channels if groups is None else nearest_divisor(channels, groups)
     if channels == count and (groups is not None or isinstance(module, nn.BatchNorm1d)):
         remedy = "`--groups 1`" if isinstance(module, nn.BatchNorm1d) else "fewer groups, or `--to instancenorm`"
         draft.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
-        return
+        return None
     if groups is not None and count != groups:
         draft.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
-    conv = _conv_before(draft, module) if steady and count < channels else None
-    draft.seat(path, "GroupNorm", groups=count, **({"steady": steady} if conv is not None else {}))
+    return count
+
+
+def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | None) -> None:
+    module = draft.anatomy.traced.modules[path]
+    channels = affine.channels(module)
+    verdict = f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
+    conv = _conv_before(draft, module) if steady else None
+    args: dict[str, Any] = {"groups": count}
+    if conv is not None or (steady and signs is not None):
+        args |= {"steady": steady, **asdict(signs or quiet.alternating(channels, count))}
     if conv is not None:
-        draft.seats[conv] = Edit(conv, "Steadied", {"groups": count, "steady": steady}, (path,))
-    draft.verdicts[path] = (
-        f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
-    )
+        draft.seats[conv] = Edit(conv, "Steadied", args, (path,))
+    elif len(args) > 1:
+        args = {**args, "lead": True}
+        verdict += ", behind a scale and shift"
+    draft.seat(path, "GroupNorm", **args)
+    draft.verdicts[path] = verdict
 
 
 def _conv_before(draft: Draft, norm: nn.Module) -> str | None:

@@ -10,13 +10,16 @@ so that on an average sample, whose statistics are the population's, the output 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
 from normswap import affine
+from normswap.layers import Chain, ChannelAffine
 
 PER_SAMPLE = (nn.GroupNorm,)
 
@@ -25,10 +28,21 @@ class GroupNorm:
     """A BatchNorm's seat is taken by torch's GroupNorm, or, where it carried an activation, by timm's GroupNormAct."""
 
     @staticmethod
-    def replacing(old: Any, *, like: Tensor, groups: int, steady: float = 0.0, copied: bool = False) -> nn.GroupNorm:
+    def replacing(
+        old: Any,
+        *,
+        like: Tensor,
+        groups: int,
+        steady: float = 0.0,
+        flips: str = "",
+        leans: str = "",
+        lead: bool = False,
+        copied: bool = False,
+    ) -> nn.Module:
         """Args:
         groups: a divisor of the number of channels.
-        steady: see `offsets`; the convolution before, a `Steadied`, adds them.
+        steady, flips, leans: see `Gauge`; the convolution before, a `Steadied`, brings the channels into it.
+        lead: a `ChannelAffine` in front of the norm does.
         copied: take gamma and beta as they are, the naive way, to compare with.
         """
         mean, var = old.running_mean.double(), old.running_var.double()
@@ -41,10 +55,11 @@ class GroupNorm:
         else:
             new = GroupNormAct(channels, groups, apply_act=False, **settings)
             new.act = copy.deepcopy(act)
-        offset = offsets(mean, var, groups, steady)
-        m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean + offset, var, groups))
-        new.weight.copy_(scale * (v + old.eps).sqrt())
-        new.bias.copy_(shift + scale * (m - offset))
+        gauge = Gauge.of(old, groups, steady, flips, leans)
+        mean = gauge.sign * mean + gauge.offset
+        m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean, var, groups))
+        new.weight.copy_(gauge.sign * scale * (v + old.eps).sqrt())
+        new.bias.copy_(shift + gauge.sign * scale * (m - gauge.offset))
         if copied:
             new.weight.copy_(old.weight)
             new.bias.copy_(old.bias)
@@ -52,47 +67,82 @@ class GroupNorm:
             own = getattr(old, name, None)
             if isinstance(own, nn.Parameter):
                 getattr(new, name).requires_grad_(own.requires_grad)
-        return new
+        return _led(gauge, new) if lead else new
 
 
 class Steadied:
-    """The convolution before a per-sample norm, with constants of alternating sign in its bias: see `offsets`."""
+    """The convolution before a per-sample norm, whose output is brought into the norm's `Gauge`."""
 
     @staticmethod
-    def replacing(old: Any, norm: Any, *, like: Tensor, groups: int, steady: float) -> Any:
+    def replacing(old: Any, norm: Any, *, like: Tensor, **gauge: Any) -> Any:
+        into = Gauge.of(norm, **gauge)
         new = copy.deepcopy(old)
-        offset = offsets(norm.running_mean.double(), norm.running_var.double(), groups, steady)
-        bias = offset if old.bias is None else offset + old.bias.double()
+        new.weight.mul_(_per_filter(old, into.sign).to(new.weight))
+        bias = into.offset if old.bias is None else into.sign * old.bias.double() + into.offset
         new.bias = nn.Parameter(bias.to(old.weight), requires_grad=old.weight.requires_grad)
         return new
 
 
 class Recentred:
-    """The BatchNorm behind a `Steadied` convolution, its running mean moved along: together they compute the same."""
+    """The BatchNorm behind a `Steadied` convolution, or a lead, moved along: together they compute the same."""
 
     @staticmethod
-    def replacing(old: Any, *, like: Tensor, groups: int, steady: float = 0.0) -> Any:
+    def replacing(old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
         new = copy.deepcopy(old)
-        new.running_mean += offsets(old.running_mean.double(), old.running_var.double(), groups, steady).to(like)
-        return new
+        if not rest:
+            return new
+        gauge = Gauge.of(old, groups, **rest)
+        new.running_mean.copy_(gauge.sign * old.running_mean.double() + gauge.offset)
+        if new.weight is None:
+            new.affine, ones = True, torch.ones_like(new.running_var)
+            new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
+        new.weight.mul_(gauge.sign)
+        return _led(gauge, new) if lead else new
 
 
-def offsets(mean: Tensor, var: Tensor, groups: int, steady: float) -> Tensor:
-    """What to add to each channel (C,), so that a share `steady` of its group's variance is the same in every sample.
+@dataclass(frozen=True)
+class Gauge:
+    """sign * x + offset, what a channel becomes before the norm: free, since what follows makes up for it.
 
-    The channels' means are free before a norm that subtracts and divides: a + x with a known a says what x says. With
-    +a and -a in turn, a^2 = v steady / (1 - steady), the variance a sample is divided by fluctuates less by the factor
-    1 - steady, and every channel has the same part in it: no channel can dominate its group.
+    All means are taken off. Then a constant of either sign, of the same size a in every channel of a group, is added:
+    of the variance that a sample is divided by, the share `steady` is the constants', the same in every sample, with
+    a^2 = v steady / (1 - steady). Every channel has the same part in it: none can dominate its group.
     """
-    size = mean.numel() // groups
-    if not steady or size < 2:
-        return mean.new_zeros(mean.shape)
-    _, v = group_moments(mean, var, groups)
-    sign = mean.new_ones(size)
-    sign[1::2] = -1
-    if size % 2:
-        sign = sign - sign.mean()
-    return ((v * steady / (1 - steady)).sqrt()[:, None] * sign).flatten()
+
+    sign: Tensor
+    offset: Tensor
+
+    @classmethod
+    def of(cls, norm: Any, groups: int, steady: float = 0.0, flips: str = "", leans: str = "") -> Gauge:
+        """Args:
+        norm: the BatchNorm.
+        flips, leans: a '+' or '-' per channel: its sign, and its constant's. Empty: as it is.
+        """
+        mean, var = norm.running_mean.double(), norm.running_var.double()
+        if not leans:
+            return cls(torch.ones_like(mean), torch.zeros_like(mean))
+        sign, lean = (_numbers(signs).to(mean) for signs in (flips, leans))
+        lean = (lean.view(groups, -1) - lean.view(groups, -1).mean(1, keepdim=True)).flatten()
+        size = (var.view(groups, -1).mean(1) * steady / (1 - steady)).sqrt()
+        return cls(sign, size.repeat_interleave(mean.numel() // groups) * lean - sign * mean)
+
+
+def _led(gauge: Gauge, norm: Any) -> Chain:
+    like = norm.weight.detach()
+    return Chain(ChannelAffine(gauge.sign.to(like), gauge.offset.to(like)), norm)
+
+
+def _per_filter(conv: Any, sign: Tensor) -> Tensor:
+    """A value per output channel in a shape that goes with the weight."""
+    rest = (1,) * (conv.weight.ndim - 2)
+    if not getattr(conv, "transposed", False):
+        return sign.view(-1, 1, *rest)
+    sign = sign.view(conv.groups, 1, -1)  # transposed convolutions store (in, out / groups, *kernel)
+    return sign.expand(-1, conv.in_channels // conv.groups, -1).reshape(conv.in_channels, -1, *rest)
+
+
+def _numbers(signs: str) -> Tensor:
+    return torch.tensor([1.0 if sign == "+" else -1.0 for sign in signs], dtype=torch.float64)
 
 
 def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tensor]:

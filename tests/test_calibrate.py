@@ -13,9 +13,10 @@ from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import anatomy, calibrate, conversion, grouping, refit, surgery
+from normswap import anatomy, calibrate, conversion, grouping, quiet, refit, surgery
 from normswap.calibrate import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
+from normswap.plan import Step
 
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3, "padding": 1},
@@ -230,3 +231,50 @@ def test_an_average_sample_sees_the_batchnorm() -> None:
         for groups in (1, 2, 4):
             done = conversion.convert(net, "groupnorm", inputs=x, groups=groups, steady=steady)
             assert distance(run(net, x), run(done.model, x)) < 1e-12
+
+
+def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
+    """With the norms themselves left BatchNorms, flips, constants and leads cancel, with convolutions and without."""
+    model = narrow("resnetv2_18").double()
+    step, sketch = conversion.draft(anatomy.inspect(model), "groupnorm", groups=2)
+    args = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm"}
+    assert args["stages.0.blocks.0.norm1"]["lead"]
+    assert "lead" not in args["stages.0.blocks.0.norm2"]
+    assert all({"+", "-"} == set(a["flips"]) == set(a["leans"]) for a in args.values())
+    assert sketch.verdicts["norm"].endswith("behind a scale and shift")
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    recentred = surgery.apply_step(model, grouping.recentred(step))
+    assert distance(run(model, x), run(recentred, x)) < 1e-12
+    edits = tuple(edit for edit in grouping.recentred(step).edits if edit.layer != "Steadied")
+    broken = surgery.apply_step(model, Step(step.scheme, step.options, edits))
+    assert distance(run(model, x), run(broken, x)) > 1e-3
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
+    torch.manual_seed(0)
+    conv = nn.ConvTranspose2d(4, 6, 3, groups=groups)
+    net = lived_in(nn.Sequential(conv, nn.BatchNorm2d(6, affine=False)), torch.randn(4, 4, 9, 9))
+    step, _ = conversion.draft(anatomy.inspect(net), "layernorm")
+    assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    assert distance(run(net, x), run(surgery.apply_step(net, grouping.recentred(step)), x)) < 1e-12
+
+
+def test_signs_are_the_quietest() -> None:
+    """Against all 2^10 of them; the descent may stop at a neighbour of the best, never far from it."""
+    torch.manual_seed(0)
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64)
+    for _ in range(5):
+        half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+        values = ((every @ half.T).square().sum(1) + 2 * every @ linear).sort().values
+        found = quiet.quietest(half.T @ half, linear)
+        value = (half @ found).square().sum() + 2 * linear @ found
+        assert values[0] - 1e-9 <= value <= values[20]
+
+
+def test_a_network_without_images_gets_alternating_constants() -> None:
+    flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    step, _ = conversion.draft(anatomy.inspect(flat), "layernorm")
+    assert [edit.args["leans"] for edit in step.edits] == ["+-+-+-"] * 2
+    assert all(not module._forward_pre_hooks for module in flat.modules())

@@ -1,8 +1,11 @@
 """GroupNorm in the seat of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
 
 With the running statistics of the channels of a group taken together (mean m, variance v): gamma' = s sqrt(v + eps),
-beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no data. With `--calibrate` the convolutions
-and the norms' gamma and beta are then fitted, layer by layer, to what the source computes on the same images (`refit`).
+beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no data. What is free before such a norm, the
+sign of each channel and a constant in it, is chosen so that a sample's statistics fluctuate least (`quiet`); where no
+convolution comes before the norm, as in pre-activation networks, a scale and shift in front of it holds them. With
+`--calibrate` the convolutions and the norms' gamma and beta are then fitted, layer by layer, to what the source
+computes on the same images (`refit`).
 Approximate: each sample has its own statistics. The fewer groups, the less is lost; nothing is tied to the batch.
 """
 
@@ -33,8 +36,8 @@ def exact(options: dict[str, Any]) -> bool:
 def plan(anatomy: Anatomy, *, groups: int = 1, steady: float = 0.5) -> Draft:
     """Args:
     groups: of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so.
-    steady: the share of a group's variance that is the same in every sample (0: none), by constants in the bias of the
-        convolution before. It halves how much the statistics of a sample move its output; keeps more, normalizes less.
+    steady: the share of a group's variance that is the same in every sample, by constants of one size in its channels.
+        The more, the less a sample's statistics move its output: keeps more, normalizes less. 0: the plain norm.
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise OptionError(f"--groups {groups} is not a whole number >= 1")

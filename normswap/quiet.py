@@ -1,0 +1,149 @@
+"""Which signs to give the channels before a norm with statistics per sample, so that its statistics fluctuate least.
+
+A channel's sign and its constant are free before a norm that subtracts and divides: what follows makes up for both. A
+sample's mean over a group is the sum of its channels' means; channels that rise together cancel where their signs
+differ. A constant of size a in every channel is part of the variance that a sample is divided by; what it adds to the
+variance's fluctuation is 2a times the sum of the channels' means under the constants' signs, which can be made small,
+or even opposed to how the samples' energy fluctuates. Both choices ask how channel means go together from image to
+image. That is seen well enough on noise with the spectrum of natural images, 1/f (Field 1987): no data are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.anatomy import Anatomy
+from normswap.refit import evaluating
+
+COUNT, BATCH, LARGEST = 128, 32, 96  # images of noise, and their largest side
+BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
+STARTS = 4
+
+
+@dataclass(frozen=True)
+class Signs:
+    """One '+' or '-' per channel: of the channel (`flips`) and of its constant (`leans`)."""
+
+    flips: str
+    leans: str
+
+
+def alternating(channels: int, groups: int) -> Signs:
+    """Where nothing is known: no channel flipped, constants of either sign in turn within each group."""
+    size = channels // groups
+    return Signs("+" * channels, ("+-" * size)[:size] * groups)
+
+
+def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[str, Signs]:
+    """The signs for each norm that the noise reached; none where the network takes no images.
+
+    Args:
+        groups: how many groups each norm, by path, will have.
+        steady: the share of a group's variance that the constants make.
+    """
+    modules = anatomy.traced.modules
+    seen = _observe(modules[""], {path: modules[path] for path in groups})
+    return {path: _signs(*seen[path], modules[path].running_var, groups[path], steady) for path in seen}
+
+
+def pink(count: int, size: tuple[int, int, int], seed: int) -> Tensor:
+    """Images (N, C, H, W) of unit variance whose amplitude falls as 1/f and whose colours go together."""
+    chans, height, width = size
+    white = torch.randn(count, chans, height, width, generator=torch.Generator().manual_seed(seed))
+    frequency = (torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width).square()).sqrt()
+    frequency[0, 0] = 1 / max(height, width)
+    images = torch.fft.irfft2(torch.fft.rfft2(white) / frequency, s=(height, width))
+    images = 0.8**0.5 * images[:, :1] + 0.2**0.5 * images
+    return images / images.std()
+
+
+Seen = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
+    """Per norm, what reaches it about its running mean: each image's means and mean squares, (N, C); maybe nothing."""
+    found: dict[str, list[Seen]] = {}
+
+    def spy(path: str) -> Any:
+        def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
+            x = args[0].double()
+            x = (x - norm.running_mean.double().view(1, -1, *(1,) * (x.ndim - 2))).flatten(2)
+            x = x.unsqueeze(2) if x.ndim == 2 else x
+            found.setdefault(path, []).append((x.mean(2).cpu(), x.square().mean(2).cpu()))
+
+        return hook
+
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    handles = [norm.register_forward_pre_hook(spy(path)) for path, norm in norms.items()]
+    try:
+        with evaluating(model):
+            for size in _sizes(model):
+                found.clear()
+                try:
+                    for i in range(COUNT // BATCH):
+                        model(pink(BATCH, size, i).to(like))
+                    break
+                except (RuntimeError, ValueError, TypeError, AssertionError):  # not of that size, or no images at all
+                    found.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen = {path: (torch.cat([m for m, _ in parts]), torch.cat([e for _, e in parts])) for path, parts in found.items()}
+    return {path: pair for path, pair in seen.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
+
+
+def _sizes(model: Any) -> list[tuple[int, int, int]]:
+    """Sizes to try: small ones cost less."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    first = next((p for p in model.parameters() if p.ndim == 4), None)
+    chans = 3 if first is None else first.shape[1]
+    chans, height, width = config.get("input_size") or (chans, LARGEST, LARGEST)
+    return [(chans, min(height, LARGEST), min(width, LARGEST)), (chans, height, width)]
+
+
+def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float) -> Signs:
+    scale = (
+        var.double().cpu() / squares.mean(0).clamp_min(1e-30)
+    ).sqrt()  # noise is not what the network was trained on
+    means, squares = means * scale, squares * scale.square()
+    means = means - means.mean(0)
+    flips, leans = [], []
+    for x, energy in zip(means.chunk(groups, 1), squares.chunk(groups, 1), strict=True):
+        size = x.shape[1]
+        flip = quietest(x.T @ x / len(x), x.new_zeros(size))
+        x = x * flip
+        fluctuation = energy.mean(1) - energy.mean()
+        size_of = (energy.mean() * steady / (1 - steady)).sqrt()
+        quadratic = x.T @ x / len(x)
+        quadratic = quadratic + BALANCE * quadratic.diagonal().mean()
+        lean = quietest(size_of * quadratic / size, fluctuation @ x / (2 * len(x)))
+        flips.append(flip)
+        leans.append(lean)
+    return Signs(*("".join("+" if sign > 0 else "-" for sign in torch.cat(signs)) for signs in (flips, leans)))
+
+
+def quietest(quadratic: Tensor, linear: Tensor) -> Tensor:
+    """Signs t (C,) that make t' A t + 2 b' t small: the best of a few descents that flip one sign at a time."""
+    generator = torch.Generator().manual_seed(0)
+    diagonal, least = quadratic.diagonal(), -1e-12 * float(quadratic.trace())
+    best, lowest = torch.ones_like(linear), float("inf")
+    for _ in range(STARTS):
+        signs = torch.randint(0, 2, linear.shape, generator=generator).to(linear) * 2 - 1
+        slope = quadratic @ signs + linear
+        while True:
+            gains = diagonal - signs * slope  # a quarter of what flipping each would change
+            at = int(gains.argmin())
+            if not float(gains[at]) < least:
+                break
+            signs[at] = -signs[at]
+            slope = slope + 2 * signs[at] * quadratic[:, at]
+        value = float(signs @ quadratic @ signs + 2 * linear @ signs)
+        if value < lowest:
+            best, lowest = signs, value
+    return best
