@@ -27,6 +27,7 @@ from normswap.calibration import Batches, Progress
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
+from normswap.refit import evaluating
 from normswap.verification import Report
 from normswap.walks import Draft
 
@@ -200,10 +201,12 @@ def carry_out(
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.exact(step)
     fitted = calibration.wanted(step, calibrate)
+    result = surgery.apply_step(model, step)
+    if not exact:
+        _demand_runs(result, batches[0][:1], step.scheme)
     precise = None  # what is fitted differs by far more than float32 does
     if not fitted:
         precise = verification.compare_double(model, lambda: surgery.apply_step(model, step, double=True), batches)
-    result = surgery.apply_step(model, step)
     notes: tuple[str, ...] = ()
     if fitted and calibrate is not None:
         notes = calibration.fit(model, result, step, calibrate, size=batches[0].shape[1:], seed=seed, progress=progress)
@@ -245,6 +248,29 @@ def _demand(report: Report, scheme: str) -> None:
         f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
         "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
     )
+
+
+@torch.no_grad()
+def _demand_runs(model: nn.Module, x: Tensor, scheme: str) -> None:
+    """Raises:
+    RefusedError: a norm does not take what reaches it; names the norm.
+    """
+    at = ["the network"]
+
+    def watch(path: str, norm: nn.Module) -> Any:
+        return norm.register_forward_pre_hook(lambda _, args: at.append(f"{path} on {tuple(args[0].shape)}"))
+
+    handles = [watch(path, module) for path, module in model.named_modules() if affine.is_norm(module)]
+    try:
+        with evaluating(model):
+            model(x)
+    except (RuntimeError, ValueError) as error:
+        why = str(error).split("\n")[0]
+        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out with '--skip'"
+        raise RefusedError(f"{scheme} does not run on {tuple(x.shape[1:])}", f"{at[-1]}: {why}", remedy) from None
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
