@@ -111,6 +111,6 @@ def _words(body: dict[str, Any]) -> list[str]:
     if rows and rows[-1]["top1"] is not None:
         best = max(value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None)
         now = rows[-1]
-        lines.append(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after {now['epoch']:g} epochs, "
-                     f"best {best:.2f} after {body['best_epoch']:g}")  # fmt: skip
+        lines.append(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after epoch {now['epoch']:g}, "
+                     f"best {best:.2f} (epoch {body['best_epoch']:g})")  # fmt: skip
     return [*lines, f"written to {body['output']}: best, last, metrics.csv"]

@@ -54,21 +54,17 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[Any], None], Ca
     The first function takes the engine's `Moment`, the second a sentence.
     """
     console = _console()
-    text = "epoch {task.fields[epoch]}  {task.fields[rate]} img/s  lr {task.fields[lr]}  loss {task.fields[loss]}"
-    columns = (BarColumn(24), TextColumn(text + "{task.fields[top1]}"), TimeRemainingColumn())
+    columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn())
     hidden = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
-        task = shown.add_task("", total=None, visible=False, epoch="", rate="", lr="", loss="", top1="")
+        task = shown.add_task("starting", total=None)
 
         def show(moment: Any) -> None:
-            epoch = f"{moment.epoch:.2f}/{moment.epochs:g}"
+            words = f"epoch {moment.epoch:.2f}/{moment.epochs:g}  {moment.images_per_s:.0f} img/s  lr {moment.lr:.3g}"
+            words += f"  loss {moment.loss:.4f}"
             top1 = "" if moment.top1 is None else f"  top-1 {moment.top1:.2f}"
-            rate, lr, loss = f"{moment.images_per_s:.0f}", f"{moment.lr:.3g}", f"{moment.loss:.4f}"
-            shown.update(
-                task, completed=moment.update, total=moment.updates, visible=True,
-                epoch=epoch, rate=rate, lr=lr, loss=loss, top1=top1,
-            )  # fmt: skip
+            shown.update(task, completed=moment.update, total=moment.updates, description=words + top1)
             if hidden and not quiet and moment.epoch == int(moment.epoch):
-                print(f"epoch {epoch}  {rate} img/s  lr {lr}  loss {loss}", file=sys.stderr)
+                print(words, file=sys.stderr)
 
         yield show, (lambda what: None) if quiet else (lambda what: console.print(what, soft_wrap=True))

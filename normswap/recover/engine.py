@@ -23,7 +23,7 @@ from normswap.errors import SourceError, TrainingError
 from normswap.provenance import Provenance
 from normswap.recover import assembly, launching, means, stopping
 from normswap.recover.assembly import Task
-from normswap.recover.folder import COLUMNS, Folder, Position, Row, identify
+from normswap.recover.folder import COLUMNS, Folder, Position, Row, flat, identify
 from normswap.recover.images import key
 from normswap.recover.recipe import Recipe
 from normswap.recover.records import FIRST_FAILED, Moment, Result
@@ -121,7 +121,7 @@ class Run:
             other = self.folder
         if other is None:
             self._main(lambda: self.folder.begin(self.recipe))
-            self.engine.init_trackers("normswap")
+            self._watch()
             self._end_epoch(began=False)
             return
         self.at, parts = other.read_state()
@@ -129,8 +129,14 @@ class Run:
         if other is not self.folder and other.place.resolve() != self.folder.place.resolve():
             self._main(lambda: self.folder.adopt(other, self.recipe))
             self._save()
-        self.engine.init_trackers("normswap")
+        self._watch()
         self.tell(f"continuing at update {self.at.update} of {self.task.updates}")
+
+    def _watch(self) -> None:
+        plain = {
+            key: value if isinstance(value, float | str) else str(value) for key, value in flat(self.recipe).items()
+        }
+        self.engine.init_trackers("normswap", plain)
 
     def train(self, stop: stopping.Stop) -> bool:
         """All updates that are left; False if somebody asked to stop before the end."""

@@ -148,10 +148,15 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, Any]:
     """What makes a run the same run: the recipe, the network it starts from, the images."""
     record = provenance.of(model)
     plan = record.plan.digest if record else ""
-    keys = dict(_flat(recipe.model_dump(mode="json")))
+    keys = flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)
     return {"network": zoo.hash_tensors(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key of the recipe by its dotted name, as on the command line."""
+    return dict(_flat(recipe.model_dump(mode="json")))
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
