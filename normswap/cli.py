@@ -280,6 +280,7 @@ def _demo(json: Json = False) -> int:
 
 
 from normswap import (  # noqa: E402 (they register their commands here)
+    cli_advise,  # noqa: F401
     cli_bench,  # noqa: F401
     cli_finetune,  # noqa: F401
     cli_recipes,  # noqa: F401

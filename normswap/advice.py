@@ -1,0 +1,130 @@
+"""Which target to choose: three plain rules, the first target that the network admits, and its measured cost.
+
+1. For inference nothing beats `folded`. 2. Private training admits no statistics of the batch: `skipinit`, which keeps
+the function, then `groupnorm`. 3. BatchNorm is kept from 16 images a batch on: below that its statistics are too noisy
+to train with (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 and with 16 images 23.7 %, with 8
+24.8 %, with 4 27.3 %, with 2 34.7 %). Then `skipinit`, or `groupnorm` where there are no residual blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from normswap import affine
+from normswap.conversion import drafts
+from normswap.errors import OptionError, RefusedError
+
+ENOUGH = 16  # images in a batch for BatchNorm
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What was measured of a target.
+
+    Args:
+        kept: smallest and largest share of the source's accuracy, in percent, without a gradient step; with 1000
+            unlabelled images where the target is fitted to data.
+        step: time of a training step against BatchNorm's.
+    """
+
+    kept: tuple[float, float]
+    step: float | None
+
+
+SOURCES = {
+    "kept": "tests/benchmarks/schemes.md (CIFAR-10, two trained ResNets) and test_accuracy.py",
+    "step": "tests/benchmarks/step_time.md (ResNet-50, 16 images of 64 px, two cores)",
+    "memory": "not measured",
+}
+MEASURED: dict[str, Cost] = {
+    "batchnorm": Cost((100, 100), 1.0),
+    "folded": Cost((100, 100), None),
+    "skipinit": Cost((100, 100), 0.93),
+    "tune": Cost((100, 100), 1.03),
+    "groupnorm": Cost((95.4, 98.2), 1.03),
+    "nf": Cost((96.8, 97.3), 1.34),
+}
+_WITH_DATA = ("groupnorm", "nf")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One target, why, the command, and what it costs (None: not measured)."""
+
+    scheme: str
+    why: str
+    command: str
+    cost: Cost | None
+
+
+def advise(
+    model: nn.Module, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
+) -> tuple[list[Advice], dict[str, str]]:
+    """Targets for a network, the best first, and why others that would come first are not possible.
+
+    Args:
+        name: how the commands shall call the network.
+        batch_size: images whose statistics a norm would see together: per device, per client.
+
+    Raises:
+        OptionError: no batch size, or purposes that exclude each other.
+        RefusedError: nothing is possible.
+    """
+    if batch_size < 1:
+        raise OptionError(f"--batch-size {batch_size}", "a batch has at least one image")
+    if private and deploy:
+        raise OptionError("--private and --deploy", "one trains, the other does not", "Ask twice")
+    found, refused = [], {}
+    for scheme, why in _wishes(model, batch_size, private, deploy):
+        try:
+            if scheme != "batchnorm":
+                list(drafts(model, scheme, "opacus" if private else None, measured=scheme in _WITH_DATA))
+        except RefusedError as error:
+            refused[scheme] = str(error)
+        else:
+            found.append(Advice(scheme, why, _command(name, scheme, private), MEASURED.get(scheme)))
+    if not found:
+        raise RefusedError("no target fits this network", "; ".join(refused.values()))
+    return found, refused
+
+
+def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> list[tuple[str, str]]:
+    if deploy:
+        return [("folded", "inference: nothing is left to normalize, and the function is kept")]
+    without = [
+        ("skipinit", "keeps the function; no norm, one scalar per branch"),
+        ("groupnorm", "normalizes still, each sample by itself"),
+    ]
+    if private:
+        return [(scheme, f"gradients per sample need norms without the batch: {why}") for scheme, why in without]
+    has = any(affine.is_batchnorm(module) for module in model.modules())
+    if has and batch_size >= ENOUGH:
+        enough = f"{batch_size} images are enough for its statistics ({ENOUGH} or more)"
+        return [("batchnorm", f"keep it: {enough}"), ("tune", "frozen statistics, where the domain stays the same")]
+    few = f"{batch_size} images are too few for BatchNorm (fewer than {ENOUGH})"
+    return [*((scheme, f"{few}: {why}") for scheme, why in without), ("tune", "frozen statistics, for a short tuning")]
+
+
+def _command(name: str, scheme: str, private: bool) -> str:
+    if scheme == "batchnorm":
+        return ""
+    data = " --calibrate DATA" if scheme in _WITH_DATA else ""
+    return f"normswap convert {name} --to {scheme}{data}{' --for opacus' if private else ''}"
+
+
+def body_of(found: list[Advice], refused: dict[str, str], **asked: Any) -> dict[str, Any]:
+    """The advice as a JSON-able record."""
+    rows = [
+        {
+            "scheme": one.scheme,
+            "why": one.why,
+            "command": one.command,
+            "kept": list(one.cost.kept) if one.cost else None,
+            "step": one.cost.step if one.cost else None,
+        }
+        for one in found
+    ]
+    return {**asked, "choose": rows[0], "others": rows[1:], "refused": refused, "measured": SOURCES}

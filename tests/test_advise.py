@@ -1,0 +1,78 @@
+"""Advice: the rules, one row each; every command it names can be planned; figures say where they are from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import small
+from torch import nn
+
+from normswap import advice, conversion, demo
+from normswap.cli import main
+from normswap.errors import OptionError, RefusedError
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "how", "chosen", "refused"),
+    [
+        (small, 256, {}, "batchnorm", []),
+        (small, 16, {}, "batchnorm", []),
+        (small, 15, {}, "skipinit", []),
+        (small, 1, {}, "skipinit", []),
+        (small, 64, {"private": True}, "skipinit", []),
+        (small, 64, {"deploy": True}, "folded", []),
+        (chain, 4, {}, "groupnorm", ["skipinit"]),  # no residual blocks
+        (chain, 4, {"private": True}, "groupnorm", ["skipinit"]),
+        (chain, 4, {"deploy": True}, "folded", []),
+    ],
+)
+def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, refused: list[str]) -> None:
+    model = make()
+    found, not_possible = advice.advise(model, "net", batch, **how)
+    assert found[0].scheme == chosen
+    assert list(not_possible) == refused
+    for one in found:
+        assert one.cost is not None
+        assert ("--for opacus" in one.command) == bool(how.get("private"))
+        if one.command:
+            words = one.command.split()
+            purpose = "opacus" if how.get("private") else None
+            assert list(conversion.drafts(model, words[words.index("--to") + 1], purpose))
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(OptionError, match="--batch-size 0"):
+        advice.advise(small(), "net", 0)
+    with pytest.raises(OptionError, match="Ask twice"):
+        advice.advise(small(), "net", 8, private=True, deploy=True)
+    with pytest.raises(RefusedError, match="no target fits"):
+        advice.advise(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), "net", 8)
+
+
+def test_figures_are_those_of_the_tables() -> None:
+    """What is shipped is what was measured: the ranges are read again from the tables beside the scripts."""
+    folder = Path(__file__).parent / "benchmarks"
+    steps = (folder / "step_time.md").read_text()
+    for scheme, cost in advice.MEASURED.items():
+        if cost.step is not None:
+            row = next(line for line in steps.splitlines() if line.startswith(f"| {scheme} |"))
+            assert float(row.split("|")[3]) == cost.step
+
+
+def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", str(demo.FOLDER), "--batch-size", "4", "--json"]) == 0
+    body = json.loads(capfd.readouterr().out)
+    assert body["choose"]["scheme"] == "skipinit"
+    assert body["choose"]["kept"] == [100, 100]
+    assert main(["advise", str(demo.FOLDER), "--private"]) == 0
+    out = capfd.readouterr().out
+    assert "--to skipinit --for opacus" in out
+    assert "95.4 to 98.2 %" in out
+    assert main(["advise", str(demo.FOLDER), "--batch-size", "0"]) == 2
