@@ -1,17 +1,23 @@
-"""Accuracy before and after the approximate conversions, on the trained networks, with no gradient step.
+"""Accuracy before and after every conversion, on the trained networks, with no gradient step; and source x target.
 
-    python tests/benchmarks/schemes_table.py [--test DIR] [--train DIR] [--networks NAME ...] > FILE.md
+    python tests/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted matrix] > rows.md
 
-1000 unlabelled training images to calibrate on where the row says so, all 10,000 test images, relative L2 at the
-logits.
-"gamma, beta copied" is what replacing the modules does: a GroupNorm with the BatchNorm's own gamma and beta.
+10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000 unlabelled training
+images (seed 0). "gamma, beta copied" replaces the modules: a GroupNorm with the BatchNorm's own gamma and beta;
+"Opacus" is its `ModuleValidator.fix`, which makes fresh GroupNorms. The matrix starts from networks that were converted
+before, and goes to every exact target. What is measured is kept, a line each, in runs/schemes_table.jsonl, with the
+commit; a second run measures what is missing, `--fresh` everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import subprocess
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +28,77 @@ import normswap
 from normswap import affine, conversion, persample
 from normswap.checkpoint import open_model
 from normswap.data import make_loader
+from normswap.errors import NormswapError
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+KEPT = ROOT / "runs" / "schemes_table.jsonl"
 NETWORKS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": Path(normswap.__file__).parent / "demo_data",
 }
-ROWS: tuple[tuple[str, dict[str, Any], bool], ...] = (
-    ("groupnorm", {"steady": 0}, False),
-    ("groupnorm", {}, False),
-    ("groupnorm", {"groups": 4}, False),
-    ("groupnorm", {}, True),
-    ("instancenorm", {}, False),
-    ("nf", {"mean": "keep"}, False),
-    ("nf", {}, True),
-    ("nf", {"stem": "keep"}, True),
-)
+Way = tuple[str, dict[str, Any]]
+RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
+EXACT: tuple[Way, ...] = (
+    ("folded", {}), ("skipinit", {}), ("regularized-skipinit", {}), ("fixup", {}), ("batchnorm", {}), ("frozen-bn", {}),
+    ("tune", {}), *(("residual-scale", {"rule": rule}) for rule in RULES), ("weightnorm", {}), ("spectralnorm", {}),
+    ("nf", {"mean": "keep"}), ("centered-weightnorm", {"mean": "keep"}),
+)  # fmt: skip
+DATALESS: tuple[Way, ...] = (
+    ("groupnorm", {"steady": 0}), ("groupnorm", {}), ("groupnorm", {"steady": 0.75}), ("groupnorm", {"groups": 4}),
+    ("instancenorm", {}),
+)  # fmt: skip
+FITTED: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("nf", {"stem": "keep"}), ("centered-weightnorm", {}))
+SOURCES: tuple[Way, ...] = (
+    ("batchnorm", {}), ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
+    ("weightnorm", {}), ("residual-scale", {"rule": "rescale"}),
+)  # fmt: skip
+MATRIX = "resnetv2_18_narrow"
+
+
+def said(way: Way) -> str:
+    return " ".join([way[0], *(f"--{key} {value}" for key, value in way[1].items())])
+
+
+class Kept:
+    """Rows measured before, by (network, what, data)."""
+
+    def __init__(self, file: Path, fresh: bool) -> None:
+        self.file = file
+        file.parent.mkdir(exist_ok=True)
+        lines = [] if fresh or not file.is_file() else file.read_text().splitlines()
+        self.rows = {tuple(row["key"]): row for row in map(json.loads, lines)}
+        version = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        self.commit = subprocess.run(version, capture_output=True, text=True, check=False).stdout.strip()
+
+    def get(self, key: tuple[str, str, str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if key not in self.rows:
+            self.rows[key] = {"key": key, "commit": self.commit, **measure()}
+            with self.file.open("a") as out:
+                out.write(json.dumps(self.rows[key]) + "\n")
+        return self.rows[key]
+
+
+class Network:
+    """A trained network with its images, read when first needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, open_model(str(NETWORKS[name]))
+        self.images: list[Tensor] = []
+        self.labels = self.reference = torch.empty(0)
+
+    def read(self, data: str) -> None:
+        if not self.images:
+            pairs = list(make_loader(self.model, data, batch_size=250, workers=1))
+            self.images, self.labels = [x for x, _ in pairs], torch.cat([y for _, y in pairs])
+            self.reference = logits(self.model, self.images)
+
+    def against(self, result: nn.Module, seconds: float) -> dict[str, Any]:
+        found = logits(result, self.images)
+        before, after = (100 * float((x.argmax(1) == self.labels).double().mean()) for x in (self.reference, found))
+        error = float((found - self.reference).double().norm() / self.reference.double().norm())
+        return {"before": before, "after": after, "l2": error, "seconds": seconds}
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -53,40 +113,106 @@ def copied(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+def opacus(model: nn.Module) -> nn.Module:
+    """Opacus' fix: fresh GroupNorms. Its lookup is by exact class: timm's BatchNormAct2d stays as it is."""
+    from opacus.validators import ModuleValidator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ModuleValidator.fix(copy.deepcopy(model)).eval()
+
+
 @torch.inference_mode()
 def logits(model: nn.Module, batches: list[Tensor]) -> Tensor:
     return torch.cat([model(batch) for batch in batches])
 
 
-def row(name: str, how: str, data: str, reference: Tensor, found: Tensor, labels: Tensor, seconds: float) -> None:
-    before, after = (100 * float((x.argmax(1) == labels).double().mean()) for x in (reference, found))
-    error = float((found - reference).double().norm() / reference.double().norm())
-    print(f"| `{name}` | {how} | {data} | {error:.1e} | {before:.2f} | {after:.2f} | {100 * after / before:.1f} % | "
-          f"{seconds:.0f} |", flush=True)  # fmt: skip
+def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
+    """Print the rows of one network."""
+    network = Network(name)
+    train: list[Tensor] = []
+
+    def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
+        network.read(given.test)
+        start = time.perf_counter()
+        result = make()
+        took = time.perf_counter() - start
+        left = sum(affine.is_batchnorm(module) for module in result.modules())
+        return {**network.against(result, took), "norms_left": left}
+
+    def fit(way: Way) -> nn.Module:
+        train[:] = train or [x for x, _ in make_loader(network.model, given.train, batch_size=100, workers=1,
+                                                       samples=1000, seed=0)]  # fmt: skip
+        return conversion.convert(network.model, way[0], calibrate=train, **way[1]).model
+
+    def plain(way: Way) -> nn.Module:
+        return conversion.convert(network.model, way[0], **way[1]).model
+
+    if "rows" in given.parts:
+        for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
+            row = kept.get((name, how, "none"), lambda make=make: measured(lambda: make(network.model)))
+            left = f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""
+            show(row, how + left)
+        for way in (*EXACT, *DATALESS):
+            show(kept.get((name, said(way), "none"), lambda way=way: measured(lambda: plain(way))), f"`{said(way)}`")
+    if "fitted" in given.parts:
+        for way in FITTED:
+            key = (name, said(way), "1000 images")
+            show(kept.get(key, lambda way=way: measured(lambda: fit(way))), f"`{said(way)}`")
+
+
+def show(row: dict[str, Any], how: str) -> None:
+    name, _, data = row["key"]
+    before, after = row["before"], row["after"]
+    figures = f"{row['l2']:.1e} | {before:.2f} | {after:.2f} | {100 * after / before:.1f} % | {row['seconds']:.0f}"
+    print(f"| `{name}` | {how} | {data} | {figures} | {row['commit']} |", flush=True)
+
+
+def matrix(kept: Kept, given: argparse.Namespace) -> None:
+    """Print relative L2 of source x target against the trained network itself, on 500 test images."""
+    network = Network(MATRIX)
+    converted: dict[str, Any] = {}
+    print("\n| from \\ to | " + " | ".join(f"`{said(way)}`" for way in EXACT) + " |")
+    print("|---" * (len(EXACT) + 1) + "|")
+
+    def cell(source: Way, target: Way) -> dict[str, Any]:
+        if not network.images:
+            loader = make_loader(network.model, given.test, batch_size=250, workers=1, samples=500, seed=0)
+            network.images = [x for x, _ in loader]
+            network.reference = logits(network.model, network.images)
+        name = said(source)
+        if name not in converted:
+            converted[name] = conversion.convert(network.model, source[0], **source[1]).model
+        try:
+            result = conversion.convert(converted[name], target[0], **target[1]).model
+        except NormswapError as error:
+            return {"l2": None, "why": str(error)}
+        found = logits(result, network.images)
+        return {"l2": float((found - network.reference).double().norm() / network.reference.double().norm())}
+
+    for source in SOURCES:
+        cells = [kept.get((MATRIX, said(source), f"to {said(target)}"), lambda s=source, t=target: cell(s, t))
+                 for target in EXACT]  # fmt: skip
+        values = ["refused" if row["l2"] is None else f"{row['l2']:.0e}" for row in cells]
+        print(f"| `{said(source)}` | " + " | ".join(values) + " |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
     parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--parts", nargs="*", default=["rows", "fitted", "matrix"])
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
-    print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds |")
-    print("|---|---|---|---|---|---|---|---|")
+    kept = Kept(KEPT, given.fresh)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds | commit |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in given.networks:
-        source = open_model(str(NETWORKS[name]))
-        test = list(make_loader(source, given.test, batch_size=250, workers=1))
-        images, labels = [x for x, _ in test], torch.cat([y for _, y in test])
-        train = [x for x, _ in make_loader(source, given.train, batch_size=100, workers=1, samples=1000, seed=0)]
-        reference = logits(source, images)
-        row(name, "gamma, beta copied", "none", reference, logits(copied(source), images), labels, 0)
-        for scheme, options, fitted in ROWS:
-            start = time.perf_counter()
-            result = conversion.convert(source, scheme, calibrate=train if fitted else None, **options).model
-            took = time.perf_counter() - start
-            how = " ".join([f"`{scheme}`", *(f"`--{key} {value}`" for key, value in options.items())])
-            data = "1000 images" if fitted else "none"
-            row(name, how, data, reference, logits(result, images), labels, took)
+        rows(kept, given, name)
+    if "matrix" in given.parts:
+        matrix(kept, given)
 
 
 if __name__ == "__main__":
