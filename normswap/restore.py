@@ -9,9 +9,11 @@ exact (they are multiplied by 0) and alive.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from timm import layers as timm_layers
 from torch import Tensor, nn
 
 from normswap import affine, anatomy, layers, provenance, surgery, zoo
@@ -23,13 +25,15 @@ from normswap.undress import undress
 
 @torch.no_grad()
 def unfold(model: nn.Module) -> nn.Module:
-    """The BatchNorm network that `model` was converted from, with what it has learned since.
+    """The network that `model` was converted from, with its norms, and with what it has learned since.
+
+    The gammas and betas of LayerNorms, and LayerScales, that went into the layers around them are ones and zeros.
 
     Raises:
-        RefusedError: the model carries no original norms, or was changed in a way BatchNorm cannot express.
+        RefusedError: the model was not converted, or was changed in a way the source cannot express.
     """
     record = provenance.of(model)
-    if record is None or not record.norms:
+    if record is None or not record.plan.steps:
         raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
     arch = architecture(model)
     if arch is None:
@@ -37,11 +41,14 @@ def unfold(model: nn.Module) -> nn.Module:
     canonical = _canonical(model)
     like = next(model.parameters())
     source = zoo.create(arch).to(like)
-    state = source.state_dict()
-    _copy(state, _tensors(canonical))
+    state, tensors = source.state_dict(), _tensors(canonical)
+    _leave_out(source, tensors.keys() | record.norms.keys())
+    _copy(state, tensors)
     _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
     _copy(state, _living(model))
     draft = undress(anatomy.inspect(source))
+    _demand_places(state, tensors, {edit.path for edit in draft.edits()})
+    _demand_centred(model, record)
     modules, ours = dict(source.named_modules()), _by_old_path(canonical)
     for edit in draft.edits():
         if edit.path not in ours:
@@ -102,6 +109,35 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name in state and state[name].shape == tensor.shape:
             state[name].copy_(tensor)
+
+
+def _demand_centred(model: nn.Module, record: Provenance) -> None:
+    """See that streams which were centred for the sake of an RMSNorm still are: a LayerNorm would take a mean off."""
+    ours = _by_old_path(model)
+    for edit in (edit for step in record.plan.steps for edit in step.edits if edit.args.get("centred")):
+        linear: Any = ours.get(edit.path)
+        weight = linear.weight.double().movedim(1 if getattr(linear, "transposed", False) else 0, 0)
+        if weight.mean(0).norm() > torch.finfo(linear.weight.dtype).eps ** 0.5 * weight.norm():
+            raise RefusedError(
+                f"cannot unfold {edit.path}", "it has learned to write a mean, which a LayerNorm would take off again"
+            )
+
+
+def _leave_out(source: nn.Module, given: Collection[str]) -> None:
+    """Let the LayerNorms and LayerScales whose tensors are not given multiply by one and add nothing."""
+    for path, module in source.named_modules():
+        if isinstance(module, nn.LayerNorm | timm_layers.LayerScale | timm_layers.LayerScale2d):
+            for name, parameter in module.named_parameters(recurse=False):
+                if f"{path}.{name}" not in given:
+                    parameter.fill_(0 if name == "bias" else 1)
+
+
+def _demand_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited: Collection[str]) -> None:
+    """See that the biases of the converted network have a place in the source, or are brought there by an edit."""
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "bias" and name not in state and path not in edited and tensor.any():
+            raise RefusedError(f"cannot unfold {path}", "it has a bias, which the source has no place for")
 
 
 def _invert(edit: Edit, modules: dict[str, nn.Module], now: Any) -> None:
