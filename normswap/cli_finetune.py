@@ -75,14 +75,15 @@ def finetune(
                    "--in-chans": in_chans}  # fmt: skip
         again = [f"{option}={value}" for option, value in options.items() if value is not None]
         again += [f"--arch-arg={pair}" for pair in arch_arg or []] + ["--json"] * json
-        return launching.run(processes, ["finetune", *(words or []), *again], restarts=max_restarts)
+        code = launching.run(processes, ["finetune", *(words or []), *again], restarts=max_restarts)
+        return 0 if code == 143 and (place / "state/run.pt").is_file() else code  # SIGTERM, and it can be continued
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans) if model else None
     try:
         return _train(source, plan, place, {"resume": resume, "device": device, "track": track}, json)
     except NormswapError as error:
+        if error.what == records.FIRST_FAILED or (error.what == records.GONE and launching.is_ours()):
+            return 2
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            if error.what == records.FIRST_FAILED:
-                return 2
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise
 

@@ -26,7 +26,7 @@ from normswap.recover.assembly import Task
 from normswap.recover.folder import COLUMNS, Folder, Position, Row, flat, identify
 from normswap.recover.images import key
 from normswap.recover.recipe import Recipe
-from normswap.recover.records import FIRST_FAILED, Moment, Result
+from normswap.recover.records import FIRST_FAILED, GONE, Moment, Result
 from normswap.recover.validating import measure, score
 
 
@@ -79,7 +79,7 @@ def finetune(
         engine.end_training()
     except RuntimeError as error:
         if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistBackendError)):
-            raise TrainingError("another process is gone", remedy="--resume auto continues the run") from None
+            raise TrainingError(GONE, remedy="--resume auto continues the run") from None
         raise
     finally:
         torch.set_rng_state(before)

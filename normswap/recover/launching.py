@@ -15,6 +15,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from normswap.errors import OptionError, TrainingError
 
+_OURS = "NORMSWAP_LAUNCHED"  # in the environment of processes that `run` starts
+
+
+def is_ours() -> bool:
+    """Whether `run` has started this process, and will say what became of it."""
+    return _OURS in os.environ
+
 
 def is_worker() -> bool:
     """Whether torchrun, `accelerate launch`, or this file has started this process."""
@@ -53,7 +60,7 @@ def count(wanted: str) -> int:
 
 
 def run(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
-    """Run `normswap ARGUMENTS` in so many processes that train together; returns the exit code.
+    """Run `normswap ARGUMENTS` in so many processes that train together; returns the exit code (128 + n for signal n).
 
     Args:
         restarts: so often all of them are started again when one has failed; they continue the run.
@@ -61,6 +68,7 @@ def run(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     Raises:
         TrainingError: a process was killed, and not started again.
     """
+    os.environ[_OURS] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
@@ -68,13 +76,13 @@ def run(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "normswap", *arguments)
-    except SignalException as signal:  # the workers have had it too, and saved
-        return 130 if signal.sigval == 2 else 0
+    except SignalException as signal:  # the workers have had it too, and saved what there was
+        return 128 + int(signal.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:
             why = f"by signal {-failure.exitcode}" if failure.exitcode != -9 else "(is there memory enough?)"
             remedy = "--resume auto continues the run"
-            raise TrainingError(f"process {rank} of {processes} was killed", why, remedy) from None
+            raise TrainingError(f"process {rank} of {processes} was killed {why}", remedy=remedy) from None
         return int(failure.exitcode)
     return 0

@@ -10,6 +10,7 @@ from torch import nn
 from normswap.recover.folder import Row
 
 FIRST_FAILED = "the first process has failed"  # which says why itself
+GONE = "another process is gone"  # of which the launcher knows more
 
 
 @dataclass(frozen=True)
