@@ -4,6 +4,7 @@
     python tests/benchmarks/step_time.py --device cuda --precision bf16 --side 224 --batch 256
 
 A step is forward, backward and SGD with momentum on one fixed batch, as the engine does it (autocast, channels_last).
+On a CPU the time is that of the process, so that others on the machine hardly count; on a GPU it is the clock's.
 Every round times each network once, BatchNorm first; a ratio is taken within a round, and the median of them printed.
 Writes step_time.md beside this file, or where --out says.
 """
@@ -62,11 +63,11 @@ def stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def seconds(step: Callable[[], None], steps: int) -> float:
-    start = time.perf_counter()
+def seconds(step: Callable[[], None], steps: int, clock: Callable[[], float]) -> float:
+    start = clock()
     for _ in range(steps):
         step()
-    return (time.perf_counter() - start) / steps
+    return (clock() - start) / steps
 
 
 def table(times: dict[str, list[float]], args: argparse.Namespace) -> str:
@@ -77,7 +78,7 @@ def table(times: dict[str, list[float]], args: argparse.Namespace) -> str:
                      f"| {min(ratios):.2f} | {max(ratios):.2f} |")  # fmt: skip
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.processor() or platform.machine()}"
     threads = f", {torch.get_num_threads()} threads" if args.device == "cpu" else ""
-    load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if args.device == "cpu" else ""
+    load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, process time" if args.device == "cpu" else ""
     machine = f"{args.device}: {name}{threads}{load}; torch {torch.__version__}, timm {timm.__version__}."
     return "\n".join([*lines, "", machine])
 
@@ -95,11 +96,12 @@ def main() -> None:
     args = parser.parse_args()
     steps = {scheme: stepper(network(args.arch, scheme, args.side), args) for scheme in SCHEMES}
     times: dict[str, list[float]] = {scheme: [] for scheme in SCHEMES}
+    clock = time.perf_counter if args.device == "cuda" else time.process_time
     for step in steps.values():
-        seconds(step, 2)
+        seconds(step, 2, clock)
     for done in range(args.rounds):
         for scheme, step in steps.items():
-            times[scheme].append(seconds(step, args.steps))
+            times[scheme].append(seconds(step, args.steps, clock))
         print(f"round {done + 1} of {args.rounds}", file=sys.stderr)
     found = table(times, args)
     command = "python tests/benchmarks/step_time.py " + " ".join(sys.argv[1:])
