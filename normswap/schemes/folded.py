@@ -3,6 +3,7 @@
 W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s. Before a ReLU (pre-activation networks)
 |s| moves on into the next convolutions and a shift per channel stays; elsewhere a scale and shift stay. Nothing is
 lost but the statistics, which the checkpoint keeps beside the weights (`--to unfold` brings them back).
+Of LayerNorms the standardization stays; gamma and beta go into the linear layers that read it, where that is exact.
 """
 
 from __future__ import annotations
