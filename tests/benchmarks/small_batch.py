@@ -23,7 +23,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 ROWS = {
     "bn": ("cifar10_recover_bn", ()),
     "skipinit": ("cifar10_recover_skipinit", ()),
-    "nf, means kept": ("cifar10_recover_nf", ("anneal=null",)),
+    "nf, means kept": ("cifar10_recover_nf", ("convert.options.mean=keep", "convert.calibrate=false")),
     "groupnorm, not fitted": ("cifar10_recover_groupnorm", ("convert.calibrate=false",)),
     "fixup": ("cifar10_recover_fixup", ()),
 }
