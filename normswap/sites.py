@@ -33,7 +33,8 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
     called = [norm.path for norm in anatomy.norms if id(modules[norm.path]) in anatomy.traced.calls]
     norms = [path for path in called if affine.is_batchnorm(modules[path])]
     living = [path for path in norms if anatomy.takes_part(path)]
-    lost = [path for path in sites(anatomy) if seat_of(anatomy, path) not in norms and anatomy.takes_part(path)]
+    held = {site_of(anatomy, norm.path) for norm in anatomy.norms}
+    lost = [path for path in sites(anatomy) if path not in held and anatomy.takes_part(path)]
     seats = [seat_of(anatomy, path) for path in lost]
     draft = undress(anatomy, leave=[*living, *(path for path in seats if isinstance(modules.get(path), _AFFINE))])
     for path in living:
@@ -68,6 +69,14 @@ def seat_of(anatomy: Anatomy, path: str) -> str:
     return path
 
 
+def site_of(anatomy: Anatomy, path: str) -> str:
+    """The site at which the norm at `path` stands: it may be one part of a chain."""
+    parts = path.split(".")
+    while parts and parts[-1] in ("inner", "then") and ".".join(parts) not in sites(anatomy):
+        parts.pop()
+    return ".".join(parts)
+
+
 def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
     path = seat_of(draft.anatomy, site)
     old = draft.anatomy.traced.modules.get(path)
@@ -91,9 +100,8 @@ def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
 def kept_moments(anatomy: Anatomy, path: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Mean and deviation per channel of the norm that stood at `path`: its beta and |gamma|, if they are known."""
     record = provenance.of(anatomy.traced.modules[""])
-    known = sites(anatomy)
-    site = next((site for site in known if seat_of(anatomy, site) == path or site == path), None)
-    if record is None or site is None:
+    site = site_of(anatomy, path)
+    if record is None or site not in sites(anatomy):
         return None, None
     zeros = torch.zeros_like(record.norms[f"{site}.running_mean"]).double()
     beta, gamma = (record.norms.get(f"{site}.{name}") for name in ("bias", "weight"))

@@ -93,11 +93,11 @@ def _sites(seen: Anatomy, folding: Draft) -> list[Body]:
 
 def _gone(seen: Anatomy) -> Iterator[Body]:
     """The sites whose norms are gone, with what the network carries of them and the class of what sits there now."""
-    there = {norm.path for norm in seen.norms}
+    there = {sites.site_of(seen, norm.path) for norm in seen.norms}
     for site in sites.sites(seen):
         path = sites.seat_of(seen, site)
         now = seen.traced.modules.get(path)
-        if path in there or now is None:
+        if site in there or now is None:
             continue
         mean, std = sites.kept_moments(seen, site)
         yield {

@@ -30,7 +30,7 @@ def expected(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
 
 def seen(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
     sites = summary.of_network(model, "x")["sites"]
-    return {site["path"].removesuffix(".inner"): (site["mean"], site["std"]) for site in sites}
+    return {site["path"].removesuffix(".inner").removesuffix(".then"): (site["mean"], site["std"]) for site in sites}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
