@@ -27,7 +27,7 @@ from normswap.recover.folder import COLUMNS, Folder, Position, Row, flat, identi
 from normswap.recover.images import key
 from normswap.recover.recipe import Recipe
 from normswap.recover.records import FIRST_FAILED, GONE, Moment, Result
-from normswap.recover.validating import measure, score
+from normswap.recover.validating import measure, precise, score
 
 
 def finetune(
@@ -110,7 +110,8 @@ class Run:
     ) -> None:
         self.task, self.folder, self.blank, self.progress, self.tell = task, folder, blank, progress, tell
         self.engine, self.recipe, self.at = task.engine, task.recipe, Position()
-        self.sum = torch.zeros((), device=task.engine.device)  # of this process's losses since the last look
+        device = task.engine.device
+        self.sum = torch.zeros((), device=device, dtype=precise(device))  # of this process's losses since the last look
         self.lr = 0.0
         self.every = 1 if task.engine.device.type == "cpu" else 10  # a look waits for the device
 

@@ -44,7 +44,7 @@ class Augment(Part):
     """`data.augment`: timm's training transforms and mixup, by timm's names."""
 
     scale: tuple[Share, Share] | None = Field(None, description="Area of random resized crops; null: no such crops.")
-    padding: Count = Field(0, description="Pixels of padding before a random crop, where `scale` is null.")
+    padding: Count = Field(0, description="Pixels (at input_size) around a random crop, if `scale` is null.")
     hflip: Share = Field(0.5, description="Chance of a horizontal flip.")
     color_jitter: NotNegative = Field(0.0, description="timm's color_jitter.")
     auto_augment: str | None = Field(None, description="timm's policy string, e.g. rand-m9-mstd0.5-inc1.")

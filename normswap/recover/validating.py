@@ -28,9 +28,15 @@ def measure(model: nn.Module, mine: Loader | None, engine: Any) -> Evaluation | 
         for buffer in model.buffers():  # without SyncBN, every process has running statistics of its own
             dist.broadcast(buffer, 0)
     own = evaluate(model, mine)
-    parts = torch.tensor([own.top1, own.top5, own.loss, 1.0, own.images_per_s / own.count]) * own.count
-    top1, top5, loss, count, speed = engine.reduce(parts.to(engine.device), "sum").tolist()
+    means = [own.top1, own.top5, own.loss, 1.0, own.images_per_s / own.count]
+    parts = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * own.count
+    top1, top5, loss, count, speed = engine.reduce(parts, "sum").tolist()
     return Evaluation(top1 / count, top5 / count, loss / count, round(count), speed)
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """What to add figures up in: the order, which depends on the number of processes, should not show."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def score(row: Row) -> float:
