@@ -50,9 +50,10 @@ DATALESS: tuple[Way, ...] = (
     ("instancenorm", {}),
 )  # fmt: skip
 FITTED: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("nf", {"stem": "keep"}), ("centered-weightnorm", {}))
+BATCHNORM: Way = ("batchnorm", {})
 SOURCES: tuple[Way, ...] = (
-    ("batchnorm", {}), ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
-    ("weightnorm", {}), ("residual-scale", {"rule": "rescale"}),
+    BATCHNORM, ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
+    ("weightnorm", {}), ("residual-scale", {"rule": "hanin"}),
 )  # fmt: skip
 MATRIX = "resnetv2_18_narrow"
 
@@ -135,7 +136,10 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
     def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
         network.read(given.test)
         start = time.perf_counter()
-        result = make()
+        try:
+            result = make()
+        except NormswapError as error:
+            return {"why": str(error)}
         took = time.perf_counter() - start
         left = sum(affine.is_batchnorm(module) for module in result.modules())
         return {**network.against(result, took), "norms_left": left}
@@ -154,6 +158,8 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
             left = f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""
             show(row, how + left)
         for way in (*EXACT, *DATALESS):
+            if way == BATCHNORM:
+                continue  # that is what they have
             show(kept.get((name, said(way), "none"), lambda way=way: measured(lambda: plain(way))), f"`{said(way)}`")
     if "fitted" in given.parts:
         for way in FITTED:
@@ -163,6 +169,9 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
 
 def show(row: dict[str, Any], how: str) -> None:
     name, _, data = row["key"]
+    if "why" in row:
+        print(f"| `{name}` | {how} | {data} | refused | | | | | {row['commit']} |", flush=True)
+        return
     before, after = row["before"], row["after"]
     figures = f"{row['l2']:.1e} | {before:.2f} | {after:.2f} | {100 * after / before:.1f} % | {row['seconds']:.0f}"
     print(f"| `{name}` | {how} | {data} | {figures} | {row['commit']} |", flush=True)
@@ -182,7 +191,8 @@ def matrix(kept: Kept, given: argparse.Namespace) -> None:
             network.reference = logits(network.model, network.images)
         name = said(source)
         if name not in converted:
-            converted[name] = conversion.convert(network.model, source[0], **source[1]).model
+            first = network.model if source == BATCHNORM else None
+            converted[name] = first or conversion.convert(network.model, source[0], **source[1]).model
         try:
             result = conversion.convert(converted[name], target[0], **target[1]).model
         except NormswapError as error:
