@@ -8,6 +8,7 @@ report and library versions; `config.json` is timm's hub layout; `norms.safetens
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import platform
@@ -275,7 +276,9 @@ def _bare(folder: Path, arch: Arch | None, skeleton: nn.Module | None) -> nn.Mod
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    return next((t.dtype for t in state.values() if t.is_floating_point()), torch.float32)
+    """The widest there is: what an export with bfloat16 weights computes in is float32."""
+    kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 
 def _umask() -> int:

@@ -32,7 +32,7 @@ def export(
         str | None,
         typer.Option(metavar="onnx|pt2|torchscript|safetensors", help="[default: what FILE's ending says]"),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Of weights and arithmetic.")] = "fp32",
+    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="bf16: weights only, see below.")] = "fp32",
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
     ] = False,
@@ -63,7 +63,8 @@ def export(
     Whatever the scheme, what is exported has no norm (but those with statistics per sample), no scalar and no weight
     standardization. The file is run in its own runtime against the source, on images of --data or else on smooth noise,
     before it gets its name. FILE.preprocess.json, beside it, says what is to be done with an image first. Images and
-    answers are float32 whatever --dtype is.
+    answers are float32 whatever --dtype is. fp16 weights compute in fp16. bf16 weights compute in fp32, and stem,
+    projections and classifier keep fp32: bf16 arithmetic changes more than 1 answer in 1000.
 
     The keys of --json: source, file, sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, largest,
     agreement, count, tolerance, inputs), nodes (counts by kind), plain_nodes (null without --count-plain), bytes, notes

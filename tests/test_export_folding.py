@@ -6,6 +6,7 @@ All in float64 against the unfused forward, or against (p - mean) / std written 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,12 +178,37 @@ def test_diffused_weights_are_bfloat16_and_keep_each_filters_sum() -> None:
     assert plain.sum(1).abs().max() > 4 * lost.sum(1).abs().max()
 
 
-def test_only_weights_are_rounded_and_only_to_bfloat16() -> None:
-    layer = nn.Conv2d(3, 4, 3)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    for dtype in (torch.float32, torch.float16):
-        rounding.round_(layer, dtype)
-        assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
-    rounding.round_(layer, torch.bfloat16)
-    assert torch.equal(before["bias"], layer.bias)  # type: ignore[arg-type]
-    assert torch.equal(layer.weight, layer.weight.bfloat16().float())
+V1: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_type": "deep", "stem_width": 4, "num_classes": 10}
+MAIN_PATH: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "v1": (
+        lambda: timm.create_model("resnet18", **V1),
+        {"conv1.0", "conv1.3", "conv1.6", "fc", *(f"layer{i}.0.downsample.0" for i in (2, 3, 4))},
+    ),
+    "v2": (
+        lambda: timm.create_model("resnetv2_18", **V2),
+        {"stem.conv", "head.fc", *(f"stages.{i}.blocks.0.downsample.conv" for i in (1, 2, 3))},
+    ),
+    "no blocks": (lambda: nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(4))), {"0", "3"}),
+}
+
+
+@pytest.mark.parametrize("name", MAIN_PATH)
+def test_the_main_path_keeps_its_weights(name: str) -> None:
+    make, expected = MAIN_PATH[name]
+    model = make()
+    assert rounding.main_path(model) == expected
+    before = {path: value.clone() for path, value in model.state_dict().items()}
+    rounding.to_bfloat16_(model)
+    after = model.state_dict()
+    changed = {path for path, value in before.items() if not torch.equal(value, after[path])}
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert changed == {f"{path}.weight" for path in linear if path not in expected}
+    assert all(rounding.is_bfloat16(after[path]) for path in changed)
+
+
+def test_the_main_path_of_what_cannot_be_traced() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.three(m.two(m.one(x))) if x.sum() > 0 else m.three(m.one(x))
+
+    parts = {name: nn.Conv2d(3, 3, 1) for name in ("one", "two", "three")}
+    assert rounding.main_path(Net(forward, **parts)) == {"one", "three"}

@@ -21,7 +21,9 @@ from normswap.ship import baked_input, checks, formats, rounding, sidecar, undre
 from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
+_ARITHMETIC = {**DTYPES, "bf16": torch.float32}
+_BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def export(
 
     Args:
         format: onnx, pt2, torchscript or safetensors; by default what the ending of `path` says.
-        dtype: of the weights and the arithmetic: fp32, fp16 or bf16.
+        dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
+            classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change.
         dynamic_batch: any number of images at a time, else one.
         input_size: (C, H, W); by default the size the network was made for.
         normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
@@ -206,22 +209,24 @@ def _order(
 
 def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
     """What goes into the file, and what the user should know of it."""
-    dtype = DTYPES[order.dtype]
+    stored, dtype = DTYPES[order.dtype], _ARITHMETIC[order.dtype]
+    notes = [_BF16 if stored != dtype else "", order.form.NOTES.get(order.dtype, "")]
     if not order.form.GRAPH:
         network = undressing.undressed(order.source, order.size, features=True)
-        rounding.round_(network, dtype)
-        return network.to(dtype), []
+        if stored != dtype:
+            rounding.to_bfloat16_(network)
+        return network.to(dtype), [note for note in notes if note]
     network = undressing.undressed(order.source, order.size)
     mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
     network = undressing.streamlined(network, order.source, checks.pictures(order.size, mean, std, count=4), dtype)
     before = baked_input.bake(network, mean, std) if order.normalize else baked_input.Before(None, None, "")
-    rounding.round_(network, dtype)
+    if stored != dtype:
+        rounding.to_bfloat16_(network)
     shipped = Shipped(
-        network, dtype=order.form.ARITHMETIC.get(order.dtype, dtype), stored=dtype,
-        scale=before.scale, shift=before.shift, softmax=order.softmax, output=order.output,
+        network, dtype=dtype, stored=stored, scale=before.scale, shift=before.shift, softmax=order.softmax,
+        output=order.output,
     )  # fmt: skip
-    notes = [before.note, order.form.NOTES.get(order.dtype, "")]
-    return shipped.eval().requires_grad_(False), [note for note in notes if note]
+    return shipped.eval().requires_grad_(False), [note for note in (before.note, *notes) if note]
 
 
 def _per_channel(values: Sequence[float], channels: int) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from normswap.errors import OptionError
@@ -22,7 +21,6 @@ class Format(Protocol):
     NAME: str
     NEEDS: tuple[str, ...]  # packages
     GRAPH: bool  # it holds operators, not only tensors
-    ARITHMETIC: Mapping[str, torch.dtype]  # where that is not what the dtype says
     NOTES: Mapping[str, str]  # what a user should know of a dtype in it
 
     def write(self, network: Any, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:

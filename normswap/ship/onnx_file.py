@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normswap import layers
 from normswap.errors import RefusedError, VerificationError
+from normswap.ship import rounding
 from normswap.ship.formats import Runs, reason
 from normswap.ship.shipped import INPUT, Shipped
 from normswap.weights import first_line, quiet
@@ -23,8 +24,7 @@ from normswap.weights import first_line, quiet
 NAME = "onnx"
 NEEDS = ("onnx", "onnxscript", "onnxruntime")
 GRAPH = True
-ARITHMETIC = {"bf16": torch.float32}
-NOTES = {"bf16": "the weights are bf16, the arithmetic is fp32: ONNX Runtime has no bf16 convolution on the CPU"}
+NOTES: Mapping[str, str] = {}
 _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
 
 
@@ -101,14 +101,13 @@ def _store_bf16(graph: Any) -> None:
 
     casts = []
     for tensor in graph.initializer:
-        if tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) < 2:
+        if tensor.data_type != onnx.TensorProto.FLOAT:
             continue
         value = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
-        half = value.to(torch.bfloat16)
-        if not torch.equal(half.float(), value):
+        if not rounding.is_bfloat16(value):
             continue
         name = tensor.name
-        data = half.view(torch.int16).numpy().tobytes()
+        data = value.bfloat16().view(torch.int16).numpy().tobytes()
         stored = onnx.helper.make_tensor(f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True)
         tensor.CopyFrom(stored)
         casts.append(onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT))

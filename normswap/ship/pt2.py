@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
+from normswap.anatomy import LINEAR
 from normswap.errors import RefusedError, VerificationError
+from normswap.ship import rounding
 from normswap.ship.formats import Runs, reason
 from normswap.ship.shipped import Shipped
 from normswap.weights import first_line, quiet
@@ -18,12 +22,12 @@ from normswap.weights import first_line, quiet
 NAME = "pt2"
 NEEDS = ()
 GRAPH = True
-ARITHMETIC: Mapping[str, torch.dtype] = {}
-NOTES: Mapping[str, str] = {}
+NOTES = {"bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster"}
 
 
 def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The metadata are extra files of the archive."""
+    network = _with_bf16(network) if network.stored != network.dtype else network
     shapes = ({0: torch.export.Dim("batch", min=1)},) if dynamic else None
     try:
         with quiet(), torch.no_grad():
@@ -31,12 +35,29 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
     _leave_out_ones(program.graph)
-    for node in program.graph.nodes:
+    for node in list(program.graph.nodes):
         node.meta.pop("stack_trace", None)  # the exporting machine's file names
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
+            program.graph.erase_node(node)
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with quiet():
         torch.export.save(program, held, extra_files=dict(metadata))
     file.write_bytes(held.getbuffer())
+
+
+class _Cast(nn.Module):
+    def forward(self, stored: Tensor) -> Tensor:
+        return stored.float()
+
+
+def _with_bf16(network: Shipped) -> Shipped:
+    """A copy that holds every weight in bfloat16 that it is exact in, and casts it."""
+    twin = copy.deepcopy(network)
+    for module in list(twin.modules()):
+        if isinstance(module, LINEAR) and rounding.is_bfloat16(module.weight):
+            module.weight.data = module.weight.data.bfloat16()
+            parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
+    return twin
 
 
 def _leave_out_ones(graph: fx.Graph) -> None:

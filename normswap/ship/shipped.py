@@ -16,7 +16,7 @@ class Shipped(nn.Module):
 
     Args:
         network: a folded network.
-        dtype: what it computes in; stored: what its weights may be stored in, if that is less.
+        dtype: what it computes in; stored: bfloat16 for weights that it holds exactly to be stored in it.
         scale, shift: (C, 1, 1) each: the images x become scale * x + shift first; None: nothing to do.
         softmax: answer with probabilities.
         output: what the answers are called in files that name them.

@@ -6,6 +6,7 @@ features before the classifier stay what they were.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,17 +16,22 @@ from torch import Tensor, nn
 
 from normswap import checkpoint
 from normswap.errors import NormswapError, VerificationError
+from normswap.ship import rounding
 from normswap.ship.formats import Runs
 
 NAME = "safetensors"
 NEEDS = ()
 GRAPH = False
-ARITHMETIC: Mapping[str, torch.dtype] = {}
 NOTES: Mapping[str, str] = {}
 
 
 def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The metadata are in the header."""
+    if metadata.get("dtype") == "bf16":
+        network = copy.deepcopy(network)
+        for parameter in network.parameters():
+            if rounding.is_bfloat16(parameter):
+                parameter.data = parameter.data.bfloat16()
     try:
         checkpoint.write_file(file, network, metadata)
     except SafetensorError as error:  # the disk is full

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError
+from normswap.ship import rounding
 from normswap.ship.formats import Runs, reason
 from normswap.ship.shipped import Shipped
 from normswap.weights import first_line, quiet
@@ -19,7 +20,6 @@ from normswap.weights import first_line, quiet
 NAME = "torchscript"
 NEEDS = ()
 GRAPH = True
-ARITHMETIC: Mapping[str, torch.dtype] = {}
 NOTES: Mapping[str, str] = {}
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 
@@ -35,6 +35,8 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
     _leave_out_ones(frozen.graph)
+    if network.stored != network.dtype:
+        _store_bf16(frozen.graph)
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with quiet():
         torch.jit.save(frozen, held, _extra_files=dict(metadata))
@@ -55,6 +57,26 @@ def _leave_out_ones(graph: Any) -> None:
         if len(factors[0].uses()) == 1 or not overwritten:
             node.output().replaceAllUsesWith(factors[0])
             node.destroy()
+
+
+def _store_bf16(graph: Any) -> None:
+    """Hold every weight in bfloat16 that it is exact in, and cast it; the runtime does so once, as it folds constants.
+
+    After freezing, which would cast them, too.
+    """
+    for node in list(graph.nodes()):
+        value = node.output().toIValue() if node.kind() == "prim::Constant" else None
+        if not isinstance(value, Tensor) or not rounding.is_bfloat16(value):
+            continue
+        node.t_("value", value.bfloat16())
+        graph.setInsertPoint(node)
+        no, default = (graph.insertConstant(other) for other in (False, None))
+        kind = graph.insertConstant(torch.float32)
+        for constant in (kind, no, default):
+            constant.node().moveBefore(node)
+        cast = graph.create("aten::to", [node.output(), kind, no, no, default], 1)
+        cast.insertAfter(node)
+        node.output().replaceAllUsesAfterNodeWith(cast, cast.output())
 
 
 def open(file: Path) -> Runs:

@@ -1,44 +1,73 @@
 """Every format and dtype against the source: on all test images and on deep networks; nodes beside a plain export.
 
-    python tests/benchmarks/export.py images            # the trained networks on the 10,000 CIFAR-10 test images
-    python tests/benchmarks/export.py deep [NAME ...]   # timm's networks with random, lived-in weights, each file alone
+    python tests/benchmarks/export.py images [NAME ...] # the trained networks on the 10,000 CIFAR-10 test images
+    python tests/benchmarks/export.py deep [NAME ...]   # timm's networks with random weights (`lived.calm`), 64 px
+    python tests/benchmarks/export.py nfnets [NAME ...] # in ONNX Runtime, beside a plain export of the same, 96 px
 
-The first needs ../shared (images and checkpoints). Prints Markdown tables; export.md holds them.
+The first needs ../shared (images and checkpoints); --test names a folder of images unpacked before. What was measured
+is kept, a line each, in runs/export.jsonl, and not measured again; --fresh forgets it. Prints Markdown tables of all
+that is known for the networks asked for; export.md holds them.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
 import torch
 from alone import run_alone
-from lived import distance, lived_in, run
-from torch import Tensor
+from lived import calm, distance, run
+from torch import Tensor, nn
 
 import normswap
 from normswap import data
 from normswap.checkpoint import open_model
 from normswap.ship import formats
+from normswap.ship.shipped import Shipped
+from normswap.weights import first_line
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
-IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+KEPT = ROOT / "runs" / "export.jsonl"
 TRAINED = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": Path(normswap.__file__).parent / "demo_data",
 }
 ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
-NFNETS = ("eca_nfnet_l0", "dm_nfnet_f0")
-SIZE = (3, 64, 64)
+NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
+Row = dict[str, Any]
+Key = tuple[str, ...]
+
+
+class Kept:
+    """Rows measured before, by what they are of."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(exist_ok=True)
+        self.rows: dict[Key, Row] = {}
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            row = json.loads(line)
+            self.rows[tuple(row["key"])] = row
+
+    def add(self, key: Key, **row: Any) -> None:
+        self.rows[key] = {"key": key, **row}
+        with self.file.open("a") as out:
+            out.write(json.dumps(self.rows[key]) + "\n")
 
 
 class Tally:
@@ -54,67 +83,143 @@ class Tally:
         self.off += float((expected - got).double().square().sum())
         self.whole += float(expected.double().square().sum())
 
+    def row(self) -> Row:
+        return {"same": self.same, "count": self.count, "error": (self.off / self.whole) ** 0.5}
 
-def images(name: str) -> Iterator[str]:
-    """A row per format and dtype, of one trained network."""
+
+def images(kept: Kept, name: str, test: str) -> Iterator[str]:
+    """One trained network on all test images: a row per format and dtype."""
     source = open_model(str(TRAINED[name]))
-    with tempfile.TemporaryDirectory() as folder:
-        runs, tallies = {}, {}
-        for form, ending in ENDINGS.items():
-            for dtype in ("fp32", "fp16", "bf16"):
-                file = Path(folder) / f"{dtype}.{ending}"
+    for dtype in DTYPES:
+        if all(("images", name, form, dtype) in kept.rows for form in ENDINGS):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            runs = {}
+            for form, ending in ENDINGS.items():
+                file = Path(folder) / f"net.{ending}"
                 normswap.export(source, file, dtype=dtype, dynamic_batch=True)
-                runs[form, dtype], tallies[form, dtype] = formats.get(form).open(file), Tally()
-        with torch.inference_mode():
-            for x, _ in data.make_loader(source, str(IMAGES), batch_size=100, workers=0):
-                expected = source(x)
-                for key, tally in tallies.items():
-                    tally.add(expected, runs[key](x))
-    for (form, dtype), tally in tallies.items():
-        error = (tally.off / tally.whole) ** 0.5
-        share = f"{tally.same} of {tally.count} ({100 * tally.same / tally.count:.2f} %)"
-        yield f"| `{name}` | {form} | {dtype} | {error:.1e} | {share} |"
+                runs[form] = formats.get(form).open(file)
+            tallies = {form: Tally() for form in runs}
+            with torch.inference_mode():
+                for x, _ in data.make_loader(source, test, batch_size=250, workers=0):
+                    expected = source(x)
+                    for form, tally in tallies.items():
+                        tally.add(expected, runs[form](x))
+        for form, tally in tallies.items():
+            kept.add(("images", name, form, dtype), **tally.row())
+    for form in ENDINGS:
+        for dtype in DTYPES:
+            row = kept.rows["images", name, form, dtype]
+            share = f"{row['same']} of {row['count']} ({100 * row['same'] / row['count']:.2f} %)"
+            yield f"| `{name}` | {form} | {dtype} | {row['error']:.1e} | {share} |"
 
 
-def deep(name: str) -> Iterator[str]:
-    """A row per format, of one of timm's networks: the error of the file in a process of its own, and its nodes."""
-    torch.manual_seed(0)
-    x = torch.randn(4, *SIZE)
-    source = lived_in(timm.create_model(name), x)
-    precise = run(source, x.double())
-    stray = distance(precise, run(source.float(), x).double())
+def deep(kept: Kept, name: str, test: str) -> Iterator[str]:
+    """One of timm's networks: per format the error of the file in a process of its own, and its nodes."""
+    if ("deep", name) not in kept.rows:
+        kept.add(("deep", name), **_deep(name))
+    row = kept.rows["deep", name]
+    for form in ENDINGS:
+        error, nodes, plain = row["forms"][form]
+        yield f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} | {_said(plain)} |"
+    for dtype, error in row["half"].items():
+        yield f"| `{name}` | torchscript, {dtype} | {error:.1e} | {row['stray']:.1e} | | |"
+
+
+def _deep(name: str) -> Row:
+    source, x, stray = _made(name, 64)
+    found: dict[str, Any] = {}
+    half: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for form, ending in ENDINGS.items():
             file = Path(folder) / f"net.{ending}"
-            done = normswap.export(source, file, input_size=SIZE, images=x, count_plain=True)
-            error = distance(run(source, x), run_alone(file, form, x))
-            nodes, plain = _nodes(done.nodes), _nodes(done.plain_nodes or {})
-            yield f"| `{name}` | {form} | {error:.1e} | {stray:.1e} | {nodes} | {plain} |"
+            done = normswap.export(source, file, input_size=x.shape[1:], images=x, count_plain=True)
+            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, done.plain_nodes
+        for dtype in DTYPES[1:]:
+            done = normswap.export(source, Path(folder) / f"{dtype}.ts", input_size=x.shape[1:], images=x, dtype=dtype)
+            half[dtype] = done.figures.relative_l2
+    return {"stray": stray, "forms": found, "half": half}
 
 
-def _nodes(nodes: dict[str, int]) -> str:
-    """The total, convolutions and norms (those of weight standardization, too), and what moves or scales values."""
-    kinds = Counter({kind.lower(): n for kind, n in nodes.items()})
+def _made(name: str, side: int) -> tuple[nn.Module, Tensor, float]:
+    """The network in float32, four images, and how far it is there from its own float64 values."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, side, side)
+    source = calm(timm.create_model(name), x)
+    x = x[:4]
+    precise = run(source, x.double())
+    return source, x, distance(precise, run(source.float(), x).double())
+
+
+def _said(nodes: dict[str, int] | None) -> str:
+    """The total, convolutions, and norms (those of weight standardization, too)."""
+    kinds = Counter({kind.lower(): n for kind, n in (nodes or {}).items()})
     conv = sum(n for kind, n in kinds.items() if "conv" in kind)
     norm = sum(n for kind, n in kinds.items() if "norm" in kind)
-    return f"{sum(nodes.values())} ({conv} conv, {norm} norm)" if nodes else ""
+    return f"{sum(kinds.values())} ({conv} conv, {norm} norm)" if kinds else ""
 
 
-def main(what: str = "", *names: str) -> None:
+def nfnets(kept: Kept, name: str, test: str) -> Iterator[str]:
+    """A network with weight standardization in ONNX Runtime: ours and a plain export, at batch 1 and 8."""
+    if ("nfnets", name) not in kept.rows:
+        kept.add(("nfnets", name), **_nfnet(name))
+    row = kept.rows["nfnets", name]
+    for which in ("exported plainly", "ours"):
+        nodes, one, eight = row[which]
+        yield f"| `{name}` | {which} | {_said(nodes)} | {one} | {eight} | {row['stray']:.1e} |"
+
+
+def _nfnet(name: str) -> Row:
+    source, x, stray = _made(name, 96)
+    x = torch.cat([x, x.flip(3)])
+    row: Row = {"stray": stray}
+    onnx = formats.get("onnx")
+    with tempfile.TemporaryDirectory() as folder:
+        plain, ours = (Path(folder) / f"{which}.onnx" for which in ("plain", "ours"))
+        shipped = Shipped(source).eval()
+        onnx.write(shipped, torch.zeros(2, *x.shape[1:]), plain, dynamic=True, metadata={})
+        normswap.export(source, ours, input_size=x.shape[1:], images=x, dynamic_batch=True)
+        for which, file in (("exported plainly", plain), ("ours", ours)):
+            row[which] = onnx.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
+    return row
+
+
+def _error(source: nn.Module, file: Path, x: Tensor, batch: int) -> str:
+    try:
+        runs = formats.get("onnx").open(file)
+        got = torch.cat([runs(part) for part in x.split(batch)])
+    except Exception as error:  # ONNX Runtime's own derive from nothing else
+        return first_line(error)
+    return f"{distance(run(source, x), got):.1e}"
+
+
+WAYS = {
+    "images": (images, tuple(TRAINED), ("network", "format", "dtype", "relative L2", "same argmax")),
+    "deep": (deep, DEEP + NFNETS[1:], ("network", "format", "relative L2", "source against its float64", "nodes",
+             "exported plainly")),
+    "nfnets": (nfnets, NFNETS, ("network", "file", "nodes", "relative L2, batch 1", "batch 8",
+               "source against its float64")),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=WAYS)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
+    parser.add_argument("--fresh", action="store_true")
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    if what == "images":
-        print("| network | format | dtype | relative L2 | same argmax |\n|---|---|---|---|---|")
-        for name in names or TRAINED:
-            print(*images(name), sep="\n", flush=True)
-    elif what == "deep":
-        print("| network | format | relative L2 | source against its float64 | nodes | exported plainly |")
-        print("|---|---|---|---|---|---|")
-        for name in names or (*DEEP, *NFNETS):
-            for row in deep(name):
-                print(row, flush=True)
-    else:
-        sys.exit(__doc__)
+    logging.disable(logging.CRITICAL)
+    if args.fresh:
+        KEPT.unlink(missing_ok=True)
+    kept = Kept(KEPT)
+    measure, names, head = WAYS[args.what]
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    for name in args.names or names:
+        for row in measure(kept, name, args.test):
+            print(row, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
