@@ -32,7 +32,7 @@ def export(
         str | None,
         typer.Option(metavar="onnx|pt2|torchscript|safetensors", help="[default: what FILE's ending says]"),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="bf16: weights only, see below.")] = "fp32",
+    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="bf16: of weights, see above.")] = "fp32",
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
     ] = False,

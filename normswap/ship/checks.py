@@ -20,9 +20,9 @@ from normswap.errors import OptionError, VerificationError
 from normswap.ship.formats import Runs
 from normswap.weights import first_line
 
-# relative L2 at the logits. In half precisions it is the arithmetic that errs, by a few units of its last place per
-# layer; the bounds are what deep networks with measured statistics stay below (tests/benchmarks/export.md)
-TOLERANCE = {"fp32": verification.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 8e-2}
+# relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
+# (tests/benchmarks/export.md): the bounds are two to three times that
+TOLERANCE = {"fp32": verification.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
-_ARITHMETIC = {**DTYPES, "bf16": torch.float32}
+_ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32"}
 _BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 
 
@@ -119,6 +119,7 @@ def export(
     say("folding")
     network, notes = _prepare(order)
     body = sidecar.body(order.source, order.size, order.output, normalize=normalize, dynamic=order.dynamic_batch)
+    body["precision"] = {"weights": dtype, "arithmetic": _ARITHMETIC[dtype]}
     metadata = sidecar.metadata(order.source, body, dtype)
     found: dict[str, Any] = {}
 
@@ -209,7 +210,7 @@ def _order(
 
 def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
     """What goes into the file, and what the user should know of it."""
-    stored, dtype = DTYPES[order.dtype], _ARITHMETIC[order.dtype]
+    stored, dtype = DTYPES[order.dtype], DTYPES[_ARITHMETIC[order.dtype]]
     notes = [_BF16 if stored != dtype else "", order.form.NOTES.get(order.dtype, "")]
     if not order.form.GRAPH:
         network = undressing.undressed(order.source, order.size, features=True)
