@@ -13,6 +13,7 @@ from normswap.errors import OptionError
 from normswap.weights import first_line
 
 Runs = Callable[[Tensor], Tensor]
+FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
 
 class Format(Protocol):

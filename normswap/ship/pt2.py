@@ -15,14 +15,17 @@ from torch.nn.utils import parametrize
 from normswap.anatomy import LINEAR
 from normswap.errors import RefusedError, VerificationError
 from normswap.ship import rounding
-from normswap.ship.formats import Runs, reason
+from normswap.ship.formats import FP16, Runs, reason
 from normswap.ship.shipped import Shipped
 from normswap.weights import first_line, quiet
 
 NAME = "pt2"
 NEEDS = ()
 GRAPH = True
-NOTES = {"bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster"}
+NOTES = {
+    "fp16": FP16,
+    "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
+}
 
 
 def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:

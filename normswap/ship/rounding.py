@@ -6,8 +6,8 @@ weight loses is handed to the next one of the filter before that is rounded (err
 so that each filter keeps its sum, which is what data-free quantization aims at, too (SQuant, arXiv:2202.07471).
 
 Stem, projections on the skip path and classifier keep float32: they make up half of the error and a small part of the
-weights. Activations stay in float32, too: rounding them costs more answers than 1 in 1000, even in the convolutions of
-the residual branches alone. Measured in tests/benchmarks/export.md.
+weights. Activations stay in float32, too: convolutions in bfloat16 change more than 1 answer in 1000, even on the
+residual branches alone. Measured in tests/benchmarks/export.md.
 """
 
 from __future__ import annotations

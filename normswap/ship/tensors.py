@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from normswap import checkpoint
 from normswap.errors import NormswapError, VerificationError
 from normswap.ship import rounding
-from normswap.ship.formats import Runs
+from normswap.ship.formats import FP16, Runs
 
 NAME = "safetensors"
 NEEDS = ()
 GRAPH = False
-NOTES: Mapping[str, str] = {}
+NOTES = {"fp16": FP16}
 
 
 def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError
 from normswap.ship import rounding
-from normswap.ship.formats import Runs, reason
+from normswap.ship.formats import FP16, Runs, reason
 from normswap.ship.shipped import Shipped
 from normswap.weights import first_line, quiet
 
 NAME = "torchscript"
 NEEDS = ()
 GRAPH = True
-NOTES: Mapping[str, str] = {}
+NOTES = {"fp16": FP16}
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 
 
