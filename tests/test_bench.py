@@ -152,6 +152,7 @@ def test_what_is_missing_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatc
     assert [row["reason"] for row in rows] == ["", *2 * ["onnxscript is not installed"]]
 
 
+@pytest.mark.slow
 def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None:
     assert main(["convert", *SMALL, "--to", "skipinit", "-o", "skip"]) == 0
     assert main(["export", "skip", "-o", "a.onnx", "--input-size", "3,32,32", "--normalize", "--softmax"]) == 0
