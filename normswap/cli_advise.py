@@ -39,7 +39,7 @@ def _advise(
     with progress.working("looking"):
         found, refused = advise(net, model, batch_size, private=private, deploy=deploy)
     body = body_of(found, refused, source=model, batch_size=batch_size, private=private, deploy=deploy)
-    commands._show(body, json, _say)
+    commands.show(body, json, _say)
     return 0
 
 

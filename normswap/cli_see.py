@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +108,7 @@ def spp(
     images = None if data == "noise" else commands.Images(data, batch_size, workers, samples, split)
     look = Look(images, samples, seed, side, statistics, asleep, bare)
     body = _spp(sources, look, output, table)
-    _show(body, json, _signal_tables)
+    commands.show(body, json, _signal_tables)
     return 0
 
 
@@ -198,7 +197,7 @@ def decay(
     weights = weights or ("pretrained" if Path(model.removeprefix("local-dir:")).exists() else "random")
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
     body = _decay(source, policy, weight_decay, layer_decay)
-    _show(body if json else {**body, "each": each}, json, _decay_tables)
+    commands.show(body if json else {**body, "each": each}, json, _decay_tables)
     return 0
 
 
@@ -263,7 +262,3 @@ def _signal_tables(body: Body) -> None:
         out.print(render._table(f"{name}, on {body['inputs'][name]}", columns, rows, right=",".join(columns[1:])))
     for file in body["files"]:
         render._line(out, f"written to {file}")
-
-
-def _show(body: Body, as_json: bool, show: Any) -> None:
-    print(json.dumps(body, indent=2, allow_nan=False)) if as_json else show(body)

@@ -77,7 +77,7 @@ def _recalibrate(
         "notes": list(done.notes),
         "report": summary.of_report(done.report),
     }
-    commands._show(body, json, _say)
+    commands.show(body, json, _say)
     return 0
 
 

@@ -113,13 +113,14 @@ def _open(name: str, **options: Any) -> Any:
         return checkpoint.open_model(name, **options)
 
 
-def _show(body: Body | list[Body], as_json: bool, show: Callable[[Any], None]) -> None:
+def show(body: Body | list[Body], as_json: bool, human: Callable[[Any], None]) -> None:
+    """Print what a command found: as JSON, or for people by `human`."""
     from normswap import summary
 
     if as_json:
         print(json.dumps(summary.plain(body), indent=2, allow_nan=False))
     else:
-        show(body)
+        human(body)
 
 
 def inspect(source: Source, as_json: bool) -> int:
@@ -128,7 +129,7 @@ def inspect(source: Source, as_json: bool) -> int:
 
     with progress.working("inspecting"):
         body = summary.of_network(model, source.name)
-    _show(body, as_json, render.network)
+    show(body, as_json, render.network)
     return 0
 
 
@@ -157,7 +158,7 @@ def convert(source: Source, wanted: Wanted, as_json: bool) -> int:
         "plan": None if wanted.plan is None else str(wanted.plan),
         "steps": steps,
     }
-    _show(body, as_json, render.conversion)
+    show(body, as_json, render.conversion)
     return 0
 
 
@@ -248,7 +249,7 @@ def verify(directory: Path, against: str | None, images: Images | None, as_json:
         loader = images.loader(result)
         with progress.bar("comparing on images") as advance:
             body["data"] = prove.on_images(source, result, loader, advance)
-    _show(body, as_json, render.verification)
+    show(body, as_json, render.verification)
     return 0 if report.passed else 1
 
 
@@ -259,7 +260,7 @@ def evaluate(source: Source, images: Images, as_json: bool) -> int:
     loader = images.loader(model)
     with progress.bar(f"evaluating {source.name}") as advance:
         result = run(model, loader, progress=advance)
-    _show({"source": source.name, "data": images.data, **dataclasses.asdict(result)}, as_json, render.evaluation)
+    show({"source": source.name, "data": images.data, **dataclasses.asdict(result)}, as_json, render.evaluation)
     return 0
 
 
@@ -268,7 +269,7 @@ def schemes(as_json: bool) -> int:
         from normswap import summary
 
         body = list(summary.of_schemes())
-    _show(body, as_json, render.schemes)
+    show(body, as_json, render.schemes)
     return 0
 
 
@@ -278,5 +279,5 @@ def demo(as_json: bool) -> int:
     with progress.stages() as say:
         result = shipped.run(say)
     body: Mapping[str, Any] = dataclasses.asdict(result)
-    _show(dict(body), as_json, render.demo)
+    show(dict(body), as_json, render.demo)
     return 0 if result.passed else 1

@@ -7,25 +7,14 @@ network is folded first; then, as in `nf`, the filters that sum to zero and come
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.anatomy import Anatomy
 from normswap.centring import check, standardize
-from normswap.centring import fit_zero_sum as fit
-from normswap.centring import kept as pattern
+from normswap.schemes.nf import exact, fit, needs_data, pattern
 from normswap.undress import undress
 from normswap.walks import Draft
 
 PAPER = "Huang et al. 2017, arXiv:1710.02338, section 3"
 __all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return options["mean"] == "keep"
-
-
-def needs_data(options: dict[str, Any]) -> bool:
-    return options["mean"] != "keep"
 
 
 def plan(anatomy: Anatomy, *, mean: str = "fit", stem: str = "fit") -> Draft:
