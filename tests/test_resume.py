@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from trained import command, network, recipe, train, weights, write_images
+from trained import command, made, network, recipe, train, weights, write_images
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
 from normswap.recover.engine import Run
@@ -28,6 +29,17 @@ BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout,
     "schedule": {"warmup": 1},
     "optim": {"clip": {"mode": "agc", "value": 0.1}},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the processes started here: other threads add in another order, in the making of the network as well."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made.cache_clear()
+    yield
+    made.cache_clear()
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

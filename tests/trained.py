@@ -44,12 +44,12 @@ def write_images(folder: Path, per_class: int = 4, classes: list[str] = CLASSES,
 
 def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) -> nn.Module:
     """A tiny ResNet-18 for images of 32 px, converted."""
-    model = copy.deepcopy(_made(scheme, **options))
+    model = copy.deepcopy(made(scheme, **options))
     return model.double() if double else model
 
 
 @functools.cache
-def _made(scheme: str, **options: Any) -> nn.Module:
+def made(scheme: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model("resnet18", num_classes=10, channels=(4, 4, 8, 8), zero_init_last=False)
     known = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "interpolation": "bilinear"}
