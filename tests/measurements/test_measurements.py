@@ -8,6 +8,7 @@ import de_smith_linear
 import de_smith_relu
 import kim_first_update
 import kim_variance
+import nf_variance
 import pytest
 from stacks import slope, worst
 
@@ -52,3 +53,24 @@ def test_the_first_update_of_the_gammas() -> None:
     slopes = {name: slope(powers, [math.log2(v) for v in relative]) for name, (_, relative) in found.items()}
     assert slopes["gamma_other"] == pytest.approx(-2, abs=1e-3)
     assert slopes["gamma_last"] > -1.5
+
+
+def test_three_stages_of_nf_resnet50() -> None:
+    variance, wanted = nf_variance.measure("nf_resnet50", nf_variance.textured(6, 384, 0), 0)
+    assert variance[:13] == pytest.approx(wanted[:13], rel=0.2)
+    assert variance[0] == pytest.approx(wanted[0], rel=1e-3)  # by the factor; twelve are measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_all_of_nf_resnet50_as_timm_has_it(seed: int) -> None:
+    variance, wanted = nf_variance.measure("nf_resnet50", nf_variance.textured(8, 768, seed), seed)
+    assert variance == pytest.approx(wanted, rel=0.2)
+
+
+def test_the_input_is_white_near_by_and_smooth_from_cell_to_cell() -> None:
+    x = nf_variance.textured(16, 256, 0)
+    assert float(x.var()) == pytest.approx(1, rel=1e-3)
+    agree = [float((x[..., :-shift] * x[..., shift:]).mean()) for shift in (1, 2, 4)]
+    assert agree[:2] == pytest.approx([0, 0], abs=0.1)
+    assert agree[2] > 0.95
