@@ -10,7 +10,7 @@ import torch
 from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
-from normswap import affine, baking, layers, provenance
+from normswap import affine, baking, layers, provenance, scalar_layers
 from normswap.anatomy import Anatomy, Block
 from normswap.errors import OptionError, RefusedError
 from normswap.plan import Edit
@@ -31,7 +31,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """
     demand_blocks(anatomy)
     modules = anatomy.traced.modules
-    scaled = {block.tail for block in anatomy.part() if block.tail and isinstance(modules[block.tail], layers.Scale)}
+    scaled = {block.tail for block in anatomy.part() if block.tail and _learns(modules[block.tail])}
     draft = undress(anatomy, leave=scaled)
     for block in anatomy.part():
         if block.tail is None:
@@ -45,6 +45,10 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         alpha = (0.0 if dead else deviation) if value is None else value
         seat_scale(draft, block.tail, alpha, with_bias)
     return draft
+
+
+def _learns(module: nn.Module) -> bool:
+    return isinstance(module, layers.Scale) and not isinstance(module, scalar_layers.FixedScale)
 
 
 def demand_blocks(anatomy: Anatomy) -> None:

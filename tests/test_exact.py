@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,31 @@ def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
     assert torch.equal(run(fresh, x), run(result, x))
     other = to(result, "residual-scale", rule="hanin")
     assert distance(reference, run(other, x)) <= 1e-12
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "regularized-skipinit", "fixup", "nf"])
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "seresnet18"])
+def test_fixed_factors_become_scalars_that_learn(arch: str, scheme: str) -> None:
+    model, x, reference = source(arch)
+    options = {"mean": "keep"} if scheme == "nf" else {}
+    result = to(to(model, "residual-scale", rule="hanin"), scheme, **options)
+    assert distance(reference, run(result, x)) <= 1e-12
+    assert not has_layers(result, scalar_layers.FixedScale)
+    learn = {name for name, _ in result.named_parameters() if name.endswith("alpha")}
+    assert learn == {name for name, _ in to(model, scheme, **options).named_parameters() if name.endswith("alpha")}
+    assert len(learn) == 8
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+def test_frozen_norms_come_back_to_life(arch: str) -> None:
+    """To the bit what the network itself does in training mode, and its statistics move again."""
+    model, x, _ = source(arch)
+    alive, frozen = copy.deepcopy(model).train(), to(model, "frozen-bn")
+    result = to(frozen, "batchnorm").train()
+    with torch.no_grad():
+        assert torch.equal(result(x), alive(x))
+    moved = dict(result.named_buffers())
+    assert all(torch.equal(moved[name], b) for name, b in alive.named_buffers() if name.endswith("running_mean"))
 
 
 def test_no_seat_on_a_sum_without_an_activation() -> None:
