@@ -24,6 +24,8 @@ ROWS = {
     "bn": ("cifar10_recover_bn", ()),
     "skipinit": ("cifar10_recover_skipinit", ()),
     "nf, means kept": ("cifar10_recover_nf", ("convert.options.mean=keep", "convert.calibrate=false")),
+    "nf, means fitted": ("cifar10_recover_nf", ()),
+    "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
     "groupnorm, not fitted": ("cifar10_recover_groupnorm", ("convert.calibrate=false",)),
     "fixup": ("cifar10_recover_fixup", ()),
 }
@@ -60,8 +62,8 @@ def main() -> None:
     parser.add_argument("--network", type=Path, default=SHARED / "checkpoints" / "resnet18_narrow")
     parser.add_argument("--data", default=str(SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--updates", type=int, default=600)
-    parser.add_argument("--lr", type=float, default=0.002)
+    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--lr", type=float, default=0.0005)
     parser.add_argument("--validation", type=int, default=2000, help="test images")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--table", action="store_true", help="only write the table, of the runs that are there")
