@@ -28,7 +28,7 @@ def _advise(
     """Say which target to choose, why, and what it was measured to cost.
 
     The keys of --json: source, batch_size, private, deploy, choose and others (scheme, why, command, kept: percent of
-    the accuracy without training, step: time against BatchNorm's), refused (scheme: why) and measured (where).
+    the accuracy without training, step and memory: against BatchNorm's), refused (scheme: why) and measured (where).
     """
     from normswap import commands
 
@@ -47,8 +47,10 @@ def _say(body: Mapping[str, Any]) -> None:
     out = render._out()
     chosen = body["choose"]
     out.print(render._facts([("choose", chosen["scheme"]), ("because", chosen["why"]), ("run", chosen["command"])]))
-    rows = [(row["scheme"], _kept(row["kept"]), row["step"], row["why"]) for row in [body["choose"], *body["others"]]]
-    out.print(render._table("Measured", ("target", "accuracy kept", "step time", "why"), rows, right="step time"))
+    chosen_and_others = [body["choose"], *body["others"]]
+    rows = [(row["scheme"], _kept(row["kept"]), row["step"], row["memory"], row["why"]) for row in chosen_and_others]
+    columns = ("target", "accuracy kept", "step time", "memory", "why")
+    out.print(render._table("Measured", columns, rows, right="step time,memory"))
     render._say(out, "not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
     render._say(out, "measured", (f"{what}: {where}" for what, where in body["measured"].items()))
     for row in body["others"]:

@@ -6,6 +6,7 @@
 A step is forward, backward and SGD with momentum on one fixed batch, as the engine does it (autocast, channels_last).
 On a CPU the time is that of the process, so that others on the machine hardly count; on a GPU it is the clock's.
 Every round times each network once, BatchNorm first; a ratio is taken within a round, and the median of them printed.
+MiB are what the forward pass keeps for the backward pass in float32, beside the parameters.
 Writes step_time.md beside this file, or where --out says.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import normswap
 from normswap.recover import means
@@ -63,6 +64,30 @@ def stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
+def memory(model: nn.Module, side: int) -> tuple[float, float]:
+    """MiB that the forward pass keeps for the backward pass beside parameters: per image of the batch, and once."""
+    two, four = kept(model, 2, side), kept(model, 4, side)
+    return (four - two) / 2, 2 * two - four
+
+
+def kept(model: nn.Module, batch: int, side: int) -> float:
+    model.to(memory_format=torch.channels_last).train()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in storages:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(batch, 3, side, side).contiguous(memory_format=torch.channels_last)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).sum()
+    del loss
+    return sum(found.values()) / 2**20
+
+
 def seconds(step: Callable[[], None], steps: int, clock: Callable[[], float]) -> float:
     start = clock()
     for _ in range(steps):
@@ -70,12 +95,16 @@ def seconds(step: Callable[[], None], steps: int, clock: Callable[[], float]) ->
     return (clock() - start) / steps
 
 
-def table(times: dict[str, list[float]], args: argparse.Namespace) -> str:
-    lines = ["| network | ms per step | against batchnorm | lowest | highest |", "|---|---|---|---|---|"]
+def table(times: dict[str, list[float]], mib: dict[str, tuple[float, float]], args: argparse.Namespace) -> str:
+    lines = [
+        "| network | ms per step | to batchnorm | lowest | highest | MiB an image | to batchnorm | MiB once |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for scheme, own in times.items():
         ratios = [mine / base for mine, base in zip(own, times["batchnorm"], strict=True)]
         lines.append(f"| {scheme} | {1000 * statistics.median(own):.1f} | {statistics.median(ratios):.2f} "
-                     f"| {min(ratios):.2f} | {max(ratios):.2f} |")  # fmt: skip
+                     f"| {min(ratios):.2f} | {max(ratios):.2f} | {mib[scheme][0]:.1f} "
+                     f"| {mib[scheme][0] / mib['batchnorm'][0]:.2f} | {mib[scheme][1]:.0f} |")  # fmt: skip
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.processor() or platform.machine()}"
     threads = f", {torch.get_num_threads()} threads" if args.device == "cpu" else ""
     load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, process time" if args.device == "cpu" else ""
@@ -94,7 +123,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps in a row that are timed together")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     args = parser.parse_args()
-    steps = {scheme: stepper(network(args.arch, scheme, args.side), args) for scheme in SCHEMES}
+    networks = {scheme: network(args.arch, scheme, args.side) for scheme in SCHEMES}
+    mib = {scheme: memory(model, args.side) for scheme, model in networks.items()}  # float32, wherever the steps run
+    steps = {scheme: stepper(model, args) for scheme, model in networks.items()}
     times: dict[str, list[float]] = {scheme: [] for scheme in SCHEMES}
     clock = time.perf_counter if args.device == "cuda" else time.process_time
     for step in steps.values():
@@ -103,7 +134,7 @@ def main() -> None:
         for scheme, step in steps.items():
             times[scheme].append(seconds(step, args.steps, clock))
         print(f"round {done + 1} of {args.rounds}", file=sys.stderr)
-    found = table(times, args)
+    found = table(times, mib, args)
     command = "python tests/benchmarks/step_time.py " + " ".join(sys.argv[1:])
     title = f"# Time of a training step: {args.arch}, {args.batch} images of {args.side} px, precision {args.precision}"
     args.out.write_text(f"{title}\n\n`{command.strip()}`\n\n{found}\n")
