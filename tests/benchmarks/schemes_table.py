@@ -1,12 +1,13 @@
 """Accuracy before and after every conversion, on the trained networks, with no gradient step; and source x target.
 
-    python tests/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted matrix] > rows.md
+    python tests/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted back matrix] > rows.md
 
 10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000 unlabelled training
 images (seed 0). "gamma, beta copied" replaces the modules: a GroupNorm with the BatchNorm's own gamma and beta;
 "Opacus" is its `ModuleValidator.fix`, which makes fresh GroupNorms. The matrix starts from networks that were converted
-before, and goes to every exact target. What is measured is kept, a line each, in runs/schemes_table.jsonl, with the
-commit; a second run measures what is missing, `--fresh` everything.
+before, and goes to every exact target; "back" goes from a fitted GroupNorm network to one without norms. What is
+measured is kept, a line each, in runs/schemes_table.jsonl, with the commit; a second run measures what is missing,
+`--fresh` everything.
 """
 
 from __future__ import annotations
@@ -167,6 +168,23 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
             show(kept.get(key, lambda way=way: measured(lambda: fit(way))), f"`{said(way)}`")
 
 
+def back(kept: Kept, given: argparse.Namespace, name: str) -> None:
+    """Print what is left of a fitted GroupNorm network when its norms become BatchNorms, against that network."""
+    network = Network(name)
+    train: list[Tensor] = []
+
+    def measure() -> dict[str, Any]:
+        loader = make_loader(network.model, given.train, batch_size=100, workers=1, samples=1000, seed=0)
+        train.extend(x for x, _ in loader)
+        network.model = conversion.convert(network.model, "groupnorm", calibrate=train).model
+        network.read(given.test)
+        start = time.perf_counter()
+        result = conversion.convert(network.model, "folded", calibrate=train).model
+        return network.against(result, time.perf_counter() - start)
+
+    show(kept.get((name, "from groupnorm to folded", "1000 images"), measure), "from `groupnorm` to `folded`")
+
+
 def show(row: dict[str, Any], how: str) -> None:
     name, _, data = row["key"]
     if "why" in row:
@@ -212,7 +230,7 @@ def main() -> None:
     parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
     parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--parts", nargs="*", default=["rows", "fitted", "matrix"])
+    parser.add_argument("--parts", nargs="*", default=["rows", "fitted", "back", "matrix"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
     kept = Kept(KEPT, given.fresh)
@@ -221,6 +239,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name in given.networks:
         rows(kept, given, name)
+        if "back" in given.parts:
+            back(kept, given, name)
     if "matrix" in given.parts:
         matrix(kept, given)
 
