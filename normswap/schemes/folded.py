@@ -3,14 +3,15 @@
 W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s. Before a ReLU (pre-activation networks)
 |s| moves on into the next convolutions and a shift per channel stays; elsewhere a scale and shift stay. Nothing is
 lost but the statistics, which the checkpoint keeps beside the weights (`--to unfold` brings them back).
-Of LayerNorms the standardization stays; gamma and beta go into the linear layers that read it, where that is exact.
+Of LayerNorms the standardization stays; gamma and beta go into the linear layers that read it, where that is exact; a
+LayerScale goes into the linear layer that it follows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from normswap import norm_affine
+from normswap import layer_scales, norm_affine
 from normswap.anatomy import Anatomy
 from normswap.undress import undress
 from normswap.walks import Draft
@@ -25,4 +26,5 @@ def exact(options: dict[str, Any]) -> bool:
 def plan(anatomy: Anatomy) -> Draft:
     draft = undress(anatomy)
     norm_affine.move(draft)
+    layer_scales.move(draft)
     return draft

@@ -21,8 +21,9 @@ from normswap.recover import curves, load
 from normswap.recover.engine import finetune
 
 V1 = ("model.args.order=post",)
-BIASED = ("convert.to=regularized-skipinit", "convert.options={alpha: 0, dropout: 0}")
-BIASED_INV = ("convert.to=regularized-skipinit", "convert.options={alpha: inv-sqrt-depth, dropout: 0}")
+# one bias moves every pixel of every channel: at the lr of the weights they diverge; a tenth is what Fixup gives them
+BIASED = ("convert.to=regularized-skipinit", "convert.options={alpha: 0, dropout: 0}", "optim.scalar_lr=0.1")
+BIASED_INV = (*BIASED[:1], "convert.options={alpha: inv-sqrt-depth, dropout: 0}", *BIASED[2:])
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "v2, BatchNorm": ("bn", ()),
     "v2, SkipInit, alpha = 0": ("skipinit_alpha0", ()),
