@@ -7,6 +7,7 @@ fitted on one fold make of the other. See `regress` for the algebra.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from normswap.errors import SourceError
 
+Covariances = tuple[Tensor, Tensor, Tensor]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
@@ -52,11 +54,23 @@ class Moments:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch of rows."""
-        x, y = x.double() - self.x0[:, None], y.double() - self.y0[:, None]
         self.count += x.shape[1]
+        x = x.double() - self.x0[:, None]
         self.x += x.sum(1)
-        self.y += y.sum(1)
         self.xx += x.transpose(1, 2) @ x
+        self._aim(x, y)
+
+    def aim(self, x: Tensor, y: Tensor) -> None:
+        """Take in targets of rows whose inputs were taken in before."""
+        self._aim(x.double() - self.x0[:, None], y)
+
+    def aimless(self) -> Moments:
+        """The same inputs, and no targets yet."""
+        return replace(self, y=torch.zeros_like(self.y), xy=torch.zeros_like(self.xy), yy=torch.zeros_like(self.yy))
+
+    def _aim(self, x: Tensor, y: Tensor) -> None:
+        y = y.double() - self.y0[:, None]
+        self.y += y.sum(1)
         self.xy += y.transpose(1, 2) @ x
         self.yy += y.square().sum(1)
 
@@ -68,7 +82,7 @@ class Moments:
         """Of x (G, f) and of y (G, o)."""
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
-    def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
+    def covariances(self) -> Covariances:
         """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o)."""
         x, y = self.x / self.count, self.y / self.count
         return (
@@ -86,12 +100,23 @@ class Folds:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
-        x, y = x.transpose(0, 1), y.transpose(0, 1)
         if not self.halves:
-            self.halves = [Moments.like(x.flatten(1, 2), y.flatten(1, 2)) for _ in range(2)]
+            self.halves = [Moments.like(*(rows.transpose(0, 1).flatten(1, 2) for rows in (x, y))) for _ in range(2)]
+        for half, own, target in self._dealt(x, y):
+            half.add(own, target)
+
+    def retargeted(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Folds:
+        """Folds of the same inputs, given again batch by batch, with other targets."""
+        other = Folds([half.aimless() for half in self.halves])
+        for x, y in batches:
+            for half, own, target in other._dealt(x, y):
+                half.aim(own, target)
+        return other
+
+    def _dealt(self, x: Tensor, y: Tensor) -> Iterator[tuple[Moments, Tensor, Tensor]]:
         for i, half in enumerate(self.halves):
-            if x[:, i::2].numel():
-                half.add(x[:, i::2].flatten(1, 2), y[:, i::2].flatten(1, 2))
+            if x[i::2].numel():
+                yield half, x[i::2].transpose(0, 1).flatten(1, 2), y[i::2].transpose(0, 1).flatten(1, 2)
 
     def total(self) -> Moments:
         return self.halves[0] + self.halves[1]
@@ -106,37 +131,42 @@ class Fit:
     ridge: float
 
 
-def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False) -> Fit:
+def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, ridge: float | None = None) -> Fit:
     """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little:
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
 
         V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum:  V -= (V 1) / (1' K^-1 1) (K^-1 1)'
 
-    The ridge is the one of `RIDGES` whose V, fitted on one half of the images, errs least on the other.
-
     Args:
         prior: (G, o, f).
+        ridge: by default the one of `RIDGES` whose V, fitted on one half of the images, errs least on the other.
         zero_sum: every filter sums to zero (weight standardization, arXiv:1903.10520).
     """
     prior = prior.detach().double()
-    halves = folds.halves
-    errors = [0.0] * len(RIDGES)
-    if all(half.count > 1 for half in halves):
-        for one, other in (halves, halves[::-1]):
-            for i, ridge in enumerate(RIDGES):
-                errors[i] += _error(solve(one, prior, ridge, zero_sum=zero_sum), one, other)
-    ridge = RIDGES[min(range(len(RIDGES)), key=errors.__getitem__)]
+    ridge = _best_ridge(folds.halves, prior, zero_sum) if ridge is None else ridge
     total = folds.total()
-    weight = solve(total, prior, ridge, zero_sum=zero_sum)
+    weight = solve(total.covariances(), prior, ridge, zero_sum=zero_sum)
     return Fit(weight, _bias(weight, total), ridge)
 
 
-def solve(moments: Moments, prior: Tensor, ridge: float, *, zero_sum: bool = False) -> Tensor:
+def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: bool) -> float:
+    errors = [0.0] * len(RIDGES)
+    if all(half.count > 1 for half in halves):
+        known = [half.covariances() for half in halves]
+        for one, other in ((0, 1), (1, 0)):
+            for i, ridge in enumerate(RIDGES):
+                weight = solve(known[one], prior, ridge, zero_sum=zero_sum)
+                errors[i] += _error(weight, halves[one], halves[other], known[other])
+    return RIDGES[min(range(len(RIDGES)), key=errors.__getitem__)]
+
+
+def solve(known: Covariances, prior: Tensor, ridge: float, *, zero_sum: bool = False) -> Tensor:
     """V (G, o, f) of `regress` for one ridge."""
-    covariance, cross, _ = moments.covariances()
+    covariance, cross, _ = known
     damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
-    kernel = covariance + damp * torch.eye(prior.shape[2], dtype=torch.float64, device=covariance.device)
+    kernel = covariance.clone()
+    kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
     factor = torch.linalg.cholesky(kernel)
     weight = torch.cholesky_solve((cross + damp * prior).transpose(1, 2), factor).transpose(1, 2)
     if zero_sum:
@@ -152,9 +182,13 @@ def _bias(weight: Tensor, moments: Moments) -> Tensor:
     return y - (weight @ x[:, :, None])[:, :, 0]
 
 
-def _error(weight: Tensor, own: Moments, other: Moments) -> float:
-    """Mean square error on `other` of weights, with their biases, that were fitted on `own`, summed over targets."""
-    covariance, cross, variance = other.covariances()
+def _error(weight: Tensor, own: Moments, other: Moments, known: Covariances) -> float:
+    """Mean square error on `other` of weights, with their biases, that were fitted on `own`, summed over targets.
+
+    Args:
+        known: the covariances of `other`.
+    """
+    covariance, cross, variance = known
     x, y = other.means()
     offset = y - (weight @ x[:, :, None])[:, :, 0] - _bias(weight, own)
     square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross).sum(2) + variance + offset.square()

@@ -1,7 +1,7 @@
 """Two networks marching over the same images, side by side, from one layer to the next.
 
-Between two stops only the values that later nodes still read are kept, per batch, in files of a temporary folder: so
-each network runs over the data exactly once, however many stops there are, and memory does not grow with the images.
+Where a block begins the one value that later nodes still read is kept, per batch, in files of a temporary folder, and
+each stop goes on from there: little is computed or written twice, and memory does not grow with the images.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from normswap.tracing import Traced
 from normswap.weights import first_line
 
 Values = dict[str, Any]
+MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves
+FAR = 48  # nodes that are computed anew at each stop, at most
 
 
 class Walker:
@@ -47,6 +49,10 @@ class Walker:
                 values[node.name] = self._compute(node, values)
         return {n.name: values[n.name] for n in self.nodes[:end] if n.name in values and self.last.get(n, -1) >= end}
 
+    def alive(self, end: int) -> int:
+        """How many values are still read at the node `end` or after it."""
+        return sum(self.last.get(node, -1) >= end for node in self.nodes[:end])
+
     def _compute(self, node: fx.Node, values: Values) -> Any:
         args = fx.node.map_arg(node.args, lambda n: values[n.name])
         kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n.name])
@@ -72,7 +78,7 @@ class March:
         walkers: the networks, in eval mode.
         batches: images, or (images, labels); read once.
         dtype, device: of the networks.
-        mirror: take every image's mirror image, too.
+        mirror: take every image's mirror image, too, if there are no more than `MIRRORED`.
         needed: fewer images than this are an error.
 
     Raises:
@@ -83,7 +89,9 @@ class March:
         self, walkers: list[Walker], batches: Iterable[Any], *, like: Tensor, mirror: bool = False, needed: int = 2
     ) -> None:
         self.walkers, self.folder = walkers, tempfile.TemporaryDirectory(prefix="normswap-")
-        self.at, self.files, self.images = 0, 0, 0
+        self.files: list[str] = []
+        self.spooled: list[str] = []
+        self.images = 0
         self.reached = [0] * len(walkers)
         try:
             self._store(batches, like, mirror)
@@ -102,9 +110,15 @@ class March:
                 self._probe(images[:1])
             size = tuple(images.shape[1:])
             self.images += len(images)
-            for shown in (images, images.flip(-1)) if mirror and images.ndim == 4 else (images,):
-                self._save(self.files, [walker.start(shown) for walker in self.walkers])
-                self.files += 1
+            self.files.append(f"{i}")
+            self._save(self.files[-1], [walker.start(images) for walker in self.walkers])
+        if mirror and size is not None and len(size) == 3 and self.images <= MIRRORED:
+            self.files = [name for file in self.files for name in (file, self._mirrored(file))]
+
+    def _mirrored(self, file: str) -> str:
+        (images,) = self._load(file)[0].values()
+        self._save(f"{file}-mirrored", [walker.start(images.flip(-1)) for walker in self.walkers])
+        return f"{file}-mirrored"
 
     @torch.no_grad()
     def _probe(self, image: Tensor) -> None:
@@ -117,22 +131,39 @@ class March:
     def close(self) -> None:
         self.folder.cleanup()
 
-    def _file(self, index: int) -> Path:
-        return Path(self.folder.name) / f"{index}.pt"
+    def _file(self, name: str) -> Path:
+        return Path(self.folder.name) / f"{name}.pt"
 
-    def _save(self, index: int, values: list[Values]) -> None:
-        torch.save(values, self._file(index))
+    def _save(self, name: str, values: Any) -> None:
+        torch.save(values, self._file(name))
+
+    def _load(self, name: str) -> Any:
+        return torch.load(self._file(name), weights_only=False)
 
     @torch.no_grad()
     def stop(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
         """Go on to the given node of each network, which is not run yet; gives each batch's values there."""
         ends = [walker.index[node] for walker, node in zip(self.walkers, nodes, strict=True)]
-        for i in range(self.files):
-            values = torch.load(self._file(i), weights_only=False)
+        way = max(end - begin for begin, end in zip(self.reached, ends, strict=True))
+        keep = way > FAR or all(w.alive(end) == 1 for w, end in zip(self.walkers, ends, strict=True))
+        for file in self.files:
+            values = self._load(file)
             values = [w.run(v, b, e) for w, v, b, e in zip(self.walkers, values, self.reached, ends, strict=True)]
             if any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all()
                    for held in values for t in held.values()):  # fmt: skip
                 raise VerificationError("the network gives values that are not finite on the calibration images")
-            self._save(i, values)
+            if keep and way:
+                self._save(file, values)
             yield values
-        self.reached = ends
+        if keep:
+            self.reached = ends
+
+    def spool(self, rows: tuple[Tensor, ...], *, first: bool) -> None:
+        """Put what was drawn from a batch beside the batches; `first` begins anew."""
+        self.spooled = [] if first else self.spooled
+        self.spooled.append(f"spooled-{len(self.spooled)}")
+        self._save(self.spooled[-1], rows)
+
+    def unspool(self) -> Iterator[tuple[Tensor, ...]]:
+        """What was put there, in order."""
+        yield from map(self._load, self.spooled)

@@ -54,7 +54,7 @@ def refit(
         only: which layers to fit.
         streams: aim at residual sums where a layer ends in one.
         rounds: times to fit again, asking for nothing where a ReLU hides the difference.
-        mirror: take every image's mirror image, too.
+        mirror: take every image's mirror image, too, if there are few (`march.MIRRORED`).
         needed: fewer images than this are an error.
         progress: called after each layer with the layers done and their total.
 
@@ -193,22 +193,22 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
     groups = getattr(module, "groups", 1)
     weight = (effective(source) if isinstance(source, STANDARDIZED) else source.weight).detach()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1)
-    fit: Fit | None = None
-    for _ in range(1 + (rounds if end.relu and end.alive() else 0)):
-        folds = Folds()
-        generator = torch.Generator().manual_seed(seed)
-        for held in stop():
-            own = source(held[0][inputs(stop.theirs)[0].name])
-            target, offset = end.target(held, own) if end.alive() else (own, own)
-            draw = generator.get_state()
-            x, y = patches(module, held[1][inputs(stop.ours)[0].name], target, PLACES, generator)
-            if fit is not None:
-                generator.set_state(draw)
-                _, d = patches(module, held[1][inputs(stop.ours)[0].name], offset, PLACES, generator)
-                y = _relaxed(x, y, d, end.scale, fit)
-            folds.add(x, y)
-        fit = regress(folds, prior, zero_sum=zero_sum)
-    assert fit is not None
+    relaxing = rounds if end.relu and end.alive() else 0
+    folds, generator = Folds(), torch.Generator().manual_seed(seed)
+    for i, held in enumerate(stop()):
+        own = source(held[0][inputs(stop.theirs)[0].name])
+        target, offset = end.target(held, own) if end.alive() else (own, own)
+        draw, seen = generator.get_state(), held[1][inputs(stop.ours)[0].name]
+        x, y = patches(module, seen, target, PLACES, generator)
+        folds.add(x, y)
+        if relaxing:
+            generator.set_state(draw)
+            _, d = patches(module, seen, offset, PLACES, generator)
+            stop.march.spool((x, y, d), first=not i)
+    fit = regress(folds, prior, zero_sum=zero_sum)
+    for _ in range(relaxing):
+        folds = folds.retargeted((x, _relaxed(x, y, d, end.scale, fit)) for x, y, d in stop.march.unspool())
+        fit = regress(folds, prior, zero_sum=zero_sum, ridge=fit.ridge)
     set_weight(module, fit.weight.reshape(weight.shape), fit.bias.flatten())
 
 
