@@ -90,7 +90,6 @@ class March:
     ) -> None:
         self.walkers, self.folder = walkers, tempfile.TemporaryDirectory(prefix="normswap-")
         self.files: list[str] = []
-        self.spooled: list[str] = []
         self.images = 0
         self.reached = [0] * len(walkers)
         try:
@@ -158,12 +157,11 @@ class March:
         if keep:
             self.reached = ends
 
-    def spool(self, rows: tuple[Tensor, ...], *, first: bool) -> None:
-        """Put what was drawn from a batch beside the batches; `first` begins anew."""
-        self.spooled = [] if first else self.spooled
-        self.spooled.append(f"spooled-{len(self.spooled)}")
-        self._save(self.spooled[-1], rows)
+    def spool(self, index: int, rows: tuple[Tensor, ...]) -> None:
+        """Put what was drawn from a stop's batch beside the batches, in the place of the last stop's."""
+        self._save(f"spooled-{index}", rows)
 
     def unspool(self) -> Iterator[tuple[Tensor, ...]]:
-        """What was put there, in order."""
-        yield from map(self._load, self.spooled)
+        """What was put there, batch by batch."""
+        for index in range(len(self.files)):
+            yield self._load(f"spooled-{index}")

@@ -204,7 +204,7 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
         if relaxing:
             generator.set_state(draw)
             _, d = patches(module, seen, offset, PLACES, generator)
-            stop.march.spool((x, y, d), first=not i)
+            stop.march.spool(i, (x, y, d))
     fit = regress(folds, prior, zero_sum=zero_sum)
     for _ in range(relaxing):
         folds = folds.retargeted((x, _relaxed(x, y, d, end.scale, fit)) for x, y, d in stop.march.unspool())
