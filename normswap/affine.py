@@ -29,6 +29,7 @@ _BATCHNORM_FORWARDS = {
     split_batchnorm.SplitBatchNorm2d.forward,
 }
 _BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
+LAYER_SCALES = (timm_layers.LayerScale, timm_layers.LayerScale2d)
 FROZEN = (FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
 _FUSED = (
     norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d, norm_act.GroupNormAct,
@@ -98,7 +99,7 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     if isinstance(module, layers.ChannelBias):
         bias = module.bias.detach().double()
         return (torch.ones_like(bias) if module.sign is None else module.sign.double()), bias
-    if isinstance(module, timm_layers.LayerScale | timm_layers.LayerScale2d):
+    if isinstance(module, LAYER_SCALES):
         return module.gamma.detach().double(), torch.zeros_like(module.gamma, dtype=torch.float64)
     if layer_norms.channel_dim(module) is not None:
         return layer_norms.read(module)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
-from normswap import provenance
+from normswap import affine, provenance
 from normswap.anatomy import LINEAR
 from normswap.gauge import is_constant_mul
 from normswap.layer_norms import channel_dim
@@ -198,7 +198,7 @@ class _Run(fx.Interpreter):
         if module is None:
             return None
         dim = channel_dim(module)
-        if isinstance(module, (*LINEAR, timm_layers.LayerScale, timm_layers.LayerScale2d)):
+        if isinstance(module, (*LINEAR, *affine.LAYER_SCALES)):
             dim = -1 if isinstance(module, nn.Linear | timm_layers.LayerScale) else 1
         if dim is None or value.ndim < 2:
             return None

@@ -9,11 +9,10 @@ from __future__ import annotations
 from timm import layers as timm_layers
 from torch import fx, nn
 
+from normswap import affine
 from normswap.anatomy import LINEAR
 from normswap.tracing import inputs
 from normswap.walks import Blocked, Draft, check_linear, name, read_directly
-
-KINDS = (timm_layers.LayerScale, timm_layers.LayerScale2d)
 
 
 def move(draft: Draft) -> None:
@@ -21,7 +20,7 @@ def move(draft: Draft) -> None:
     traced = draft.anatomy.traced
     for node in traced.nodes:
         module, path = traced.module(node), str(node.target)
-        if not isinstance(module, KINDS) or not draft.anatomy.takes_part(path) or path in draft.seats:
+        if not isinstance(module, affine.LAYER_SCALES) or not draft.anatomy.takes_part(path) or path in draft.seats:
             continue
         try:
             linear = maker(draft, node, module)
@@ -40,7 +39,7 @@ def maker(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
         Blocked: there is none, or it cannot take in a scale of its output.
     """
     traced = draft.anatomy.traced
-    if type(module).forward not in {kind.forward for kind in KINDS} or "forward" in vars(module):
+    if type(module).forward not in {kind.forward for kind in affine.LAYER_SCALES} or "forward" in vars(module):
         raise Blocked(f"{type(module).__name__} has a forward of its own")
     if module._forward_hooks or module._forward_pre_hooks:
         raise Blocked("it has forward hooks, which would be lost with it")
@@ -53,7 +52,7 @@ def maker(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
     while draft.silent(node) and len(traced.users[node]) == 1:
         (node,) = inputs(node)
     linear, path = traced.module(node), str(node.target)
-    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == isinstance(module, KINDS[1]):
+    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == isinstance(module, timm_layers.LayerScale2d):
         raise Blocked(f"{name(node)} makes its input, not a linear layer")
     if len(traced.users[node]) > 1 or len(traced.calls[id(linear)]) > 1:
         raise Blocked(f"{path} is read elsewhere too")

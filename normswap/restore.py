@@ -13,7 +13,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from timm import layers as timm_layers
 from torch import Tensor, nn
 
 from normswap import affine, anatomy, layers, provenance, surgery, zoo
@@ -126,7 +125,7 @@ def _demand_centred(model: nn.Module, record: Provenance) -> None:
 def _leave_out(source: nn.Module, given: Collection[str]) -> None:
     """Let the LayerNorms and LayerScales whose tensors are not given multiply by one and add nothing."""
     for path, module in source.named_modules():
-        if isinstance(module, nn.LayerNorm | timm_layers.LayerScale | timm_layers.LayerScale2d):
+        if isinstance(module, (nn.LayerNorm, *affine.LAYER_SCALES)):
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in given:
                     parameter.fill_(0 if name == "bias" else 1)

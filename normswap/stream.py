@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm import layers as timm_layers
 from torch import fx, nn
 
-from normswap import axes, layer_norms
+from normswap import affine, axes, layer_norms, layer_scales
 from normswap.anatomy import LINEAR
 from normswap.axes import Axes
 from normswap.gauge import is_constant_mul
@@ -128,8 +127,8 @@ def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
         stream.linears.add(path)
     elif node.op == "get_attr":
         stream.tensors[path] = -1
-    elif isinstance(module, timm_layers.LayerScale | timm_layers.LayerScale2d) and not draft.silent(node):
-        stream.scales[path] = _scaled(draft, node)
+    elif isinstance(module, affine.LAYER_SCALES) and not draft.silent(node):
+        stream.scales[path] = _scaled(draft, node, module)
         stream.linears.add(stream.scales[path])
     elif _passes(draft, node):
         return inputs(node)
@@ -138,18 +137,12 @@ def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _scaled(draft: Draft, scale: fx.Node) -> str:
+def _scaled(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
     """The linear layer whose output this LayerScale, and nothing else, reads."""
-    traced = draft.anatomy.traced
-    (node,) = inputs(scale)
-    calls = traced.calls[id(traced.module(scale))]
-    while draft.silent(node) and len(traced.users[node]) == 1:
-        (node,) = inputs(node)
-    if len(calls) > 1 or not isinstance(traced.module(node), LINEAR) or len(traced.users[node]) > 1:
-        raise Blocked(f"{scale.target} writes to it, and follows no linear layer of its own")
-    if len(traced.calls[id(traced.module(node))]) > 1:
-        raise Blocked(f"{node.target} is called more than once")
-    return str(node.target)
+    try:
+        return layer_scales.maker(draft, scale, module)
+    except Blocked as why:
+        raise Blocked(f"{scale.target} writes to it, and {why}") from None
 
 
 def _check_linear(draft: Draft, stream: Stream, path: str) -> None:

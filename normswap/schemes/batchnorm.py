@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import FrozenBatchNormAct2d
 from torch import nn
-from torchvision.ops.misc import FrozenBatchNorm2d
 
+from normswap import affine
 from normswap.anatomy import Anatomy
 from normswap.errors import OptionError
 from normswap.norm_layers import SiteNorm
@@ -37,7 +36,7 @@ def plan(anatomy: Anatomy, *, ghost_batch: int = 0) -> Draft:
 
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
+        if same and not isinstance(module, affine.FROZEN):
             draft.verdicts[path] = "kept"
         else:
             draft.seat(path, "SiteNorm", **ghost)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import FrozenBatchNormAct2d
 from torch import nn
-from torchvision.ops.misc import FrozenBatchNorm2d
 
+from normswap import affine
 from normswap.anatomy import Anatomy
 from normswap.sites import dress_in_norms
 from normswap.walks import Draft
@@ -29,7 +28,7 @@ def plan(anatomy: Anatomy) -> Draft:
 
 
 def _freeze(draft: Draft, path: str, module: nn.Module) -> None:
-    if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
+    if isinstance(module, affine.FROZEN):
         draft.verdicts[path] = "frozen already"
     elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
         draft.refusals[path] = f"there is no frozen {type(module).__name__}; `--to tune` keeps its statistics"
