@@ -12,7 +12,6 @@ that is known for the networks asked for; export.md holds them.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import tempfile
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import timm
 import torch
 from alone import run_alone
+from kept import Kept, Row
 from lived import calm, distance, run
 from torch import Tensor, nn
 
@@ -49,25 +49,6 @@ ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "sa
 DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
 NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
-Row = dict[str, Any]
-Key = tuple[str, ...]
-
-
-class Kept:
-    """Rows measured before, by what they are of."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        file.parent.mkdir(exist_ok=True)
-        self.rows: dict[Key, Row] = {}
-        for line in file.read_text().splitlines() if file.is_file() else []:
-            row = json.loads(line)
-            self.rows[tuple(row["key"])] = row
-
-    def add(self, key: Key, **row: Any) -> None:
-        self.rows[key] = {"key": key, **row}
-        with self.file.open("a") as out:
-            out.write(json.dumps(self.rows[key]) + "\n")
 
 
 class Tally:
@@ -116,9 +97,7 @@ def images(kept: Kept, name: str, test: str) -> Iterator[str]:
 
 def deep(kept: Kept, name: str, test: str) -> Iterator[str]:
     """One of timm's networks: per format the error of the file in a process of its own, and its nodes."""
-    if ("deep", name) not in kept.rows:
-        kept.add(("deep", name), **_deep(name))
-    row = kept.rows["deep", name]
+    row = kept.get(("deep", name), lambda: _deep(name))
     for form in ENDINGS:
         error, nodes, plain = row["forms"][form]
         yield f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} | {_said(plain)} |"
@@ -161,9 +140,7 @@ def _said(nodes: dict[str, int] | None) -> str:
 
 def nfnets(kept: Kept, name: str, test: str) -> Iterator[str]:
     """A network with weight standardization in ONNX Runtime: ours and a plain export, at batch 1 and 8."""
-    if ("nfnets", name) not in kept.rows:
-        kept.add(("nfnets", name), **_nfnet(name))
-    row = kept.rows["nfnets", name]
+    row = kept.get(("nfnets", name), lambda: _nfnet(name))
     for which in ("exported plainly", "ours"):
         nodes, one, eight = row[which]
         yield f"| `{name}` | {which} | {_said(nodes)} | {one} | {eight} | {row['stray']:.1e} |"

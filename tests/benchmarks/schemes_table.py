@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import subprocess
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept import Kept
 from torch import Tensor, nn
 
 import normswap
@@ -61,25 +60,6 @@ MATRIX = "resnetv2_18_narrow"
 
 def said(way: Way) -> str:
     return " ".join([way[0], *(f"--{key} {value}" for key, value in way[1].items())])
-
-
-class Kept:
-    """Rows measured before, by (network, what, data)."""
-
-    def __init__(self, file: Path, fresh: bool) -> None:
-        self.file = file
-        file.parent.mkdir(exist_ok=True)
-        lines = [] if fresh or not file.is_file() else file.read_text().splitlines()
-        self.rows = {tuple(row["key"]): row for row in map(json.loads, lines)}
-        version = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        self.commit = subprocess.run(version, capture_output=True, text=True, check=False).stdout.strip()
-
-    def get(self, key: tuple[str, str, str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if key not in self.rows:
-            self.rows[key] = {"key": key, "commit": self.commit, **measure()}
-            with self.file.open("a") as out:
-                out.write(json.dumps(self.rows[key]) + "\n")
-        return self.rows[key]
 
 
 class Network:
@@ -233,7 +213,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["rows", "fitted", "back", "matrix"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
-    kept = Kept(KEPT, given.fresh)
+    kept = Kept(KEPT, fresh=given.fresh)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds | commit |")
     print("|---|---|---|---|---|---|---|---|---|")
