@@ -22,8 +22,7 @@ from normswap.recover.engine import finetune
 
 V1 = ("model.args.order=post",)
 # one bias moves every pixel of every channel: at the lr of the weights they diverge; a tenth is what Fixup gives them
-BIASED = ("convert.to=regularized-skipinit", "convert.options={alpha: 0, dropout: 0}", "optim.scalar_lr=0.1")
-BIASED_INV = (*BIASED[:1], "convert.options={alpha: inv-sqrt-depth, dropout: 0}", *BIASED[2:])
+BIASED = ("convert.to=regularized-skipinit", "convert.options.dropout=0", "optim.scalar_lr=0.1")
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "v2, BatchNorm": ("bn", ()),
     "v2, SkipInit, alpha = 0": ("skipinit_alpha0", ()),
@@ -33,7 +32,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "v1, SkipInit, alpha = 0": ("skipinit_alpha0", V1),
     "v1, the same with scalar biases": ("skipinit_alpha0", (*V1, *BIASED)),
     "v1, SkipInit, alpha = 1/sqrt(d)": ("skipinit_inv_sqrt_depth", V1),
-    "v1, that with scalar biases": ("skipinit_inv_sqrt_depth", (*V1, *BIASED_INV)),
+    "v1, that with scalar biases": ("skipinit_inv_sqrt_depth", (*V1, *BIASED)),
 }
 SMALL = (
     "model.args.width=1", "data.input_size=16", "data.batch_size=32", "data.samples=6400", "data.workers=0",
