@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 
 import circumstances
 
@@ -24,12 +25,12 @@ from normswap.recover import curves, load
 from normswap.recover.engine import finetune
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.02")
 KEPT = ("convert.options.mean=keep", "convert.calibrate=false", "anneal.means=0.5")
-CLIPPED_BN = "bn, clipped like the others"
+CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")
+BN = "bn"
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bn": ("cifar10_recover_bn", ()),
-    CLIPPED_BN: ("cifar10_recover_bn", CLIPPED),
+    BN: ("cifar10_recover_bn", ()),
+    "bn, clipped as skipinit": ("cifar10_recover_bn", CLIPPED),
     "skipinit": ("cifar10_recover_skipinit", ()),
     "regularized-skipinit": ("cifar10_recover_regularized_skipinit", ()),
     "fixup": ("cifar10_recover_fixup", ()),
@@ -38,13 +39,14 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nf, means kept and annealed": ("cifar10_recover_nf", KEPT),
 }
 Rows = tuple[dict[str, float | None], ...]
+Known = dict[tuple[str, str], dict[int, Rows]]  # by network and row, then by seed
 MARGIN = 0.3  # points below BatchNorm that are allowed
 HOW = (
     "Top-1 in percent on the 10,000 CIFAR-10 test images, by the recipes `cifar10_recover_*`, all with the same",
-    "images, updates and lr. `after the recipe`: the network itself; `averaged`: the moving average of its weights,",
-    "compared with BatchNorm's, trained with the same clipping (AGC 0.02, without which SkipInit does not survive this",
-    f"lr) and without any; a converted network may be at most {MARGIN} points below. Images/s where other work shared",
-    "the processor say nothing.",
+    "images, updates and lr; the mean over the runs, which differ in `train.seed`. `after the recipe`: the network",
+    "itself; `averaged`: the moving average of its weights, with the standard deviation over the runs, compared with",
+    f"BatchNorm's over the same seeds; a converted network may be at most {MARGIN} points below. Images/s where other",
+    "work shared the processor say nothing.",
     "",
 )
 
@@ -58,32 +60,47 @@ def run(name: str, network: Path, place: Path, overrides: Sequence[str], device:
     return time.process_time() - before
 
 
-def table(places: dict[tuple[str, str], Path]) -> list[str]:
+def table(known: Known) -> list[str]:
     """The Markdown rows: what is there, and what is missing."""
-    columns = ("network", "to", "at conversion", "after 1 epoch", "after the recipe", "averaged", "to BN's",
-               "to BN's, not clipped", "images/s")  # fmt: skip
+    columns = ("network", "to", "runs", "at conversion", "after 1 epoch", "after the recipe", "averaged", "to BN's",
+               "images/s")  # fmt: skip
     out = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    known = {key: rows for key, place in places.items() if (rows := finished(place))}
-    for (network, name), place in places.items():
-        rows = known.get((network, name))
-        if not rows:
-            state = "not finished" if (place / "metrics.csv").is_file() else "not run yet"
-            out.append(f"| `{network}` | {name} | {state} | | | | | | |")
+    for (network, name), runs in known.items():
+        if not runs:
+            out.append(f"| `{network}` | {name} | not run yet | | | | | | |")
             continue
-        one = next((row for row in rows if row["epoch"] == 1), {})
-        cells = [rows[0]["top1"], one.get("top1"), rows[-1]["top1"], end(rows)]
-        shown = " | ".join("" if value is None else f"{value:.2f}" for value in cells)
-        verdicts = " | ".join(against(known, network, rows, rival) for rival in (CLIPPED_BN, "bn"))
-        out.append(f"| `{network}` | {name} | {shown} | {verdicts} | {rows[-1]['images_per_s']:.0f} |")
+        first, one, last = (mean([top(rows, at) for rows in runs.values()]) for at in (0, 1, -1))
+        ends = [end(rows) for rows in runs.values()]
+        averaged = f"{mean(ends):.2f}" + (f" ± {stdev(ends):.2f}" if len(ends) > 1 else "")
+        speed = mean([rows[-1]["images_per_s"] or 0.0 for rows in runs.values()])
+        cells = (str(len(runs)), f"{first:.2f}", f"{one:.2f}", f"{last:.2f}", averaged,
+                 against(runs, known[network, BN]), f"{speed:.0f}")  # fmt: skip
+        out.append(f"| `{network}` | {name} | {' | '.join(cells)} |")
     return out
 
 
-def against(known: dict[tuple[str, str], Rows], network: str, rows: Rows, rival: str) -> str:
-    """Points above BatchNorm's."""
-    if (network, rival) not in known:
+def against(runs: dict[int, Rows], rival: dict[int, Rows]) -> str:
+    """Points above BatchNorm's, over the seeds that both have."""
+    gaps = [end(rows) - end(rival[seed]) for seed, rows in runs.items() if seed in rival]
+    if not gaps:
         return ""
-    gap = end(rows) - end(known[network, rival])
-    return f"{gap:+.2f}" + (" (misses)" if gap < -MARGIN else "")
+    return f"{mean(gaps):+.2f}" + (" (misses)" if mean(gaps) < -MARGIN else "")
+
+
+def top(rows: Rows, epoch: int) -> float:
+    """Top-1 of the network itself."""
+    return rows[epoch]["top1"] or 0.0
+
+
+def folder(work: Path, network: Path, name: str) -> Path:
+    """Where a row's runs are kept."""
+    return work / network.name / name.replace(", ", "-").replace(" ", "-")
+
+
+def made(place: Path) -> dict[int, Rows]:
+    """The runs in `place` that are at their end, by seed."""
+    numbered = {int(path.name.partition("-")[2]): finished(path) for path in sorted(place.glob("seed-*"))}
+    return {seed: rows for seed, rows in numbered.items() if rows}
 
 
 def finished(place: Path) -> Rows:
@@ -106,6 +123,7 @@ def main() -> None:
     parser.add_argument("--data", default=str(SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="of the runs to make")
     parser.add_argument("--table", action="store_true", help="only write the table, of the runs that are there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -113,24 +131,25 @@ def main() -> None:
     wrong = [word for word in overrides if "=" not in word or word.startswith("-")]
     if wrong:
         parser.error(f"{wrong[0]} is no KEY=VALUE")
-    places = {(network.name, name): given.work / network.name / name.replace(", ", "-").replace(" ", "-")
-              for network in given.networks for name in ROWS}  # fmt: skip
+    rows = [(network, name) for network in given.networks for name in ROWS]
     command = f"python tests/benchmarks/recover.py --device {given.device} {' '.join(overrides)}".strip()
     summary = (__doc__ or "").splitlines()[0]
     head = ["# Recovery, measured", "", summary, "", *HOW, *circumstances.lines(command, given.device)]
 
     def write() -> None:
-        given.output.write_text("\n".join([*head, *table(places)]) + "\n")
+        known = {(network.name, name): made(folder(given.work, network, name)) for network, name in rows}
+        given.output.write_text("\n".join([*head, *table(known)]) + "\n")
 
-    options = [f"data.root={given.data}", *overrides]
-    for (network, name), place in places.items() if not given.table else ():
-        if name in given.rows:
-            source = next(path for path in given.networks if path.name == network)
-            try:
-                print(f"{network}, {name}: {run(name, source, place, options, given.device):.0f} processor seconds")
-            except NormswapError as error:
-                print(f"{network}, {name}: {error}")
-            write()
+    for seed in () if given.table else given.seeds:
+        for network, name in rows:
+            if name in given.rows:
+                options = [f"data.root={given.data}", f"train.seed={seed}", *overrides]
+                place = folder(given.work, network, name) / f"seed-{seed}"
+                try:
+                    print(f"{place}: {run(name, network, place, options, given.device):.0f} processor seconds")
+                except NormswapError as error:
+                    print(f"{place}: {error}")
+                write()
     write()
 
 
