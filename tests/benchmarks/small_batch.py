@@ -22,6 +22,7 @@ from normswap.recover.engine import finetune
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 ROWS = {
     "bn": ("cifar10_recover_bn", ()),
+    "bn, clipped as skipinit": ("cifar10_recover_bn", ("optim.clip.mode=agc", "optim.clip.value=0.05")),
     "skipinit": ("cifar10_recover_skipinit", ()),
     "nf, means kept": ("cifar10_recover_nf", ("convert.options.mean=keep", "convert.calibrate=false")),
     "nf, means fitted": ("cifar10_recover_nf", ()),
