@@ -20,14 +20,15 @@ from normswap.recover import curves, load
 from normswap.recover.engine import finetune
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
+CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")  # not in the recipes of these two
 ROWS = {
     "bn": ("cifar10_recover_bn", ()),
-    "bn, clipped as skipinit": ("cifar10_recover_bn", ("optim.clip.mode=agc", "optim.clip.value=0.05")),
+    "bn, clipped as skipinit": ("cifar10_recover_bn", CLIPPED),
     "skipinit": ("cifar10_recover_skipinit", ()),
     "nf, means kept": ("cifar10_recover_nf", ("convert.options.mean=keep", "convert.calibrate=false")),
     "nf, means fitted": ("cifar10_recover_nf", ()),
-    "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
-    "groupnorm, not fitted": ("cifar10_recover_groupnorm", ("convert.calibrate=false",)),
+    "groupnorm, fitted": ("cifar10_recover_groupnorm", CLIPPED),
+    "groupnorm, not fitted": ("cifar10_recover_groupnorm", (*CLIPPED, "convert.calibrate=false")),
     "fixup": ("cifar10_recover_fixup", ()),
 }
 BATCHES = (2, 4)
