@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import circumstances
+import trained
 
-from normswap.errors import TrainingError
-from normswap.recover import curves, load
-from normswap.recover.engine import finetune
+from normswap.recover import load
 
 V1 = ("model.args.order=post",)
 # one bias moves every pixel of every channel: at the lr of the weights they diverge; a tenth is what Fixup gives them
@@ -43,29 +42,21 @@ SMALL = (
 
 def folder(work: Path, name: str, depth: int, lr: float) -> Path:
     """Where a run is kept."""
-    plain = "".join(letter if letter.isalnum() else "-" for letter in name)
-    return work / f"{plain}-depth-{depth}-lr-{lr:g}"
+    return work / f"{trained.called(name)}-depth-{depth}-lr-{lr:g}"
 
 
 def run(name: str, depth: int, lr: float, place: Path, overrides: Sequence[str], device: str) -> None:
-    """One run; that it diverged is written down in its folder."""
+    """One run."""
     recipe, own = ROWS[name]
     plan = load.read(f"de_smith_table1_{recipe}", [*overrides, *own, f"model.args.depth={depth}", f"optim.lr={lr}"])
-    if (place / "diverged.txt").exists():
-        return
-    try:
-        finetune(None, plan, place, resume="auto", device=device, track="none")
-    except TrainingError as error:
-        (place / "diverged.txt").write_text(f"{error}\n")
+    trained.attempt(None, plan, place, device)
 
 
 def cell(place: Path) -> str:
     """Training loss of the last epoch and top-1 after it."""
-    if (place / "diverged.txt").exists():
-        return "diverged"
-    if not (place / "metrics.csv").is_file():
-        return "not run yet"
-    last = curves.read([place])[0].rows[-1]
+    if state := trained.missing(place):
+        return state
+    last = trained.rows(place)[-1]
     return "not finished" if last["train_loss"] is None else f"{last['train_loss']:.3f}, {last['top1']:.1f} %"
 
 

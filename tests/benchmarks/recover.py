@@ -19,28 +19,24 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import circumstances
+import trained
+from trained import Rows
 
-from normswap import checkpoint
 from normswap.errors import NormswapError
-from normswap.recover import curves, load
-from normswap.recover.engine import finetune
+from normswap.recover import load
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
-NETWORKS = [SHARED / "checkpoints" / name for name in ("resnet18_narrow", "resnetv2_18_narrow")]
-KEPT = ("convert.options.mean=keep", "convert.calibrate=false", "anneal.means=0.5")
-CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")
+NETWORKS = [trained.SHARED / "checkpoints" / name for name in ("resnet18_narrow", "resnetv2_18_narrow")]
 BN = "bn"
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     BN: ("cifar10_recover_bn", ()),
-    "bn, clipped as skipinit": ("cifar10_recover_bn", CLIPPED),
+    "bn, clipped as skipinit": ("cifar10_recover_bn", trained.CLIPPED),
     "skipinit": ("cifar10_recover_skipinit", ()),
     "regularized-skipinit": ("cifar10_recover_regularized_skipinit", ()),
     "fixup": ("cifar10_recover_fixup", ()),
     "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
     "nf, means fitted": ("cifar10_recover_nf", ()),
-    "nf, means kept and annealed": ("cifar10_recover_nf", KEPT),
+    "nf, means kept and annealed": ("cifar10_recover_nf", (*trained.KEPT, "anneal.means=0.5")),
 }
-Rows = tuple[dict[str, float | None], ...]
 Known = dict[tuple[str, str], dict[int, Rows]]  # by network and row, then by seed
 MARGIN = 0.3  # points below BatchNorm that are allowed
 HOW = (
@@ -58,7 +54,7 @@ def run(name: str, network: Path, place: Path, overrides: Sequence[str], device:
     recipe, own = ROWS[name]
     plan = load.read(recipe, [*own, *overrides])
     before = time.process_time()
-    finetune(checkpoint.open_model(str(network)), plan, place, resume="auto", device=device, track="none")
+    trained.run(network, plan, place, device)
     return time.process_time() - before
 
 
@@ -85,7 +81,7 @@ def against(runs: dict[int, Rows], rival: dict[int, Rows]) -> str:
     """Points above BatchNorm's, over the seeds that both have."""
     gaps = [end(rows) - end(rival[seed]) for seed, rows in runs.items() if seed in rival]
     if not gaps:
-        return "no such run"
+        return "BN not run"
     gap = round(mean(gaps), 2)  # as it is shown: top-1 has steps of a hundredth
     return f"{gap:+.2f}" + (" (misses)" if gap < -MARGIN else "")
 
@@ -97,7 +93,7 @@ def top(rows: Rows, epoch: int) -> float:
 
 def folder(work: Path, network: Path, name: str) -> Path:
     """Where a row's runs are kept."""
-    return work / network.name / name.replace(", ", "-").replace(" ", "-")
+    return work / network.name / trained.called(name)
 
 
 def made(place: Path) -> dict[int, Rows]:
@@ -108,11 +104,8 @@ def made(place: Path) -> dict[int, Rows]:
 
 def finished(place: Path) -> Rows:
     """The rows of a run that is at its end; none of another."""
-    if not (place / "metrics.csv").is_file():
-        return ()
-    (found,) = curves.read([place])
-    last = found.rows[-1]["epoch"] if found.rows else 0
-    return found.rows if last == load.read(place / "recipe.yaml").train.epochs else ()
+    rows = trained.rows(place)
+    return rows if rows and rows[-1]["epoch"] == load.read(place / "recipe.yaml").train.epochs else ()
 
 
 def end(rows: Rows) -> float:
@@ -123,7 +116,7 @@ def end(rows: Rows) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="*", type=Path, default=NETWORKS)
-    parser.add_argument("--data", default=str(SHARED / "data" / "cifar10"))
+    parser.add_argument("--data", default=str(trained.SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the runs to make")

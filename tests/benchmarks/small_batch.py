@@ -13,19 +13,16 @@ import argparse
 from pathlib import Path
 
 import circumstances
+import trained
+from trained import CLIPPED
 
-from normswap import checkpoint
-from normswap.errors import TrainingError
-from normswap.recover import curves, load
-from normswap.recover.engine import finetune
+from normswap.recover import load
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
-CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")  # not in the recipes of these two
 ROWS = {
     "bn": ("cifar10_recover_bn", ()),
     "bn, clipped as skipinit": ("cifar10_recover_bn", CLIPPED),
     "skipinit": ("cifar10_recover_skipinit", ()),
-    "nf, means kept": ("cifar10_recover_nf", ("convert.options.mean=keep", "convert.calibrate=false")),
+    "nf, means kept": ("cifar10_recover_nf", trained.KEPT),
     "nf, means fitted": ("cifar10_recover_nf", ()),
     "groupnorm, fitted": ("cifar10_recover_groupnorm", CLIPPED),
     "groupnorm, not fitted": ("cifar10_recover_groupnorm", (*CLIPPED, "convert.calibrate=false")),
@@ -35,25 +32,11 @@ BATCHES = (2, 4)
 PLAIN = ("distill=null", "train.ema=null", "train.epochs=2", "schedule.name=constant", "schedule.warmup=0.1")
 
 
-def run(name: str, network: Path, place: Path, overrides: list[str], device: str) -> None:
-    """One run, of two passes over its images."""
-    recipe, own = ROWS[name]
-    plan = load.read(recipe, [*own, *PLAIN, *overrides])
-    if (place / "diverged.txt").exists():
-        return
-    try:
-        finetune(checkpoint.open_model(str(network)), plan, place, resume="auto", device=device, track="none")
-    except TrainingError as error:
-        (place / "diverged.txt").write_text(f"{error}\n")
-
-
 def row(name: str, batch: int, place: Path) -> str:
     """A row of the table."""
-    if (place / "diverged.txt").exists():
-        return f"| {batch} | {name} | diverged | | | |"
-    if not (place / "metrics.csv").is_file():
-        return f"| {batch} | {name} | not run yet | | | |"
-    rows = curves.read([place])[0].rows
+    if state := trained.missing(place):
+        return f"| {batch} | {name} | {state} | | | |"
+    rows = trained.rows(place)
     losses = " then ".join(f"{one['train_loss']:.3f}" for one in rows[1:])
     first, last = rows[0]["top1"] or 0.0, rows[-1]["top1"] or 0.0
     return f"| {batch} | {name} | {first:.2f} | {last:.2f} | {last - first:+.2f} | {losses} |"
@@ -61,8 +44,8 @@ def row(name: str, batch: int, place: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", type=Path, default=SHARED / "checkpoints" / "resnet18_narrow")
-    parser.add_argument("--data", default=str(SHARED / "data" / "cifar10"))
+    parser.add_argument("--network", type=Path, default=trained.SHARED / "checkpoints" / "resnet18_narrow")
+    parser.add_argument("--data", default=str(trained.SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=0.0005)
@@ -72,7 +55,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    places = {(batch, name): given.work / f"{name.replace(', ', '-').replace(' ', '-')}-{batch}"
+    places = {(batch, name): given.work / f"{trained.called(name)}-{batch}"
               for batch in BATCHES for name in ROWS}  # fmt: skip
     command = (f"python tests/benchmarks/small_batch.py --device {given.device} --updates {given.updates} "
                f"--lr {given.lr:g} --validation {given.validation}")  # fmt: skip
@@ -93,7 +76,8 @@ def main() -> None:
             images = batch * given.updates // 2
             options = [f"data.root={given.data}", f"data.batch_size={batch}", f"optim.lr={given.lr}",
                        f"data.samples={images}", f"data.validation_samples={given.validation}"]  # fmt: skip
-            run(name, given.network, place, options, given.device)
+            recipe, own = ROWS[name]
+            trained.attempt(given.network, load.read(recipe, [*own, *PLAIN, *options]), place, given.device)
             print(row(name, batch, place), flush=True)
             write()
     write()
