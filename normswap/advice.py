@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from normswap import affine
 from normswap.conversion import drafts
 from normswap.errors import OptionError, RefusedError
+from normswap.layers import affine
 
 ENOUGH = 16  # images in a batch for BatchNorm
 

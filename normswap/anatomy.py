@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap import affine, hidden
+from normswap import hidden
 from normswap.body import Anatomy, Block, Norm
+from normswap.layers import affine
 from normswap.tracing import Traced, inputs, is_add, is_mul, trace
 
 __all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from normswap import baking
 from normswap.errors import OptionError
+from normswap.layers import reparametrized
+from normswap.layers.standardized import STANDARDIZED, MeanStdConv2d
 from normswap.plan import Step
 from normswap.refit import Progress, refit
-from normswap.standardized import STANDARDIZED, MeanStdConv2d
 from normswap.walks import Blocked, Draft, check_linear
 
 
@@ -56,7 +56,7 @@ def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
         except Blocked as why:
             draft.notes.append(f"{path} is not standardized: {why}")
             continue
-        if baking.is_stuck(module):
+        if reparametrized.is_stuck(module):
             draft.notes.append(f"{path} is not standardized: its scalar input bias cannot pass the padding")
             continue
         if module.weight[0].numel() < 2 or module.padding_mode != "zeros":

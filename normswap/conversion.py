@@ -9,22 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import (
-    affine,
-    anatomy,
-    calibration,
-    estimate,
-    partial,
-    provenance,
-    restore,
-    route,
-    schemes,
-    surgery,
-    verification,
-)
+from normswap import anatomy, calibration, estimate, partial, provenance, restore, route, schemes, surgery, verification
 from normswap.anatomy import Anatomy
 from normswap.calibration import Batches, Progress
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
+from normswap.layers import affine
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.refit import evaluating

@@ -39,13 +39,14 @@ from timm.models import group_parameters
 from timm.optim import auto_group_layers, param_groups_weight_decay
 from torch import fx, nn
 
-from normswap import affine, anatomy, layers, provenance
+from normswap import anatomy, provenance
 from normswap.anatomy import LINEAR, Anatomy, Block
-from normswap.baking import Gain, TunedConv2d
 from normswap.errors import OptionError, TraceError
-from normswap.norm_layers import EvalNorm
-from normswap.scalar_layers import ScalarBias
-from normswap.standardized import MeanStdConv2d
+from normswap.layers import affine, seats
+from normswap.layers.reparametrized import Gain, TunedConv2d
+from normswap.layers.scalars import ScalarBias
+from normswap.layers.site_norm import EvalNorm
+from normswap.layers.standardized import MeanStdConv2d
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 GAMMAS = ("gamma_last", "gamma_down", "gamma_0", "gamma_other", "gamma_head")
@@ -213,9 +214,9 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     """The role that the class of the owner says; None if it does not."""
-    if affine.is_norm(owner) or isinstance(owner, layers.ChannelAffine | layers.ChannelBias | EvalNorm):
+    if affine.is_norm(owner) or isinstance(owner, seats.ChannelAffine | seats.ChannelBias | EvalNorm):
         return {"weight": gamma, "bias": "beta"}.get(name)
-    if isinstance(owner, layers.Scale):
+    if isinstance(owner, seats.Scale):
         return {"alpha": "alpha", "bias": "scalar_bias"}.get(name)
     if isinstance(owner, ScalarBias) or name == "in_bias":
         return "scalar_bias"
@@ -264,7 +265,7 @@ def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
 def _with_its_norms(model: nn.Module) -> nn.Module:
     """`model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those seats."""
     record = provenance.of(model)
-    affines = any(isinstance(module, layers.ChannelAffine | EvalNorm | TunedConv2d) for module in model.modules())
+    affines = any(isinstance(module, seats.ChannelAffine | EvalNorm | TunedConv2d) for module in model.modules())
     if record is None or not affines:
         return model
     tensors = [*model.parameters(), *model.buffers()]

@@ -10,9 +10,10 @@ import torch
 from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
-from normswap import affine, baking, layers, provenance, scalar_layers
+from normswap import provenance
 from normswap.anatomy import Anatomy, Block
 from normswap.errors import OptionError, RefusedError
+from normswap.layers import affine, reparametrized, scalars, seats
 from normswap.plan import Edit
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, last_linear
@@ -48,7 +49,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
 
 def _learns(module: nn.Module) -> bool:
-    return isinstance(module, layers.Scale) and not isinstance(module, scalar_layers.FixedScale)
+    return isinstance(module, seats.Scale) and not isinstance(module, scalars.FixedScale)
 
 
 def demand_blocks(anatomy: Anatomy) -> None:
@@ -93,7 +94,7 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
     """Seat a scalar at `path`, after what sits there if that is not empty."""
     modules = draft.anatomy.traced.modules
     vacated = path in draft.seats and draft.seats[path].layer == "Vacant"
-    empty = vacated or isinstance(modules[path], nn.Identity | layers.Vacant)
+    empty = vacated or isinstance(modules[path], nn.Identity | seats.Vacant)
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     if path in draft.takes or (path in draft.seats and not vacated):  # the seat gets its newcomer, and the scalar
@@ -102,7 +103,7 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
         draft.scalars[path] = args
         return
     args |= {} if empty else {"keep": True}
-    args |= {"fresh": True} if vacated and isinstance(modules[path], layers.Scale) else {}
+    args |= {"fresh": True} if vacated and isinstance(modules[path], seats.Scale) else {}
     draft.seats[path] = Edit(path, layer, args)
 
 
@@ -148,7 +149,7 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
             return known
         node = traced.main_input(node)
     mean, variance = _input_moments(anatomy, call)
-    weight = baking.weight(traced.modules[conv])
+    weight = reparametrized.weight(traced.modules[conv])
     if weight.shape[1] != mean.numel():
         mean, variance = mean[: weight.shape[1]], variance[: weight.shape[1]]  # grouped: the first group stands for all
     total = weight.flatten(2).sum(2) @ mean if weight.ndim > 2 else weight @ mean

@@ -19,8 +19,8 @@ from timm.layers import norm_act
 from torch import Tensor, fx, nn
 
 from normswap.anatomy import Anatomy
+from normswap.layers.site_norm import SiteNorm
 from normswap.march import March, Walker
-from normswap.norm_layers import SiteNorm
 from normswap.refit import Progress, evaluating
 from normswap.tracing import inputs, trace
 from normswap.walks import Draft

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap import affine, baking, layers
 from normswap.anatomy import LINEAR, Anatomy, Block
 from normswap.dress import demand_blocks, seat_scale
+from normswap.layers import affine, reparametrized, seats
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, distinct, last_linear
 
@@ -37,7 +37,7 @@ def _seat_scales(draft: Draft) -> None:
     for block in draft.anatomy.part():
         if block.tail is None:
             draft.refusals[block.path] = "its branch ends in a function of the block itself, where no module can sit"
-        elif isinstance(modules[block.tail], layers.Scale) and block.tail not in draft.seats:
+        elif isinstance(modules[block.tail], seats.Scale) and block.tail not in draft.seats:
             draft.notes.append(f"{block.path} keeps its scalar")
         else:
             seat_scale(draft, block.tail, 1.0, block.order == "post")
@@ -47,17 +47,17 @@ def _seat_biases(draft: Draft) -> None:
     modules = draft.anatomy.traced.modules
     for path, module in modules.items():
         edit = draft.seats.get(path)
-        empty = edit.layer == "Vacant" if edit else isinstance(module, layers.Vacant)
+        empty = edit.layer == "Vacant" if edit else isinstance(module, seats.Vacant)
         if empty and draft.anatomy.takes_part(path) and _before_activation(draft, module):
             draft.seat(path, "ScalarBias")
     for path in linear_paths(draft.anatomy):
-        kind = baking.plain_class(modules[path])
+        kind = reparametrized.plain_class(modules[path])
         try:
             check_linear(draft, path, modules[path])
         except Blocked as why:
             draft.notes.append(f"{path} gets no bias before it: {why}")
             continue
-        if kind not in baking.SHIFTED and not isinstance(modules[path], baking.Shifted):
+        if kind not in reparametrized.SHIFTED and not isinstance(modules[path], reparametrized.Shifted):
             draft.notes.append(f"{path} gets no bias before it: it is a {kind.__name__}")
         else:
             draft.take(path).layer = "Shifted"

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
-from normswap import layers
 from normswap.anatomy import LINEAR
+from normswap.layers import seats
 from normswap.tracing import inputs, is_add, is_mul
 from normswap.walks import Blocked, Draft, check_linear, name, passes_positive, scalar_readers
 
@@ -46,7 +46,7 @@ def enlarge(draft: Draft, node: fx.Node, factor: float, by: set[fx.Node]) -> Non
             enlarge(draft, arm, factor, {node})
     else:
         above = traced.main_input(node)
-        scalar = is_constant_mul(node) or (isinstance(module, layers.Scale) and module.bias is None)
+        scalar = is_constant_mul(node) or (isinstance(module, seats.Scale) and module.bias is None)
         if above is None or not (is_mul(node) or scalar or passes_positive(draft, node)):
             raise Blocked(f"a scale cannot pass {name(node)}")
         if not (factor > 0 or scalar or draft.silent(node)):

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from normswap import affine, quiet
+from normswap import quiet
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.errors import OptionError, RefusedError
+from normswap.layers import affine
 from normswap.plan import Edit, Step
 from normswap.quiet import Signs
 from normswap.tracing import inputs
@@ -21,7 +22,7 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
     """A GroupNorm in the seat of every BatchNorm; None: one channel per group.
 
     Args:
-        steady: see `persample.Gauge` and `quiet`; a convolution right before the norm takes the gauge in, else a
+        steady: see `per_sample.Gauge` and `quiet`; a convolution right before the norm takes the gauge in, else a
             `ChannelAffine` in front of the norm holds it.
 
     Raises:

@@ -13,8 +13,8 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from normswap import affine
 from normswap.errors import TraceError
+from normswap.layers import affine
 from normswap.tracing import Traced, trace
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)

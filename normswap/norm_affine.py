@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import axes, baking, layer_norms
+from normswap import axes
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.axes import Axes
+from normswap.layers import channel_norm, reparametrized
 from normswap.tracing import Traced, inputs
 from normswap.walks import Blocked, Draft, check_linear, distinct, name, pads, read_directly
 
@@ -24,7 +25,7 @@ def found(anatomy: Anatomy) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in modules.items()
-        if isinstance(module, nn.LayerNorm) or layer_norms.channel_dim(module) is not None
+        if isinstance(module, nn.LayerNorm) or channel_norm.channel_dim(module) is not None
         if id(module) in calls and anatomy.takes_part(path)
     }
 
@@ -54,7 +55,7 @@ def linear_readers(draft: Draft, seen: Axes, path: str, norm: nn.Module) -> list
         Blocked: something else reads it, or one of them cannot take in a scale and shift of its input.
     """
     traced = draft.anatomy.traced
-    why = layer_norms.refusal(norm) or seen.why
+    why = channel_norm.refusal(norm) or seen.why
     own = read_directly(traced, norm)
     if why or own:
         raise Blocked(why or f"{own} is read in forward, not only by the norm itself")
@@ -90,7 +91,7 @@ def _check(draft: Draft, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx
     if path == draft.anatomy.classifier:
         raise Blocked(f"the features that {path} reads would change")
     check_linear(draft, path, linear)
-    if baking.is_stuck(linear):
+    if reparametrized.is_stuck(linear):
         raise Blocked(f"{path} adds a scalar to its input")
     if any(call not in ends for call in traced.calls[id(linear)]):
         raise Blocked(f"{path} is called elsewhere too, on another input")

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.calibrate import checked
 from normswap.errors import RefusedError, SourceError, VerificationError
-from normswap.norm_layers import SiteNorm
+from normswap.layers.site_norm import SiteNorm
 from normswap.weights import first_line
 
 Progress = Callable[[int, int], None]

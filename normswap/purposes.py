@@ -20,8 +20,8 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from normswap import affine, layers
 from normswap.anatomy import Anatomy
+from normswap.layers import affine, seats
 from normswap.overwriting import overwrites
 from normswap.tracing import Traced, inputs
 from normswap.walks import Draft
@@ -35,7 +35,7 @@ def plan_federated(anatomy: Anatomy) -> Draft:
     draft = Draft(anatomy)
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(draft, path, module)
-        if isinstance(module, layers.ChannelBias) and module.sign is not None:
+        if isinstance(module, seats.ChannelBias) and module.sign is not None:
             _learn_sign(draft, path)
     return draft
 
@@ -109,7 +109,7 @@ def _copy_before(draft: Draft, node: fx.Node) -> None:
     owners = _owners(traced, value)
     if not owners or _writer_is_gone(draft, node):
         return
-    if any(isinstance(traced.modules[path], layers.Copy) for path in traced.outputs[value]):
+    if any(isinstance(traced.modules[path], seats.Copy) for path in traced.outputs[value]):
         return
     path = owners[-1]
     if path in draft.seats:
@@ -155,5 +155,5 @@ def _shares(traced: Traced, node: fx.Node) -> bool:
     """Whether the value of `node` may be, or view, the memory of its input."""
     module = traced.module(node)
     if module is not None:
-        return isinstance(module, nn.Identity | nn.Flatten | layers.Vacant) or overwrites(traced, node)
+        return isinstance(module, nn.Identity | nn.Flatten | seats.Vacant) or overwrites(traced, node)
     return node.target in _VIEWS or getattr(node.target, "__name__", "") in _VIEWS or overwrites(traced, node)

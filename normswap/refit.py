@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
-from normswap import affine, layers
 from normswap.calibrate import Fit, Folds, fits, patches, regress
+from normswap.layers import affine, seats
+from normswap.layers.per_sample import PER_SAMPLE, normalized
+from normswap.layers.standardized import STANDARDIZED, effective, set_effective
 from normswap.march import March, Values, Walker
-from normswap.persample import PER_SAMPLE, normalized
-from normswap.standardized import STANDARDIZED, effective, set_effective
 from normswap.tracing import Traced, inputs, is_add, trace
 
 Progress = Callable[[int, int], None]
@@ -178,7 +178,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
             s, t = affine.read(module)
             scale, shift = scale * s, shift * s + t
-        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, layers.Vacant, *PER_SAMPLE)) or (
+        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, seats.Vacant, *PER_SAMPLE)) or (
             arms and isinstance(module, PER_SAMPLE)
         ):
             break

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from normswap import baking
 from normswap.anatomy import LINEAR, Anatomy
 from normswap.errors import RefusedError
+from normswap.layers import reparametrized
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, distinct
 
@@ -23,7 +23,7 @@ def reparametrize(anatomy: Anatomy, layer: str) -> Draft:
             continue
         try:
             check_linear(draft, path, traced.modules[path])
-            if baking.is_stuck(traced.modules[path]):
+            if reparametrized.is_stuck(traced.modules[path]):
                 raise Blocked("it adds a scalar to its input")
         except Blocked as why:
             draft.notes.append(f"{path} stays as it is: {why}")

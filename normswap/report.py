@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, checkpoint, layers, page, prove, provenance, restore, schemes, summary, writing, zoo
+from normswap import anatomy, checkpoint, page, prove, provenance, restore, schemes, summary, writing, zoo
 from normswap.anatomy import Anatomy
 from normswap.data import Loader
 from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.evaluate import evaluate
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
+from normswap.layers import seats
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.signal import signal
@@ -196,7 +197,7 @@ def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
     order = list(blocks)
     found = []
     for path, module in result.named_modules():
-        if isinstance(module, layers.Scale):
+        if isinstance(module, seats.Scale):
             seat = path.removesuffix(".then")
             bias = None if module.bias is None else module.bias.item()
             found.append(Alpha(blocks.get(seat, seat), seat, module.alpha.item(), planned.get(seat), bias))

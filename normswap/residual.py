@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from normswap import layers
 from normswap.anatomy import Anatomy, Block
 from normswap.dress import demand_blocks, seat_scale
 from normswap.gauge import attempt, enlarge
+from normswap.layers import seats
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, is_relu
 
@@ -48,7 +48,7 @@ def _scale(draft: Draft, block: Block, a: float, b: float) -> list[tuple[str, fl
     if block.tail is None:
         raise Blocked("its branch ends in a function of the block itself, where no module can sit")
     tail: Any = modules[block.tail]
-    if isinstance(tail, layers.Scale) and tail.bias is not None and block.tail not in draft.seats:
+    if isinstance(tail, seats.Scale) and tail.bias is not None and block.tail not in draft.seats:
         raise Blocked(f"it has a scalar that {draft.verdicts.get(block.tail, 'stays')}")
     enlarge(draft, block.branch, a / b, {block.total})
     if a == 1:
@@ -67,5 +67,5 @@ def _after_sum(draft: Draft, block: Block) -> tuple[fx.Node, str]:
         raise Blocked("no ReLU module of its own follows the sum, where a factor of the sum could sit")
     after = traced.users[users[0]]
     edit = draft.seats.get(str(after[0].target)) if len(after) == 1 else None
-    vacated = edit is not None and edit.layer == "Vacant" and isinstance(traced.module(after[0]), layers.Scale)
+    vacated = edit is not None and edit.layer == "Vacant" and isinstance(traced.module(after[0]), seats.Scale)
     return users[0], str((after[0] if vacated else users[0]).target)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, anatomy, layers, provenance, surgery, zoo
+from normswap import anatomy, provenance, surgery, zoo
 from normswap.errors import RefusedError
+from normswap.layers import affine, seats
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.undress import undress
@@ -69,7 +70,7 @@ def _canonical(model: nn.Module) -> nn.Module:
     """`model` without scalars."""
     draft = undress(anatomy.inspect(model))
     kept = [path for path, module in draft.anatomy.traced.modules.items()
-            if isinstance(module, layers.Scale) and path not in draft.seats]  # fmt: skip
+            if isinstance(module, seats.Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
         raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or draft.verdicts.get(path, ""))
@@ -78,7 +79,7 @@ def _canonical(model: nn.Module) -> nn.Module:
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by the paths they had before `Chain` put an `inner` into them."""
-    chains = [path for path, module in model.named_modules() if isinstance(module, layers.Chain)]
+    chains = [path for path, module in model.named_modules() if isinstance(module, seats.Chain)]
     found = {}
     for path, module in model.named_modules():
         old = path
@@ -145,7 +146,7 @@ def _invert(edit: Edit, modules: dict[str, nn.Module], now: Any) -> None:
     if edit.layer == "Folded":
         _invert_fold(edit, modules, old, now)
     elif edit.layer == "ChannelBias":
-        if not isinstance(now, layers.ChannelBias):
+        if not isinstance(now, seats.ChannelBias):
             raise RefusedError(f"cannot unfold {edit.path}", f"a {type(now).__name__} sits there")
         magnitude, sign, shift = affine.split(old, old.weight.dtype)
         if not torch.equal(shift.to(now.bias), now.bias):
@@ -160,14 +161,14 @@ def _invert(edit: Edit, modules: dict[str, nn.Module], now: Any) -> None:
 
 def _invert_fold(edit: Edit, modules: dict[str, nn.Module], old: Any, now: Any) -> None:
     takes = list(zip(edit.args.get("takes", ()), edit.reads, strict=True))
-    after = [(modules[path], layers.way(how)[1]) for how, path in takes if layers.way(how)[0] == "after"]
+    after = [(modules[path], seats.way(how)[1]) for how, path in takes if seats.way(how)[0] == "after"]
     if len(after) > 1 or any(how == "before" for how, _ in takes):
         raise RefusedError(f"cannot unfold {edit.path}", "it took in more than one norm")
     # what the plan would do to weights of 1 is the factor that W was multiplied with
     fresh, bias = old.weight.clone(), None if old.bias is None else old.bias.clone()
     old.weight.fill_(1)
     reads = [modules[path] for path in edit.reads]
-    factor = layers.Folded.replacing(copy.deepcopy(old).double(), *reads, like=old.weight, **edit.args).weight
+    factor = seats.Folded.replacing(copy.deepcopy(old).double(), *reads, like=old.weight, **edit.args).weight
     dead = factor == 0
     weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
     old.weight.copy_(torch.where(dead, fresh.double(), weight))

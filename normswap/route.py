@@ -6,8 +6,9 @@ from typing import Any
 
 from timm.models.nfnet import NormFreeBlock
 
-from normswap import affine, estimate, schemes
+from normswap import estimate, schemes
 from normswap.anatomy import Anatomy, Block
+from normswap.layers import affine
 from normswap.partial import patterns, restrict
 from normswap.sites import sites
 

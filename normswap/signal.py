@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap import affine, anatomy, layers
+from normswap import anatomy
 from normswap.anatomy import Anatomy, Block
 from normswap.errors import RefusedError
+from normswap.layers import affine, seats
 from normswap.tracing import Traced, inputs
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
@@ -120,7 +121,7 @@ def awake(model: nn.Module) -> nn.Module:
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        scalable = affine.is_norm(module) or isinstance(module, layers.Scale | layers.ChannelAffine)
+        scalable = affine.is_norm(module) or isinstance(module, seats.Scale | seats.ChannelAffine)
         names = ("weight", "alpha") if scalable else ("gain", "skipinit_gain")
         for name in names:
             value = getattr(module, name, None)
@@ -136,7 +137,7 @@ def unnormalized(model: nn.Module) -> nn.Module:
         if affine.is_norm(module) and path:
             home, _, seat = path.rpartition(".")
             act = affine.activation(module)
-            setattr(twin.get_submodule(home), seat, layers.Vacant(copy.deepcopy(act)))
+            setattr(twin.get_submodule(home), seat, seats.Vacant(copy.deepcopy(act)))
     return twin
 
 
@@ -196,7 +197,7 @@ def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
         module, sources = seen.traced.module(node), inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
         times = node.target in _MULTIPLY
-        if not (times or isinstance(module, nn.Identity | layers.Scale) or type(module).__name__ == "DropPath"):
+        if not (times or isinstance(module, nn.Identity | seats.Scale) or type(module).__name__ == "DropPath"):
             return node
         constants -= times and len(sources) == 1
         if len(tensors) != 1 or constants < 0:

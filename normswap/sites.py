@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, layers, norm_layers, provenance
+from normswap import provenance
 from normswap.anatomy import Anatomy
 from normswap.errors import RefusedError
+from normswap.layers import affine, seats, site_norm
 from normswap.undress import undress
 from normswap.walks import Draft, read_directly
 
-_AFFINE = (layers.ChannelBias, layers.ChannelAffine, norm_layers.EvalNorm)
+_AFFINE = (seats.ChannelBias, seats.ChannelAffine, site_norm.EvalNorm)
 Wish = Callable[[Draft, str, nn.Module], None]
 
 
@@ -64,7 +65,7 @@ def sites(anatomy: Anatomy) -> list[str]:
 
 def seat_of(anatomy: Anatomy, path: str) -> str:
     """Where the seat of a norm that is gone is now: whatever chained something after it called it `inner`."""
-    while isinstance(anatomy.traced.modules.get(path), layers.Chain):
+    while isinstance(anatomy.traced.modules.get(path), seats.Chain):
         path = f"{path}.inner"
     return path
 
@@ -81,14 +82,14 @@ def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
     path = seat_of(draft.anatomy, site)
     old = draft.anatomy.traced.modules.get(path)
     edit = draft.seats.get(path)
-    if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, layers.Vacant)):
+    if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, seats.Vacant)):
         draft.notes.append(f"{path}: there is no seat for its norm any more")
         return
-    vacant = edit.layer == "Vacant" if edit is not None else isinstance(old, layers.Vacant)
+    vacant = edit.layer == "Vacant" if edit is not None else isinstance(old, seats.Vacant)
     if not vacant and not isinstance(old, _AFFINE):
         draft.notes.append(f"{path} stays a {type(old).__name__}: {draft.verdicts.get(path, 'it is in use')}")
         return
-    if isinstance(old, norm_layers.EvalNorm) and not vacant:
+    if isinstance(old, site_norm.EvalNorm) and not vacant:
         draft.seat(path, layer, **args)
         draft.verdicts[path] = "keeps its statistics"
         return

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from normswap import affine, axes
+from normswap import axes
 from normswap.anatomy import LINEAR
+from normswap.layers import affine
 from normswap.tracing import inputs
 from normswap.walks import Blocked, Draft, check_linear, is_flat, name
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import affine, axes, layer_norms, layer_scales
+from normswap import axes, layer_scales
 from normswap.anatomy import LINEAR
 from normswap.axes import Axes
 from normswap.gauge import is_constant_mul
+from normswap.layers import affine, channel_norm
 from normswap.tracing import inputs, is_add
 from normswap.walks import Blocked, Draft, check_linear, name
 
@@ -84,9 +85,9 @@ def _ignores_the_mean(draft: Draft, seen: Axes, node: fx.Node, user: fx.Node) ->
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm: Any = draft.anatomy.traced.module(user)
     axis = seen.get(node)
-    if norm is None or axis is None or not layer_norms.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
+    if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
-    return axis.last if layer_norms.channel_dim(norm) == -1 else axis.dim == 1
+    return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
 
 
 def _complaint(draft: Draft, seen: Axes, user: fx.Node) -> str:

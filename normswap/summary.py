@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normswap import affine, layers, provenance, restore, schemes, sites, zoo
+from normswap import provenance, restore, schemes, sites, zoo
 from normswap.anatomy import Anatomy, Block, Norm, inspect
 from normswap.conversion import Conversion
+from normswap.layers import affine, seats
 from normswap.plan import Step
 from normswap.undress import undress
 from normswap.verification import Report
@@ -63,7 +64,7 @@ def norms(model: nn.Module) -> int:
 def _block(block: Block, seen: Anatomy) -> Body:
     fields = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
     tail = seen.traced.modules[block.tail] if block.tail else None
-    alpha = tail.alpha.item() if isinstance(tail, layers.Scale) else None
+    alpha = tail.alpha.item() if isinstance(tail, seats.Scale) else None
     return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
 
 

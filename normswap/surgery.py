@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import layer_norms, layers, norm_layers, persample, scalar_layers, standardized, weight_layers
 from normswap.errors import PlanError
+from normswap.layers import channel_norm, per_sample, scalars, seats, site_norm, standardized, weight_norm
 from normswap.plan import Edit, Plan, Step
 
-_ROOMS: tuple[Any, ...] = (layer_norms, layers, norm_layers, persample, scalar_layers, standardized, weight_layers)
+_ROOMS: tuple[Any, ...] = (channel_norm, seats, site_norm, per_sample, scalars, standardized, weight_norm)
 SEATED: dict[str, Any] = {name: layer for room in _ROOMS for name, layer in room.SEATED.items()}
 
 
@@ -125,9 +125,9 @@ def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) 
     try:
         with torch.no_grad():
             new = layer.replacing(old, *reads, like=like, **args)
-            new = new if then is None else layers.Chain(new, layers.Scale(**then, like=like))
-            new = layers.out_of_place(new) if apart else new
-            return layers.Chain(new, layers.Copy()) if copied else new
+            new = new if then is None else seats.Chain(new, seats.Scale(**then, like=like))
+            new = seats.out_of_place(new) if apart else new
+            return seats.Chain(new, seats.Copy()) if copied else new
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = str(error).split("\n")[0]
         raise PlanError(f"edit of {edit.path} does not fit", f"{edit.layer}.replacing: {reason}") from error

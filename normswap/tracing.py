@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from normswap import affine, layers
 from normswap.errors import TraceError
+from normswap.layers import affine, seats
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -193,7 +193,7 @@ def trace(model: nn.Module) -> Traced:
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
     """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them."""
     for node in list(graph.nodes):
-        if node.op == "call_module" and isinstance(modules.get(str(node.target)), layers.Copy):
+        if node.op == "call_module" and isinstance(modules.get(str(node.target)), seats.Copy):
             value: Any = node.args[0]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
             one, two = node.args

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import affine, baking, gauge, layers, norm_free, scalar_layers
+from normswap import gauge, norm_free
 from normswap.anatomy import LINEAR, Anatomy
+from normswap.layers import affine, reparametrized, scalars, seats
 from normswap.overwriting import overwritten
 from normswap.sources import makers
 from normswap.tracing import inputs
@@ -32,7 +33,7 @@ from normswap.walks import (
     read_directly,
 )
 
-_STAYING = (layers.ChannelAffine, layers.ChannelBias, layers.Scale, scalar_layers.ScalarBias)
+_STAYING = (seats.ChannelAffine, seats.ChannelBias, seats.Scale, scalars.ScalarBias)
 
 
 def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
@@ -69,14 +70,14 @@ def _bake(draft: Draft) -> None:
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
         conv = traced.modules[path]
-        if not baking.is_dressed(conv) or not draft.anatomy.takes_part(path):
+        if not reparametrized.is_dressed(conv) or not draft.anatomy.takes_part(path):
             continue
         try:
             check_linear(draft, path, conv)
         except Blocked as why:
             draft.notes.append(f"{path} stays a {type(conv).__name__}: {why}")
         else:
-            draft.take(path).bake = not baking.is_stuck(conv)
+            draft.take(path).bake = not reparametrized.is_stuck(conv)
 
 
 def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
@@ -130,7 +131,7 @@ def _fold_forward(draft: Draft, path: str, module: nn.Module) -> str:
 
 def _move_scale(draft: Draft, path: str, module: nn.Module) -> str:
     """|s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
-    if isinstance(module, layers.ChannelBias | layers.Scale | scalar_layers.ScalarBias):
+    if isinstance(module, seats.ChannelBias | seats.Scale | scalars.ScalarBias):
         raise Blocked("it has no scale per channel")
     act = affine.activation(module)
     if not is_relu(act):
@@ -146,7 +147,7 @@ def _move_scale(draft: Draft, path: str, module: nn.Module) -> str:
 
 def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> str:
     """A scalar after a gate: through the gate into the convolution before it."""
-    if not isinstance(module, layers.Scale):
+    if not isinstance(module, seats.Scale):
         raise Blocked("it is no scalar")
     alpha = module.alpha.item()
     if not alpha >= 0 or (module.bias is not None and module.bias.any()):
@@ -179,7 +180,7 @@ def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
 
 def _fold_stream(draft: Draft, path: str, module: nn.Module) -> str:
     """A factor of a residual stream: through sums and gates into all that makes it (`gauge`)."""
-    if not isinstance(module, layers.Scale) or module.bias is not None:
+    if not isinstance(module, seats.Scale) or module.bias is not None:
         raise Blocked("it is no scalar without a bias")
     calls = draft.anatomy.traced.calls[id(module)]
     if len(calls) > 1:

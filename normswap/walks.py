@@ -13,8 +13,8 @@ from timm import layers as timm_layers
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from normswap import affine, baking, layers
 from normswap.anatomy import LINEAR, Anatomy
+from normswap.layers import affine, reparametrized, seats
 from normswap.plan import Edit
 from normswap.tracing import Traced, inputs, is_mul
 
@@ -94,7 +94,7 @@ class Draft:
         if module is None:
             asleep = node.target is F.dropout and node.kwargs.get("training") is False
             return asleep or (node.op == "call_method" and node.target == "contiguous")
-        if isinstance(module, _SILENT) or (isinstance(module, layers.Vacant) and module.act is None):
+        if isinstance(module, _SILENT) or (isinstance(module, seats.Vacant) and module.act is None):
             return True
         edit = self.seats.get(str(node.target))
         return edit is not None and edit.layer == "Vacant" and affine.activation(module) is None
@@ -115,7 +115,7 @@ def consumers(draft: Draft, module: nn.Module, passes: Callable[[fx.Node], bool]
         if str(node.target) == draft.anatomy.classifier:
             raise Blocked(f"the features that {node.target} reads would change")
         check_linear(draft, str(node.target), conv)
-        if baking.is_stuck(conv):
+        if reparametrized.is_stuck(conv):
             raise Blocked(f"{node.target} adds a scalar to its input")
         if any(call not in ends for call in traced.calls[id(conv)]):
             raise Blocked(f"{node.target} is called elsewhere too, on another input")
@@ -168,7 +168,7 @@ def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str
             if end in main or not isinstance(conv, LINEAR):
                 raise Blocked(f"{name(end)} reads it")
             check_linear(draft, str(end.target), conv)
-            if baking.is_stuck(conv):
+            if reparametrized.is_stuck(conv):
                 raise Blocked(f"{end.target} adds a scalar to its input")
             if len(traced.calls[id(conv)]) > 1:
                 raise Blocked(f"{end.target} is called more than once")
@@ -177,7 +177,7 @@ def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str
 
 
 def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
-    dressed = baking.is_dressed(conv)
+    dressed = reparametrized.is_dressed(conv)
     if not dressed and (type(conv).forward not in _LINEAR_FORWARDS or "forward" in vars(conv)):
         raise Blocked(f"{path} ({type(conv).__name__}) has a forward of its own")
     if dressed and not draft.anatomy.takes_part(path):
@@ -243,7 +243,7 @@ def is_relu(act: nn.Module | None) -> bool:
 
 
 def _is_vacant_relu(module: nn.Module) -> bool:
-    return isinstance(module, layers.Vacant) and is_relu(module.act)
+    return isinstance(module, seats.Vacant) and is_relu(module.act)
 
 
 def name(node: fx.Node) -> str:

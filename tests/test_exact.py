@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap import baking, layers, norm_layers, scalar_layers, surgery
+from normswap import surgery
 from normswap.errors import OptionError, RefusedError
+from normswap.layers import reparametrized, scalars, seats, site_norm
 from normswap.plan import Plan
 
 GHOST = ("batchnorm", {"ghost_batch": 2})
@@ -47,7 +48,7 @@ def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
         model, x, reference = source(arch)
         back = to(to(model, scheme, **options), "folded")
         assert distance(reference, run(back, x)) <= 1e-12
-        ours = (layers.Scale, scalar_layers.ScalarBias, norm_layers.EvalNorm, baking.TunedConv2d, baking.Shifted)
+        ours = (seats.Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.Shifted)
         assert not batchnorms(back)
         assert not has_layers(back, *ours)
         assert not any(parametrize.is_parametrized(module) for module in back.modules())
@@ -133,7 +134,7 @@ def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
     with torch.no_grad():
         before, after = model.forward_intermediates(x)[1], result.forward_intermediates(x)[1]
     assert all(distance(a, b) <= 1e-12 for a, b in zip(before[1:], after[1:], strict=True))
-    fixed = [module for module in result.modules() if isinstance(module, scalar_layers.FixedScale)]
+    fixed = [module for module in result.modules() if isinstance(module, scalars.FixedScale)]
     assert len(fixed) == 2 * len(draft.anatomy.blocks)
     assert not any("alpha" in name for name, _ in result.named_parameters())
     if rule == "balduzzi":
@@ -152,7 +153,7 @@ def test_fixed_factors_become_scalars_that_learn(arch: str, scheme: str) -> None
     options = {"mean": "keep"} if scheme == "nf" else {}
     result = to(to(model, "residual-scale", rule="hanin"), scheme, **options)
     assert distance(reference, run(result, x)) <= 1e-12
-    assert not has_layers(result, scalar_layers.FixedScale)
+    assert not has_layers(result, scalars.FixedScale)
     learn = {name for name, _ in result.named_parameters() if name.endswith("alpha")}
     assert learn == {name for name, _ in to(model, scheme, **options).named_parameters() if name.endswith("alpha")}
     assert len(learn) == 8
@@ -193,7 +194,7 @@ def test_ghost_batches_are_batches() -> None:
     """In training, N samples at a time: the output on 2 + 2 + 3 is that of BatchNorm on each part."""
     torch.manual_seed(0)
     plain, x = nn.BatchNorm2d(4), torch.randn(7, 4, 5, 5)
-    ghost: Any = norm_layers.SiteNorm.replacing(plain, like=torch.empty(0), ghost=2).train()
+    ghost: Any = site_norm.SiteNorm.replacing(plain, like=torch.empty(0), ghost=2).train()
     expected = torch.cat([plain.train()(part) for part in x.split([2, 2, 3])])
     assert torch.allclose(ghost(x), expected, atol=1e-6)
     assert torch.allclose(ghost.running_var, plain.running_var)
@@ -230,12 +231,12 @@ def test_a_trained_input_bias_before_padding_stays() -> None:
     result = to(model, "fixup")
     with torch.no_grad():
         for module in result.modules():
-            if isinstance(module, baking.Shifted):
+            if isinstance(module, reparametrized.Shifted):
                 module.in_bias.fill_(0.1)
     folded = to(result, "folded")
     assert distance(run(result, x), run(folded, x)) <= 1e-12
-    assert isinstance(folded.layer2[0].conv2, baking.ShiftedConv2d)
-    assert not isinstance(folded.layer2[0].conv1, baking.Shifted)
+    assert isinstance(folded.layer2[0].conv2, reparametrized.ShiftedConv2d)
+    assert not isinstance(folded.layer2[0].conv1, reparametrized.Shifted)
     for scheme in ("weightnorm", "tune", "skipinit", "fixup", "batchnorm"):
         assert distance(run(result, x), run(to(result, scheme), x)) <= 1e-12
 

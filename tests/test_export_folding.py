@@ -16,7 +16,8 @@ from lived import distance, lived_in, run
 from tiny import Net
 from torch import Tensor, nn
 
-from normswap import anatomy, layers
+from normswap import anatomy
+from normswap.layers import seats
 from normswap.ship import absorbing, baked_input, rounding, undressing
 
 V2: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
@@ -35,7 +36,7 @@ def v2(*, positive: bool, name: str = "resnetv2_18", **args: Any) -> tuple[nn.Mo
 
 
 def left(model: nn.Module) -> list[str]:
-    kinds = (layers.ChannelBias, layers.ChannelAffine)
+    kinds = (seats.ChannelBias, seats.ChannelAffine)
     return [path for path, module in model.named_modules() if isinstance(module, kinds)]
 
 
@@ -60,7 +61,7 @@ def test_a_shift_with_a_sign_stays() -> None:
     folded = undressing.undressed(model, SIZE)
     before = left(folded)
     gone = absorbing.absorb(folded)
-    signed = [path for path in before if folded.get_submodule(path).__class__ is layers.ChannelBias]
+    signed = [path for path in before if folded.get_submodule(path).__class__ is seats.ChannelBias]
     assert left(folded) == signed
     assert [path for path in before if path not in gone] == signed
     assert signed
@@ -90,7 +91,7 @@ def _stream(m: Any, x: Tensor) -> Tensor:
 def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorbed: bool) -> None:
     torch.manual_seed(0)
     parts = {"stem": nn.Conv2d(3, 4, 3), "conv": nn.Conv2d(4, 4, 3, padding=1), "other": other}
-    parts["bias"] = layers.ChannelBias(torch.randn(4), None, nn.ReLU(inplace=True))
+    parts["bias"] = seats.ChannelBias(torch.randn(4), None, nn.ReLU(inplace=True))
     model: nn.Module = Net(_stream, **parts).double().eval()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     expected = run(model, x)
@@ -99,10 +100,10 @@ def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorb
 
 
 def test_an_inplace_activation_does_not_overwrite_the_stream() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), layers.ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), seats.ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
     absorbing.absorb(model)
     vacant: Any = model[1]
-    assert isinstance(vacant, layers.Vacant)
+    assert isinstance(vacant, seats.Vacant)
     assert vacant.act.inplace is False
 
 

@@ -15,7 +15,7 @@ from lived import batchnorms, distance, lived_in, run, step
 from torch import Tensor, nn
 
 from normswap import surgery
-from normswap.layers import Scale
+from normswap.layers.seats import Scale
 
 # Residual branches, and the norm that ends each, from the papers (how they are counted: test_anatomy_families.py;
 # SE-ResNeXt-26t: 2 + 2 + 2 + 2 bottlenecks). In the SE-ResNeXt a gate follows that norm, in the others it comes before.

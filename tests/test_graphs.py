@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normswap import surgery
 from normswap.errors import RefusedError
-from normswap.layers import Scale
+from normswap.layers.seats import Scale
 
 EXACT = 1e-12
 

@@ -15,8 +15,9 @@ from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, nn
 
-from normswap import anatomy, conversion, layers, provenance, surgery
+from normswap import anatomy, conversion, provenance, surgery
 from normswap.errors import RefusedError
+from normswap.layers import seats
 from normswap.plan import Plan, Step
 
 NARROW: dict[str, dict[str, Any]] = {
@@ -235,7 +236,7 @@ def test_conversions_chain(arch: str, row: Row) -> None:
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
     result = twin(arch, row)
-    scalars = [module for module in result.modules() if isinstance(module, layers.Scale)]
+    scalars = [module for module in result.modules() if isinstance(module, seats.Scale)]
     with torch.no_grad():
         for parameter in result.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import SMALL, inhabit, skeleton, small
 
 import normswap
-from normswap import layers, surgery
+from normswap import surgery
 from normswap.anatomy import inspect
 from normswap.conversion import draft
 from normswap.errors import RefusedError
+from normswap.layers import seats
 from normswap.plan import Plan, Step
 
 TOLERANCE = 1e-12
@@ -61,7 +62,7 @@ def test_exact(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     result: Any = folded(model)[0]
     assert with_affine(result) == STAY[name]
-    kinds = [layers.Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()]  # test_layer_scales.py
+    kinds = [seats.Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()]  # test_layer_scales.py
     assert [type(m) for m in result.modules()] == kinds
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE

@@ -16,8 +16,9 @@ from timm.layers import ScaledStdConv2d
 from torch import nn
 
 import normswap
-from normswap import layers, partial
+from normswap import partial
 from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.layers import seats
 
 SIZE = (3, 33, 33)
 ARCHITECTURES = ("resnet18", "resnetv2_18", "seresnet18")
@@ -79,7 +80,7 @@ def test_exact_and_the_rest_stays(arch: str, row: Row, given: dict[str, Any]) ->
     assert set(outside) <= {path.replace(".inner", "") for path in left}
     if not row.norms:
         assert not set(inside) & set(left)
-    scalars = [path for path, module in done.model.named_modules() if isinstance(module, layers.Scale)]
+    scalars = [path for path, module in done.model.named_modules() if isinstance(module, seats.Scale)]
     assert all(chosen(path.removesuffix(".then"), only=part.get("only", [])) for path in scalars)
     assert done.plan.steps[-1].options == {**done.plan.steps[-1].options, **part}
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import TINY, inhabit, skeleton, small
 
 import normswap
-from normswap import layer_norms, restore, surgery
+from normswap import restore, surgery
 from normswap.anatomy import inspect
 from normswap.conversion import draft
 from normswap.errors import RefusedError
+from normswap.layers import channel_norm
 from normswap.plan import Plan, Step
 
 EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
@@ -194,7 +195,9 @@ def test_swin_would_be_wrong() -> None:
     tokens = torch.randn(4, 2, dtype=torch.float64)
     centred = tokens - tokens.mean(1, keepdim=True)
     assert distance(norm(tokens.flatten()), norm(centred.flatten())) > 0.1
-    assert distance(norm(centred.flatten()), layer_norms.RMSNorm.replacing(norm, like=tokens)(centred.flatten())) < 1e-5
+    assert (
+        distance(norm(centred.flatten()), channel_norm.RMSNorm.replacing(norm, like=tokens)(centred.flatten())) < 1e-5
+    )
 
 
 class Net(nn.Module):
@@ -300,7 +303,7 @@ def test_rmsnorm_is_timms(shift: bool) -> None:
     norm = nn.LayerNorm(6, eps=1e-3).double()
     inhabit(norm)
     with torch.no_grad():
-        new: Any = layer_norms.RMSNorm.replacing(norm, like=x, shift=shift)
+        new: Any = channel_norm.RMSNorm.replacing(norm, like=x, shift=shift)
     theirs = RmsNorm(6, eps=1e-3).double()
     theirs.weight.data.copy_(norm.weight)
     with torch.no_grad():

@@ -16,9 +16,9 @@ from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError
+from normswap.layers.standardized import MeanStdConv2d
 from normswap.plan import Plan
 from normswap.recover.recipe import Anneal
-from normswap.standardized import MeanStdConv2d
 
 
 class Means:

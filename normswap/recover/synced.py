@@ -13,7 +13,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap.norm_layers import SiteNorm
+from normswap.layers.site_norm import SiteNorm
 
 
 class _Sum(torch.autograd.Function):

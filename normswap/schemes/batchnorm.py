@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from normswap import affine
 from normswap.anatomy import Anatomy
 from normswap.errors import OptionError
-from normswap.norm_layers import SiteNorm
+from normswap.layers import affine
+from normswap.layers.site_norm import SiteNorm
 from normswap.sites import dress_in_norms
 from normswap.walks import Draft
 

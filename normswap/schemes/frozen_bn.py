@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from normswap import affine
 from normswap.anatomy import Anatomy
+from normswap.layers import affine
 from normswap.sites import dress_in_norms
 from normswap.walks import Draft
 

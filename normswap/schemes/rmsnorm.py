@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from normswap import axes, layer_norms, norm_affine, stream
+from normswap import axes, norm_affine, stream
 from normswap.anatomy import Anatomy
 from normswap.errors import RefusedError
+from normswap.layers import channel_norm
 from normswap.tracing import inputs
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft
@@ -49,7 +50,7 @@ def plan(anatomy: Anatomy) -> Draft:
 
 
 def _replace(draft: Draft, seen: axes.Axes, path: str, norm: nn.Module, streams: list[stream.Stream]) -> None:
-    why = layer_norms.refusal(norm)
+    why = channel_norm.refusal(norm)
     if why:
         raise Blocked(why)
     for call in draft.anatomy.traced.calls[id(norm)]:

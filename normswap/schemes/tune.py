@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from normswap import affine, baking, layers, provenance
+from normswap import provenance
 from normswap.anatomy import Anatomy
+from normswap.layers import affine, reparametrized, seats
 from normswap.sites import dress_in_norms
 from normswap.undress import undress
 from normswap.walks import Draft
@@ -30,7 +31,7 @@ def plan(anatomy: Anatomy) -> Draft:
     # what folds back into one plain convolution can scale its weight instead
     for path, conv in _folding(anatomy).items():
         seat = draft.seats.get(path)
-        plain = baking.plain_class(modules[conv]) is nn.Conv2d and not baking.is_stuck(modules[conv])
+        plain = reparametrized.plain_class(modules[conv]) is nn.Conv2d and not reparametrized.is_stuck(modules[conv])
         if seat is None or not plain or (conv in draft.takes and draft.takes[conv].layer != "Folded"):
             continue
         take = draft.take(conv)
@@ -53,7 +54,7 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
              for conv, take in undress(anatomy).takes.items()}  # fmt: skip
     for edit in (edit for step in (record.plan.steps if record else ()) for edit in step.edits):
         ways = zip(edit.reads, edit.args.get("takes", ()), strict=False)
-        lost = [read for read, how in ways if how in ("after", "norm") and isinstance(modules.get(read), layers.Vacant)]
+        lost = [read for read, how in ways if how in ("after", "norm") and isinstance(modules.get(read), seats.Vacant)]
         taken.setdefault(edit.path, []).extend(path for path in lost if path not in taken.get(edit.path, ()))
     found: dict[str, list[str]] = {}
     for conv, paths in taken.items():

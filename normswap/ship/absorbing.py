@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from normswap import affine, anatomy, layers
+from normswap import anatomy
 from normswap.anatomy import LINEAR
+from normswap.layers import affine, seats
 from normswap.tracing import inputs, is_add
 from normswap.walks import Blocked, Draft, check_linear, pads
 
@@ -30,7 +31,7 @@ def absorb(model: nn.Module) -> list[str]:
     """
     work = _Absorber(model)
     for path, module in list(model.named_modules()):
-        if isinstance(module, layers.ChannelBias) and module.sign is None:
+        if isinstance(module, seats.ChannelBias) and module.sign is None:
             work.take_out(path, module)
     work.carry_out()
     return list(work.vacant)
@@ -46,7 +47,7 @@ class _Absorber:
         self.added: dict[str, Tensor] = {}
         self.vacant: list[str] = []
 
-    def take_out(self, path: str, module: layers.ChannelBias) -> None:
+    def take_out(self, path: str, module: seats.ChannelBias) -> None:
         calls = self.traced.calls.get(id(module), [])
         if len(calls) != 1 or affine.refusal(module):
             return
@@ -73,7 +74,7 @@ class _Absorber:
             for part in act.modules() if act is not None else ():
                 if hasattr(part, "inplace"):
                     part.inplace = False  # type: ignore[assignment]  # it would overwrite the stream
-            self.model.set_submodule(path, layers.Vacant(act))
+            self.model.set_submodule(path, seats.Vacant(act))
 
     def _maker(self, value: fx.Node) -> str:
         """The convolution whose bias can make `value` larger."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from normswap import anatomy, layers
+from normswap import anatomy
 from normswap.errors import TraceError
+from normswap.layers import seats
 from normswap.walks import Blocked, Draft, check_linear, pads
 
 
@@ -44,10 +45,10 @@ def bake(network: nn.Module, mean: Tensor, std: Tensor) -> Before:
         return Before(1 / std, -mean / std, f"mean and std stand before the network: {reason}")
     padded = any(pads(network.get_submodule(path)) for path in paths)
     shift = torch.zeros_like(mean) if padded else -mean / std
-    norm = layers.ChannelAffine((1 / std).flatten().double(), shift.flatten().double())
+    norm = seats.ChannelAffine((1 / std).flatten().double(), shift.flatten().double())
     for path in paths:
         conv: Any = network.get_submodule(path)
-        network.set_submodule(path, layers.Folded.replacing(conv, norm, like=conv.weight, takes=["before"]))
+        network.set_submodule(path, seats.Folded.replacing(conv, norm, like=conv.weight, takes=["before"]))
     names = ", ".join(paths)
     if padded:
         return Before(None, -mean, f"std is in {names}, which pads its input; the mean is subtracted before it")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import layers
 from normswap.errors import RefusedError, VerificationError
+from normswap.layers import seats
 from normswap.ship import rounding
 from normswap.ship.formats import Runs, reason
 from normswap.ship.shipped import INPUT, Shipped
@@ -58,10 +58,10 @@ def _depthwise(network: Shipped) -> Shipped:
     """
     twin = copy.deepcopy(network)
     for path, module in list(twin.named_modules()):
-        if not isinstance(module, layers.ChannelAffine | layers.ChannelBias):
+        if not isinstance(module, seats.ChannelAffine | seats.ChannelBias):
             continue
         bias = module.bias.detach()
-        scale = module.weight.detach() if isinstance(module, layers.ChannelAffine) else module.sign
+        scale = module.weight.detach() if isinstance(module, seats.ChannelAffine) else module.sign
         conv = nn.Conv2d(len(bias), len(bias), 1, groups=len(bias), dtype=bias.dtype).requires_grad_(False)
         conv.weight.copy_((torch.ones_like(bias) if scale is None else scale).view(-1, 1, 1, 1))
         assert conv.bias is not None

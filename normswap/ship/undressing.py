@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from normswap import affine, anatomy, baking, conversion, schemes
+from normswap import anatomy, conversion, schemes
 from normswap.errors import TraceError
+from normswap.layers import affine, reparametrized
 from normswap.plan import Step
 from normswap.ship import absorbing
 
@@ -32,7 +33,7 @@ def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = 
     try:
         seen = anatomy.inspect(model)
     except TraceError:
-        if any(affine.is_affine(module) or baking.is_dressed(module) for module in model.modules()):
+        if any(affine.is_affine(module) or reparametrized.is_dressed(module) for module in model.modules()):
             raise
         return copy.deepcopy(model).eval()
     if not features:

@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import affine, anatomy, checkpoint, signal
+from normswap import anatomy, checkpoint, signal
+from normswap.layers import affine
 from normswap.ship import bench, bench_plot, checks
 from normswap.ship.bench import Row, Say
 from normswap.ship.bench_figures import speedup

@@ -25,10 +25,11 @@ from kept import Kept
 from torch import Tensor, nn
 
 import normswap
-from normswap import affine, conversion, persample
+from normswap import conversion
 from normswap.checkpoint import open_model
 from normswap.data import make_loader
 from normswap.errors import NormswapError
+from normswap.layers import affine, per_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -90,7 +91,7 @@ def copied(model: nn.Module) -> nn.Module:
         for path, norm in [*model.named_modules()]:
             if affine.is_batchnorm(norm):
                 parent, _, name = path.rpartition(".")
-                new = persample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1, copied=True)
+                new = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1, copied=True)
                 setattr(model.get_submodule(parent), name, new)
     return model.eval()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap.baking import TunedConv2d
+from normswap.layers.reparametrized import TunedConv2d
 
 _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
@@ -63,7 +63,7 @@ class SiteNorm(_BatchNorm):
         y = s x + t (the identity, or what a ChannelBias or ChannelAffine in the seat computes) is the norm with
         gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
         """
-        from normswap import affine, layers
+        from normswap.layers import affine, seats
 
         act, like = _activation(old), _typed(old, like)
         if mean is None or std is None:
@@ -74,7 +74,7 @@ class SiteNorm(_BatchNorm):
         new = cls(len(mean), eps=1e-5, momentum=0.1, ghost=ghost, act=act).to(like)
         new.running_var.copy_(torch.tensor(std, dtype=torch.float64).square())
         new.running_mean.copy_(torch.tensor(mean, dtype=torch.float64))
-        own = isinstance(old, layers.ChannelBias | layers.ChannelAffine)
+        own = isinstance(old, seats.ChannelBias | seats.ChannelAffine)
         scale, shift = affine.read(old) if own else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
         new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
         new.bias.copy_(shift + scale * new.running_mean.double())
@@ -86,7 +86,7 @@ class EmptyNorm:
 
     @staticmethod
     def replacing(old: Any, *, like: Tensor) -> SiteNorm:
-        from normswap import affine
+        from normswap.layers import affine
 
         like = _typed(old, like)
         new = SiteNorm(affine.channels(old), eps=old.eps, momentum=0.1, ghost=0, act=_activation(old)).to(like)
@@ -152,7 +152,7 @@ class Tuned:
         std: Sequence[float] | None = None,
         **args: Any,
     ) -> TunedConv2d:
-        from normswap.layers import Folded
+        from normswap.layers.seats import Folded
 
         (norm,) = (read for read, how in zip(reads, takes, strict=True) if how == "norm")
         others = [(read, how) for read, how in zip(reads, takes, strict=True) if how != "norm"]
@@ -168,7 +168,7 @@ class Tuned:
 
 
 def _activation(old: nn.Module) -> nn.Module | None:
-    from normswap import affine
+    from normswap.layers import affine
 
     return copy.deepcopy(affine.activation(old))
 

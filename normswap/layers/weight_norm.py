@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from normswap import baking
-from normswap.layers import Folded
+from normswap.layers import reparametrized
+from normswap.layers.seats import Folded
 
 
 class WeightNorm:
@@ -55,7 +55,7 @@ class SpectralNorm:
         spectral: Any = new.parametrizations.weight[0].eval()
         flat = spectral._reshape_weight_to_matrix(new.parametrizations.weight.original)
         sigma = torch.vdot(spectral._u, torch.mv(flat, spectral._v))
-        gain = baking.Gain(torch.where(dead, torch.zeros_like(sigma), sigma))
+        gain = reparametrized.Gain(torch.where(dead, torch.zeros_like(sigma), sigma))
         parametrize.register_parametrization(new, "weight", gain)
         return new
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import baking
+from normswap.layers import reparametrized
 
 Linearity = nn.Linear | nn.modules.conv._ConvNd
 
@@ -152,7 +152,7 @@ class ChannelAffine(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> ChannelAffine:
-        from normswap import affine
+        from normswap.layers import affine
 
         scale, shift = affine.read(old)
         return cls(scale.to(like), shift.to(like), _activation(old))
@@ -179,7 +179,7 @@ class ChannelBias(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, signed: bool) -> ChannelBias:
-        from normswap import affine
+        from normswap.layers import affine
 
         _, sign, shift = affine.split(old, like.dtype)
         return cls(shift.to(like), sign.to(like) if signed else None, _activation(old))
@@ -210,17 +210,17 @@ class Folded:
                 old, with no padding in between (W' = W s per input channel, b' = b + W t); `before-magnitude`: |s|
                 alone (`affine.split`); `before-shift`: t alone.
             gain: multiplies the output; `in_gain`: multiplies the input.
-            bake: first make `old` a plain layer (see `baking`).
+            bake: first make `old` a plain layer (see `reparametrized`).
             centred: in the end take the mean over the output channels off: W' = (I - 11'/C) W, b' = b - mean(b).
         """
-        from normswap import affine
+        from normswap.layers import affine
 
         if next(old.parameters(), None) is None:
             raise TypeError(f"a {type(old).__name__} has no weight to fold into")
         own = next(old.parameters()).dtype
         dtype = like.dtype if like.dtype == torch.float64 else own
         if bake:
-            old = baking.plain(old)  # in float64
+            old = reparametrized.plain(old)  # in float64
         weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
         groups, out_per_group = weight.shape[0], weight.shape[1]
         rest = (1,) * (weight.ndim - 3)
@@ -276,7 +276,7 @@ class Number:
 
 
 def _activation(old: nn.Module) -> nn.Module | None:
-    from normswap import affine
+    from normswap.layers import affine
 
     return copy.deepcopy(affine.activation(old))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, pad_same
 from torch import Tensor, nn
 
-from normswap.layers import Folded
+from normswap.layers.seats import Folded
 
 STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame)
 
@@ -34,7 +34,7 @@ class MeanStdConv2d(ScaledStdConv2d):
         return F.conv2d(x, self.effective_weight(), self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def effective_weight(self) -> Tensor:
-        """The weight it computes with (`baking` asks for it)."""
+        """The weight it computes with (`reparametrized` asks for it)."""
         return effective(self)
 
 

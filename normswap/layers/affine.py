@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import layer_norms, layers, norm_layers, scalar_layers
+from normswap.layers import channel_norm, scalars, seats, site_norm
 
 _BATCHNORM_FORWARDS = {
     _BatchNorm.forward,
     nn.SyncBatchNorm.forward,
-    norm_layers.SiteNorm.forward,
+    site_norm.SiteNorm.forward,
     FrozenBatchNorm2d.forward,
     norm_act.BatchNormAct2d.forward,
     norm_act.SyncBatchNormAct.forward,
@@ -35,10 +35,10 @@ _FUSED = (
     norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d, norm_act.GroupNormAct,
     norm_act.LayerNormAct2d,
 )  # fmt: skip
-_OURS = (layers.Scale, layers.ChannelAffine, layers.ChannelBias, norm_layers.EvalNorm, scalar_layers.ScalarBias)
+_OURS = (seats.Scale, seats.ChannelAffine, seats.ChannelBias, site_norm.EvalNorm, scalars.ScalarBias)
 _WITH_ACT = (
-    layers.Vacant, layers.ChannelAffine, layers.ChannelBias, scalar_layers.ScalarBias,
-    norm_layers.EvalNorm, norm_layers.SiteNorm,
+    seats.Vacant, seats.ChannelAffine, seats.ChannelBias, scalars.ScalarBias,
+    site_norm.EvalNorm, site_norm.SiteNorm,
 )  # fmt: skip
 _OTHER_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
@@ -86,23 +86,23 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     """s and t of y = s * x + t, each of shape (C,) or (1,), float64; of a LayerNorm or RMSNorm, gamma and beta.
 
     Args:
-        module: one for which `refusal` is None, or `layer_norms.refusal`.
+        module: one for which `refusal` is None, or `channel_norm.refusal`.
         unit_gamma: read a BatchNorm as if gamma were 1 and beta 0 (the plain standardization).
     """
-    if isinstance(module, layers.Scale):
+    if isinstance(module, seats.Scale):
         shift = torch.zeros_like(module.alpha) if module.bias is None else module.bias
         return module.alpha.detach().double(), shift.detach().double()
-    if isinstance(module, scalar_layers.ScalarBias):
+    if isinstance(module, scalars.ScalarBias):
         return torch.ones_like(module.bias).double(), module.bias.detach().double()
-    if isinstance(module, layers.ChannelAffine):
+    if isinstance(module, seats.ChannelAffine):
         return module.weight.detach().double(), module.bias.detach().double()
-    if isinstance(module, layers.ChannelBias):
+    if isinstance(module, seats.ChannelBias):
         bias = module.bias.detach().double()
         return (torch.ones_like(bias) if module.sign is None else module.sign.double()), bias
     if isinstance(module, LAYER_SCALES):
         return module.gamma.detach().double(), torch.zeros_like(module.gamma, dtype=torch.float64)
-    if layer_norms.channel_dim(module) is not None:
-        return layer_norms.read(module)
+    if channel_norm.channel_dim(module) is not None:
+        return channel_norm.read(module)
     norm: Any = module
     mean, var = norm.running_mean.double(), norm.running_var.double()
     scale = torch.rsqrt(var + norm.eps)

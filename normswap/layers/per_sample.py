@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
-from normswap import affine
-from normswap.layers import Chain, ChannelAffine
+from normswap.layers import affine
+from normswap.layers.seats import Chain, ChannelAffine
 
 PER_SAMPLE = (nn.GroupNorm,)
 

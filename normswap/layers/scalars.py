@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import baking
-from normswap.layers import Folded, Scale
+from normswap.layers import reparametrized
+from normswap.layers.seats import Folded, Scale
 
 
 class FixedScale(Scale):
@@ -36,7 +36,7 @@ class ScalarBias(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> ScalarBias:
-        from normswap import affine
+        from normswap.layers import affine
 
         return cls(torch.zeros(1).to(like), copy.deepcopy(affine.activation(old)))
 
@@ -47,8 +47,8 @@ class Shifted:
     @staticmethod
     def replacing(old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
         new: Any = Folded.replacing(old, *reads, like=like, **args)
-        if not isinstance(new, baking.Shifted):
-            new.__class__ = baking.SHIFTED[type(new)]
+        if not isinstance(new, reparametrized.Shifted):
+            new.__class__ = reparametrized.SHIFTED[type(new)]
             new.in_bias = nn.Parameter(torch.zeros(1).to(new.weight))
         return new
 
