@@ -25,9 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normswap import __version__, card, provenance, restore, surgery, weights, zoo
+from normswap import __version__, card, provenance, restore, surgery
 from normswap.conversion import Conversion
 from normswap.errors import OutputError, PlanError, SourceError
+from normswap.models import weight_files, zoo
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
 from normswap.verification import Report
@@ -118,12 +119,12 @@ def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
     plan = Plan.from_json(json.dumps(header["plan"]), f"{file}: plan")
     if header["plan"].get("digest") != plan.digest:
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
-    state = weights.read(file)
-    weights.check_finite(state, str(file))
+    state = weight_files.read(file)
+    weight_files.check_finite(state, str(file))
     model = surgery.apply(_bare(folder, arch, skeleton), plan).to(_dtype(state))
-    weights.load_into(model, state, str(file), {})
+    weight_files.load_into(model, state, str(file), {})
     model.eval()
-    norms = weights.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
+    norms = weight_files.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
     cfg = header["pretrained_cfg"]
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)

@@ -146,7 +146,7 @@ def _spp(sources: Sequence[Any], look: Look, output: Path | None, table: Path | 
 def _batches(model: Any, look: Look) -> tuple[list[Any], str]:
     import torch
 
-    from normswap import zoo
+    from normswap.models import zoo
 
     if look.images is not None:
         loaded = [x for x, _ in look.images.loader(model)]

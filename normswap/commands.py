@@ -77,8 +77,8 @@ class Wanted:
         """The arguments of `conversion.convert` that say what to fit values to."""
         if self.calibrate is None or self.calibrate == "noise":
             return {"calibrate": self.calibrate, "seed": self.seed, "progress": advance}
-        from normswap import zoo
         from normswap.data import make_loader
+        from normswap.models import zoo
 
         config = zoo.data_config(model)  # no word of classes: labels are not needed
         images = make_loader(config, self.calibrate, split="train", samples=self.samples, seed=self.seed)

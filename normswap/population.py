@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from normswap.calibrate import checked
 from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.layers.site_norm import SiteNorm
-from normswap.weights import first_line
+from normswap.models.weight_files import first_line
 
 Progress = Callable[[int, int], None]
 _FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from normswap import anatomy, provenance, schemes, verification, zoo
+from normswap import anatomy, provenance, schemes, verification
 from normswap.agreement import agreement, classify
 from normswap.data import Loader
 from normswap.errors import SourceError
 from normswap.evaluate import Progress
+from normswap.models import zoo
+from normswap.models.weight_files import SUFFIXES
 from normswap.verification import Report
-from normswap.weights import SUFFIXES
 
 _REMEDY = "Say what to compare with: '--against MODEL'."
 

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, checkpoint, page, prove, provenance, restore, schemes, summary, writing, zoo
+from normswap import anatomy, checkpoint, page, prove, provenance, restore, schemes, summary, writing
 from normswap.anatomy import Anatomy
 from normswap.data import Loader
 from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.evaluate import evaluate
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.layers import seats
+from normswap.models import zoo
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.signal import signal

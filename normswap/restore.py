@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, provenance, surgery, zoo
+from normswap import anatomy, provenance, surgery
 from normswap.errors import RefusedError
 from normswap.layers import affine, seats
+from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.undress import undress

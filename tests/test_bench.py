@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, conversion, demo, zoo
+from normswap import checkpoint, conversion, demo
 from normswap.cli import main
 from normswap.errors import OptionError, RefusedError
+from normswap.models import zoo
 from normswap.ship import bench, bench_plot, runtimes
 from normswap.ship.bench import Row, Timing
 from normswap.ship.bench_figures import Spread, rotated, speedup, spread

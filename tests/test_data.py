@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from normswap import data, zoo
+from normswap import data
 from normswap.data import make_loader
 from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.evaluate import evaluate
+from normswap.models import zoo
 
 CLASSES = ["ant", "bee", "cow"]
 CONFIG: dict[str, Any] = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import normswap
 from normswap import checkpoint, demo
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
+from normswap.models.weight_files import quiet
 from normswap.ship import formats
-from normswap.weights import quiet
 
 FORMATS = formats.names()
 ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}

@@ -15,7 +15,7 @@ from hub_server import hub_server, use_hub
 from small import origin, small, write_folder
 
 from normswap.errors import SourceError
-from normswap.zoo import open_source
+from normswap.models.zoo import open_source
 
 
 @pytest.fixture(scope="module")

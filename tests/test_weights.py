@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from small import SMALL, State, same, small
 
 from normswap.errors import SourceError
-from normswap.zoo import hash_tensors, open_source
+from normswap.models.zoo import hash_tensors, open_source
 
 
 @pytest.fixture

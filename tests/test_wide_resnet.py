@@ -14,10 +14,9 @@ from lived import batchnorms, distance, run, swapped
 from torch import Tensor, nn
 
 import normswap
-from normswap import zoo
 from normswap.errors import SourceError
+from normswap.models import wide_resnet, zoo
 from normswap.plan import Arch
-from normswap.recover import wide_resnet
 
 ORDERS = ("pre", "post")
 

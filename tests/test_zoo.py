@@ -15,10 +15,10 @@ import torchvision
 from small import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
-from normswap import zoo
 from normswap.errors import NormswapError, OptionError, SourceError
+from normswap.models import zoo
+from normswap.models.zoo import create, hash_tensors, identify, open_source
 from normswap.plan import Arch
-from normswap.zoo import create, hash_tensors, identify, open_source
 
 CHECKPOINTS = Path(__file__).parents[2] / "shared" / "checkpoints"
 

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from normswap import checkpoint, conversion, data, provenance, zoo
+from normswap import checkpoint, conversion, data, provenance
 from normswap.errors import OptionError
+from normswap.models import zoo
+from normswap.models.weight_files import first_line
 from normswap.recover import launching, synced, teachers
 from normswap.recover.images import Share, Training, drawn_by, places, validation
 from normswap.recover.means import Means
 from normswap.recover.objective import Objective, Teacher
 from normswap.recover.optimizing import Clipping, Rate, optimizer
 from normswap.recover.recipe import Recipe
-from normswap.weights import first_line
 
 Say = Callable[[str], None]
 DEVICES = ("auto", "cpu", "cuda", "mps")

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import checkpoint, provenance, writing, zoo
+from normswap import checkpoint, provenance, writing
 from normswap.errors import OptionError, OutputError, SourceError
+from normswap.models import zoo
+from normswap.models.weight_files import first_line
 from normswap.recover import load
 from normswap.recover.recipe import Recipe
-from normswap.weights import first_line
 
 VERSION = 1
 COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
-from normswap import zoo
 from normswap.errors import OptionError, SourceError
+from normswap.models import zoo
 from normswap.recover.images import drawn_by
 from normswap.recover.optimizing import classifier
 from normswap.recover.recipe import Distill, Recipe

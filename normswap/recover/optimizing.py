@@ -16,8 +16,8 @@ from torch import nn
 from normswap import anatomy, provenance
 from normswap.decay import param_groups
 from normswap.errors import OptionError, TraceError
+from normswap.models.weight_files import first_line, quiet
 from normswap.recover.recipe import Clip, Optim, Schedule
-from normswap.weights import first_line, quiet
 
 _PAPERS = {"fixup": "all"}  # Zhang et al. 2019 decay everything; other schemes' papers spare scalars, as kim2022 does
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, conversion, provenance, restore, zoo
+from normswap import checkpoint, conversion, provenance, restore
 from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.models import zoo
+from normswap.models.weight_files import first_line, quiet
 from normswap.ship import exporting, sidecar
 from normswap.ship.runtimes import DTYPES, Settings
-from normswap.weights import first_line, quiet
 
 KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from normswap import verification
 from normswap.errors import OptionError, VerificationError
+from normswap.models.weight_files import first_line
 from normswap.ship.formats import Runs
-from normswap.weights import first_line
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
 # (tests/benchmarks/export.md): the bounds are two to three times that

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from normswap.errors import OptionError
-from normswap.weights import first_line
+from normswap.models.weight_files import first_line
 
 Runs = Callable[[Tensor], Tensor]
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"

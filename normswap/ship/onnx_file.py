@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError, VerificationError
 from normswap.layers import seats
+from normswap.models.weight_files import first_line, quiet
 from normswap.ship import rounding
 from normswap.ship.formats import Runs, reason
 from normswap.ship.shipped import INPUT, Shipped
-from normswap.weights import first_line, quiet
 
 NAME = "onnx"
 NEEDS = ("onnx", "onnxscript", "onnxruntime")

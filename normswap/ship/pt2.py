@@ -14,10 +14,10 @@ from torch.nn.utils import parametrize
 
 from normswap.anatomy import LINEAR
 from normswap.errors import RefusedError, VerificationError
+from normswap.models.weight_files import first_line, quiet
 from normswap.ship import rounding
 from normswap.ship.formats import FP16, Runs, reason
 from normswap.ship.shipped import Shipped
-from normswap.weights import first_line, quiet
 
 NAME = "pt2"
 NEEDS = ()

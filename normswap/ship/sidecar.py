@@ -14,7 +14,8 @@ import timm
 import torch
 from torch import nn
 
-from normswap import __version__, provenance, writing, zoo
+from normswap import __version__, provenance, writing
+from normswap.models import zoo
 from normswap.ship.shipped import INPUT
 
 Body = dict[str, Any]

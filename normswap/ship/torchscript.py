@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError
+from normswap.models.weight_files import first_line, quiet
 from normswap.ship import rounding
 from normswap.ship.formats import FP16, Runs, reason
 from normswap.ship.shipped import Shipped
-from normswap.weights import first_line, quiet
 
 NAME = "torchscript"
 NEEDS = ()

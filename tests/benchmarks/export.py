@@ -33,9 +33,9 @@ from torch import Tensor, nn
 import normswap
 from normswap import data
 from normswap.checkpoint import open_model
+from normswap.models.weight_files import first_line
 from normswap.ship import formats
 from normswap.ship.shipped import Shipped
-from normswap.weights import first_line
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from schemes_table import NETWORKS, SHARED
 from torch import Tensor, nn
 
-from normswap import zoo
 from normswap.checkpoint import open_model
 from normswap.data import make_loader
+from normswap.models import zoo
 from normswap.recalibration import recalibrate
 
 Shift = Callable[[Tensor], Tensor]

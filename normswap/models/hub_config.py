@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from normswap.errors import SourceError
-from normswap.weights import first_line
+from normswap.models.weight_files import first_line
 
 Cfg = dict[str, Any]
 

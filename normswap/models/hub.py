@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
 
 from normswap.errors import SourceError
-from normswap.weights import first_line, quiet
+from normswap.models.weight_files import first_line, quiet
 
 _PATIENCE = 2  # give up once a transfer has brought this many times the size of the file
 

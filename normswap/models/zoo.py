@@ -15,13 +15,16 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 from torch.nn.utils import parametrize
 
-from normswap import hub, provenance
-from normswap.config import Cfg, read_config, record, shape_of
+from normswap import provenance
 from normswap.errors import OptionError, PlanError, SourceError
+from normswap.models import (
+    hub,
+    wide_resnet,  # noqa: F401 (adds its network to timm's registry)
+)
+from normswap.models.hub_config import Cfg, read_config, record, shape_of
+from normswap.models.weight_files import SUFFIXES, check_finite, first_line, hash_tensors, load_into, quiet, read
 from normswap.plan import Arch
 from normswap.provenance import Provenance
-from normswap.recover import wide_resnet  # noqa: F401 (adds its network to timm's registry)
-from normswap.weights import SUFFIXES, check_finite, first_line, hash_tensors, load_into, quiet, read
 
 __all__ = ["create", "data_config", "hash_tensors", "identify", "input_size", "open_source"]
 
