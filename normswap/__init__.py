@@ -10,14 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normswap.anatomy import Anatomy as Anatomy
-    from normswap.anatomy import inspect as inspect
     from normswap.checkpoint import load as load
     from normswap.checkpoint import save as save
     from normswap.conversion import Conversion as Conversion
     from normswap.conversion import convert as convert
     from normswap.decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
+    from normswap.graph.inspection import Anatomy as Anatomy
+    from normswap.graph.inspection import inspect as inspect
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
     from normswap.recover.engine import finetune as finetune
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Anatomy": "anatomy",
+    "Anatomy": "graph.inspection",
     "Arch": "plan",
     "Conversion": "conversion",
     "Exported": "ship.exporting",
@@ -39,7 +39,7 @@ _HOMES = {
     "convert": "conversion",
     "export": "ship.exporting",
     "finetune": "recover.engine",
-    "inspect": "anatomy",
+    "inspect": "graph.inspection",
     "load": "checkpoint",
     "param_groups": "decay",
     "save": "checkpoint",

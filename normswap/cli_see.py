@@ -116,7 +116,7 @@ def _spp(sources: Sequence[Any], look: Look, output: Path | None, table: Path | 
     import torch
 
     from normswap import draw
-    from normswap.anatomy import inspect
+    from normswap.graph.inspection import inspect
     from normswap.signal import Point, awake, expected_nf, signal, unnormalized
 
     curves: dict[str, list[Point]] = {}

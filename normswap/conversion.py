@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, calibration, estimate, partial, provenance, restore, route, schemes, surgery, verification
-from normswap.anatomy import Anatomy
+from normswap import calibration, estimate, provenance, restore, route, schemes, surgery, verification
 from normswap.calibration import Batches, Progress
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
+from normswap.graph import inspection, selection
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
@@ -66,15 +67,15 @@ def drafts(
     Raises:
         OptionError, RefusedError: as `draft`.
     """
-    for scheme, given in route.legs(anatomy.inspect(model), to, options, purpose, measured=measured):
-        step, sketch = _draft(anatomy.inspect(model), scheme, given)
+    for scheme, given in route.legs(inspection.inspect(model), to, options, purpose, measured=measured):
+        step, sketch = _draft(inspection.inspect(model), scheme, given)
         yield step, sketch
         model = provenance.attach(surgery.apply_step(model, step), _record(model, step))
 
 
 def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:
-    own, chosen = schemes.own(schemes.resolve(to, options)), partial.patterns(options)
-    part = partial.restrict(seen, **chosen)
+    own, chosen = schemes.own(schemes.resolve(to, options)), selection.patterns(options)
+    part = selection.restrict(seen, **chosen)
     sketch: Draft = schemes.get(to).plan(part, **own)
     if sketch.refusals:
         listed = [f"{path}: {why}" for path, why in list(sketch.refusals.items())[:3]]
@@ -122,7 +123,7 @@ def convert(
         progress: called while fitting, with the layers done and their total.
         inputs: batches (N, C, H, W) to verify on; by default N(0, 1) noise of `size`.
         size: (C, H, W); by default what the model's timm configuration says, else (3, 224, 224).
-        options: those of the scheme, and `only` and `skip`, patterns of what is converted and what is not (`partial`).
+        options: those of the scheme, and `only` and `skip`, patterns of what is converted and what is not (`selection`).
 
     Raises:
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
@@ -130,14 +131,14 @@ def convert(
     """
     if to == "unfold":
         return _unfold(model, inputs, size, seed, {**options, **({"purpose": purpose} if purpose else {})})
-    seen: Anatomy | None = anatomy.inspect(model)
+    seen: Anatomy | None = inspection.inspect(model)
     assert seen is not None
     legs = route.legs(seen, to, options, purpose, measured=calibrate is not None)
     data = calibration.repeatable(calibrate) if len(legs) > 1 else calibrate
     done: list[Conversion] = []
     for scheme, given in legs:
         source = done[-1].model if done else model
-        seen = seen or anatomy.inspect(source)
+        seen = seen or inspection.inspect(source)
         step, sketch = _draft(seen, scheme, given)
         own = data if calibration.fits(step) or len(legs) == 1 else None
         last = carry_out(source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress)
@@ -154,7 +155,7 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     exact = all(schemes.exact(step) for step in steps)
     precise = verification.compare_double(model, lambda: surgery.in_double(model, steps), batches) if exact else None
     report = verification.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
-                                  anatomy=anatomy.inspect(model))  # fmt: skip
+                                  anatomy=inspection.inspect(model))  # fmt: skip
     _demand(report, " and ".join(step.scheme for step in steps))
     verdicts = {path: said for one in done for path, said in one.verdicts.items()}
     renames: dict[str, str] = {}
@@ -186,7 +187,7 @@ def carry_out(
         PlanError: the step does not fit the model.
         VerificationError: the result is wrong.
     """
-    seen = seen or anatomy.inspect(model)
+    seen = seen or inspection.inspect(model)
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.exact(step)
     fitted = calibration.wanted(step, calibrate)
@@ -216,7 +217,7 @@ def _unfold(
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = _batches(model, inputs, size, seed)
     result = restore.unfold(model)
-    report = verification.compare(model, result, batches, anatomy=anatomy.inspect(model), described=described)
+    report = verification.compare(model, result, batches, anatomy=inspection.inspect(model), described=described)
     _demand(report, "unfold")
     norms = {path: "restored" for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)

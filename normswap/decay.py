@@ -39,9 +39,10 @@ from timm.models import group_parameters
 from timm.optim import auto_group_layers, param_groups_weight_decay
 from torch import fx, nn
 
-from normswap import anatomy, provenance
-from normswap.anatomy import LINEAR, Anatomy, Block
+from normswap import provenance
 from normswap.errors import OptionError, TraceError
+from normswap.graph import inspection
+from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine, seats
 from normswap.layers.reparametrized import Gain, TunedConv2d
 from normswap.layers.scalars import ScalarBias
@@ -239,7 +240,7 @@ def _norm_roles(model: nn.Module) -> dict[str, str]:
     """The gamma's role of every norm, or of the norm that once stood in a seat, by module path."""
     twin = _with_its_norms(model)
     try:
-        seen = anatomy.inspect(twin)
+        seen = inspection.inspect(twin)
     except TraceError:
         return {path: _by_name(path) for path, module in twin.named_modules() if affine.is_norm(module)}
     found = {norm.path: _GAMMA[norm.role] for norm in seen.norms}

@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's figures; `anatomy` is the source's summary without its long lists."""
+    """The demo's figures; `inspection` is the source's summary without its long lists."""
 
     passed: bool
     seconds: float

@@ -11,8 +11,8 @@ from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
 from normswap import provenance
-from normswap.anatomy import Anatomy, Block
 from normswap.errors import OptionError, RefusedError
+from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized, scalars, seats
 from normswap.plan import Edit
 from normswap.undress import undress

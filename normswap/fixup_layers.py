@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap.anatomy import LINEAR, Anatomy, Block
 from normswap.dress import demand_blocks, seat_scale
+from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine, reparametrized, seats
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, distinct, last_linear

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
-from normswap.anatomy import LINEAR
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs, is_add, is_mul
 from normswap.layers import seats
-from normswap.tracing import inputs, is_add, is_mul
 from normswap.walks import Blocked, Draft, check_linear, name, passes_positive, scalar_readers
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from normswap import quiet
-from normswap.anatomy import LINEAR, Anatomy
 from normswap.errors import OptionError, RefusedError
+from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Edit, Step
 from normswap.quiet import Signs
-from normswap.tracing import inputs
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, read_directly
 

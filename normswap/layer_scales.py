@@ -9,9 +9,9 @@ from __future__ import annotations
 from timm import layers as timm_layers
 from torch import fx, nn
 
-from normswap.anatomy import LINEAR
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.tracing import inputs
 from normswap.walks import Blocked, Draft, check_linear, name, read_directly
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from normswap.calibrate import checked
 from normswap.errors import SourceError, VerificationError
+from normswap.graph.tracing import Traced
 from normswap.models.weight_files import first_line
-from normswap.tracing import Traced
 
 Values = dict[str, Any]
 MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves

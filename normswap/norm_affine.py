@@ -1,7 +1,7 @@
 """The gamma and beta of a LayerNorm or RMSNorm: into the linear layers that read it, as BatchNorm's go.
 
 W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be whatever treats all
-channels alike (`axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the beta.
+channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the beta.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import axes
-from normswap.anatomy import LINEAR, Anatomy
-from normswap.axes import Axes
+from normswap.graph import channel_axes
+from normswap.graph.channel_axes import Axes
+from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.tracing import Traced, inputs
 from normswap.layers import channel_norm, reparametrized
-from normswap.tracing import Traced, inputs
 from normswap.walks import Blocked, Draft, check_linear, distinct, name, pads, read_directly
 
 
@@ -35,7 +35,7 @@ def move(draft: Draft) -> None:
     norms = {path: norm for path, norm in found(draft.anatomy).items() if any(True for _ in norm.parameters())}
     if not norms:
         return
-    seen = axes.read(draft.anatomy.traced, draft.silent)
+    seen = channel_axes.read(draft.anatomy.traced, draft.silent)
     for path, norm in norms.items():
         try:
             readers = linear_readers(draft, seen, path, norm)
@@ -75,7 +75,7 @@ def _ends(traced: Traced, draft: Draft, seen: Axes, start: fx.Node) -> list[tupl
     for user in traced.users[start]:
         if user.op == "output":
             raise Blocked("the model returns it")
-        if (draft.silent(user) or axes.is_step(traced, user)) and len(inputs(user)) == 1:
+        if (draft.silent(user) or channel_axes.is_step(traced, user)) and len(inputs(user)) == 1:
             found += _ends(traced, draft, seen, user)
         else:
             found.append((start, user))

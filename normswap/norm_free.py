@@ -17,7 +17,7 @@ from timm.models.nfnet import GammaAct, NormFreeBlock
 from torch import Tensor, fx
 
 from normswap.gauge import attempt, constant, enlarge, is_constant_mul, shrink_input
-from normswap.tracing import inputs
+from normswap.graph.tracing import inputs
 from normswap.walks import Blocked, Draft, scalar_readers
 
 

@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from normswap.tracing import Traced, inputs
+from normswap.graph.tracing import Traced, inputs
 from normswap.walks import Draft
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from normswap import anatomy, provenance, schemes, verification
+from normswap import provenance, schemes, verification
 from normswap.agreement import agreement, classify
 from normswap.data import Loader
 from normswap.errors import SourceError
 from normswap.evaluate import Progress
+from normswap.graph import inspection
 from normswap.models import zoo
 from normswap.models.weight_files import SUFFIXES
 from normswap.verification import Report
@@ -60,7 +61,7 @@ def again(source: nn.Module, result: nn.Module) -> Report:
     steps = record.plan.steps if record else ()
     exact = all(schemes.exact(step) for step in steps)
     inputs = verification.noise(source, zoo.input_size(source))
-    seen = anatomy.inspect(source)
+    seen = inspection.inspect(source)
     return verification.compare(source, result, inputs, exact=exact, anatomy=seen, described=verification.described(0))
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine, seats
 from normswap.overwriting import overwrites
-from normswap.tracing import Traced, inputs
 from normswap.walks import Draft
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.refit import evaluating
 
 COUNT, BATCH, LARGEST = 128, 32, 96  # images of noise, and their largest side

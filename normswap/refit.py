@@ -20,11 +20,11 @@ from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
 from normswap.calibrate import Fit, Folds, fits, patches, regress
+from normswap.graph.tracing import Traced, inputs, is_add, trace
 from normswap.layers import affine, seats
 from normswap.layers.per_sample import PER_SAMPLE, normalized
 from normswap.layers.standardized import STANDARDIZED, effective, set_effective
 from normswap.march import March, Values, Walker
-from normswap.tracing import Traced, inputs, is_add, trace
 
 Progress = Callable[[int, int], None]
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from normswap.anatomy import LINEAR, Anatomy
 from normswap.errors import RefusedError
+from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.layers import reparametrized
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, check_linear, distinct

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, checkpoint, page, prove, provenance, restore, schemes, summary, writing
-from normswap.anatomy import Anatomy
+from normswap import checkpoint, page, prove, provenance, restore, schemes, summary, writing
 from normswap.data import Loader
 from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.evaluate import evaluate
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
+from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
 from normswap.layers import seats
 from normswap.models import zoo
 from normswap.plan import Plan, Step
@@ -69,7 +70,7 @@ def collect(
     say("opening the source")
     before, against, notes = _source(result, record)
     bare = before or zoo.create(record.arch)
-    seen = anatomy.inspect(bare)
+    seen = inspection.inspect(bare)
     norms = _norms(seen, record.plan)
     inside = {path for block in seen.blocks for path in block.norms}
     say("measuring")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from normswap.anatomy import Anatomy, Block
 from normswap.dress import demand_blocks, seat_scale
 from normswap.gauge import attempt, enlarge
+from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import seats
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft, is_relu

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, provenance, surgery
+from normswap import provenance, surgery
 from normswap.errors import RefusedError
+from normswap.graph import inspection
 from normswap.layers import affine, seats
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
@@ -47,7 +48,7 @@ def unfold(model: nn.Module) -> nn.Module:
     _copy(state, tensors)
     _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
     _copy(state, _living(model))
-    draft = undress(anatomy.inspect(source))
+    draft = undress(inspection.inspect(source))
     _demand_places(state, tensors, {edit.path for edit in draft.edits()})
     _demand_centred(model, record)
     modules, ours = dict(source.named_modules()), _by_old_path(canonical)
@@ -69,7 +70,7 @@ def architecture(model: nn.Module) -> Arch | None:
 
 def _canonical(model: nn.Module) -> nn.Module:
     """`model` without scalars."""
-    draft = undress(anatomy.inspect(model))
+    draft = undress(inspection.inspect(model))
     kept = [path for path, module in draft.anatomy.traced.modules.items()
             if isinstance(module, seats.Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:

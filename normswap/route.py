@@ -7,9 +7,9 @@ from typing import Any
 from timm.models.nfnet import NormFreeBlock
 
 from normswap import estimate, schemes
-from normswap.anatomy import Anatomy, Block
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.selection import patterns, restrict
 from normswap.layers import affine
-from normswap.partial import patterns, restrict
 from normswap.sites import sites
 
 Leg = tuple[str, dict[str, Any]]

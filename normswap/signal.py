@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap import anatomy
-from normswap.anatomy import Anatomy, Block
 from normswap.errors import RefusedError
+from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine, seats
-from normswap.tracing import Traced, inputs
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
@@ -72,7 +72,7 @@ def signal(
         TraceError: the model cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    seen = seen or anatomy.inspect(model)
+    seen = seen or inspection.inspect(model)
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}

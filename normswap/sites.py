@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.anatomy import Anatomy
 from normswap.errors import RefusedError
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, seats, site_norm
 from normswap.undress import undress
 from normswap.walks import Draft, read_directly

@@ -1,7 +1,7 @@
 """Which linear layers make what a norm reads, so that they can take it in: W' = s W, b' = s b + t.
 
 Between them and the norm there may be whatever is silent in eval mode, what treats all channels alike (reshapes,
-average pooling; `axes` says where the channels are), and a concatenation of convolutions, each of which gets its part.
+average pooling; `channel_axes` says where the channels are), and a concatenation of convolutions, each of which gets its part.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from normswap import axes
-from normswap.anatomy import LINEAR
+from normswap.graph import channel_axes
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.tracing import inputs
 from normswap.walks import Blocked, Draft, check_linear, is_flat, name
 
 
@@ -57,7 +57,7 @@ def _above(draft: Draft, module: nn.Module, call: fx.Node) -> Iterator[tuple[fx.
         if channels > 1 and node.target is torch.cat and not stepped:
             yield from _parts(draft, node, channels)
             return
-        stepping = channels > 1 and axes.is_step(traced, node) and len(inputs(node)) == 1
+        stepping = channels > 1 and channel_axes.is_step(traced, node) and len(inputs(node)) == 1
         if not draft.silent(node) and not stepping:
             raise Blocked(f"it follows {name(node)}, not a convolution")
         stepped |= stepping and not draft.silent(node)
@@ -77,7 +77,7 @@ def _only_user(draft: Draft, node: fx.Node) -> None:
 
 def _prove(draft: Draft, value: fx.Node, channels: int, node: fx.Node) -> None:
     """See that the norm's channels are the outputs of the linear layer that `node` calls, whatever was done to them."""
-    seen = axes.of(draft)
+    seen = channel_axes.of(draft)
     axis = seen.get(value)
     if axis is None or axis.size != channels or axis.dim != 1:
         kind = type(draft.anatomy.traced.module(node)).__name__

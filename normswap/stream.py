@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import axes, layer_scales
-from normswap.anatomy import LINEAR
-from normswap.axes import Axes
+from normswap import layer_scales
 from normswap.gauge import is_constant_mul
+from normswap.graph import channel_axes
+from normswap.graph.channel_axes import Axes
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, channel_norm
-from normswap.tracing import inputs, is_add
 from normswap.walks import Blocked, Draft, check_linear, name
 
 
@@ -78,7 +79,9 @@ def centre(draft: Draft, stream: Stream) -> None:
 
 def _passes(draft: Draft, node: fx.Node) -> bool:
     """Whether no mean comes out of `node` if none goes in."""
-    return draft.silent(node) or axes.is_step(draft.anatomy.traced, node) or is_add(node) or is_constant_mul(node)
+    return (
+        draft.silent(node) or channel_axes.is_step(draft.anatomy.traced, node) or is_add(node) or is_constant_mul(node)
+    )
 
 
 def _ignores_the_mean(draft: Draft, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
@@ -97,7 +100,7 @@ def _complaint(draft: Draft, seen: Axes, user: fx.Node) -> str:
         return "the model returns it, with its mean"
     if isinstance(draft.anatomy.traced.module(user), nn.LayerNorm):
         return f"{name(user)} reads it too, which normalizes several tokens or groups of channels by one mean"
-    if axes.is_step(draft.anatomy.traced, user):
+    if channel_axes.is_step(draft.anatomy.traced, user):
         return f"{called(user)} takes its channels apart"
     return f"{called(user)} reads it too, and needs its mean"
 

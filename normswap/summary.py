@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from normswap import provenance, restore, schemes, sites
-from normswap.anatomy import Anatomy, Block, Norm, inspect
 from normswap.conversion import Conversion
+from normswap.graph.inspection import Anatomy, Block, Norm, inspect
 from normswap.layers import affine, seats
 from normswap.models import zoo
 from normswap.plan import Step

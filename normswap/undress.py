@@ -14,11 +14,11 @@ from typing import Any
 from torch import fx, nn
 
 from normswap import gauge, norm_free
-from normswap.anatomy import LINEAR, Anatomy
+from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.tracing import inputs
 from normswap.layers import affine, reparametrized, scalars, seats
 from normswap.overwriting import overwritten
 from normswap.sources import makers
-from normswap.tracing import inputs
 from normswap.walks import (
     Blocked,
     Draft,

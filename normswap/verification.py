@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from normswap.anatomy import Anatomy
 from normswap.errors import VerificationError
+from normswap.graph.inspection import Anatomy
 from normswap.surgery import to_double
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12

@@ -13,10 +13,10 @@ from timm import layers as timm_layers
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from normswap.anatomy import LINEAR, Anatomy
+from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.tracing import Traced, inputs, is_mul
 from normswap.layers import affine, reparametrized, seats
 from normswap.plan import Edit
-from normswap.tracing import Traced, inputs, is_mul
 
 _LINEAR_FORWARDS = {
     nn.Linear.forward,
@@ -75,7 +75,7 @@ class Draft:
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # a Scale to chain after the newcomer at a path
-    axes: Any = field(default=None, repr=False)  # where the channels are, once somebody asked (`axes.of`)
+    axes: Any = field(default=None, repr=False)  # where the channels are, once somebody asked (`channel_axes.of`)
 
     def take(self, path: str) -> Take:
         return self.takes.setdefault(path, Take())

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import anatomy, schemes, signal, surgery
+from normswap import schemes, signal, surgery
+from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.walks import Draft
 
@@ -46,7 +47,7 @@ def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
     model.load_state_dict(signal.awake(model).state_dict())  # NFNets start with branches that add nothing
     lived_in(model, x, seed)
     with torch.no_grad():
-        for block in anatomy.inspect(model).blocks:
+        for block in inspection.inspect(model).blocks:
             if block.last is not None:
                 model.get_submodule(block.last).weight.mul_(0.3)
     _measured(model, x, torch.Generator().manual_seed(seed))
@@ -95,7 +96,7 @@ def batchnorms(model: nn.Module) -> list[str]:
 def step(model: nn.Module, to: str, **options: Any) -> tuple[Step, Draft]:
     """The plan of one conversion, and the draft it comes from."""
     options = schemes.resolve(to, options)
-    draft = schemes.get(to).plan(anatomy.inspect(model), **options)
+    draft = schemes.get(to).plan(inspection.inspect(model), **options)
     return Step(to, options, draft.edits()), draft
 
 

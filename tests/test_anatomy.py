@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from tiny import ONE, Untraceable, bn, conv, net
 from torch import Tensor, nn
 
-from normswap.anatomy import Anatomy, inspect
 from normswap.errors import TraceError
+from normswap.graph.inspection import Anatomy, inspect
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import timm
 
-from normswap.anatomy import Anatomy, inspect
+from normswap.graph.inspection import Anatomy, inspect
 
 
 @dataclass(frozen=True)

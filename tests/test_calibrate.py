@@ -13,9 +13,10 @@ from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import anatomy, calibrate, conversion, grouping, quiet, refit, surgery
+from normswap import calibrate, conversion, grouping, quiet, refit, surgery
 from normswap.calibrate import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
+from normswap.graph import inspection
 from normswap.plan import Step
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -203,16 +204,16 @@ def test_options_are_checked() -> None:
 
 def test_groups_are_explained_or_refused() -> None:
     model = narrow()
-    _, sketch = conversion.draft(anatomy.inspect(model), "groupnorm", groups=5)
+    _, sketch = conversion.draft(inspection.inspect(model), "groupnorm", groups=5)
     assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in sketch.notes  # resnet18's stem has 64
     assert any("nearest to 5" in note for note in sketch.notes)
     with pytest.raises(RefusedError, match="a group of one element erases it"):
-        conversion.draft(anatomy.inspect(model), "groupnorm", groups=8)
+        conversion.draft(inspection.inspect(model), "groupnorm", groups=8)
     flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
     with pytest.raises(RefusedError, match="erases it"):
-        conversion.draft(anatomy.inspect(flat), "instancenorm")
+        conversion.draft(inspection.inspect(flat), "instancenorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
-        conversion.draft(anatomy.inspect(conversion.convert(model, "folded").model), "groupnorm")
+        conversion.draft(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
     assert [grouping.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
 
 
@@ -236,7 +237,7 @@ def test_an_average_sample_sees_the_batchnorm() -> None:
 def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
     """With the norms themselves left BatchNorms, flips, constants and leads cancel, with convolutions and without."""
     model = narrow("resnetv2_18").double()
-    step, sketch = conversion.draft(anatomy.inspect(model), "groupnorm", groups=2)
+    step, sketch = conversion.draft(inspection.inspect(model), "groupnorm", groups=2)
     args = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm"}
     assert args["stages.0.blocks.0.norm1"]["lead"]
     assert "lead" not in args["stages.0.blocks.0.norm2"]
@@ -255,7 +256,7 @@ def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
     torch.manual_seed(0)
     conv = nn.ConvTranspose2d(4, 6, 3, groups=groups)
     net = lived_in(nn.Sequential(conv, nn.BatchNorm2d(6, affine=False)), torch.randn(4, 4, 9, 9))
-    step, _ = conversion.draft(anatomy.inspect(net), "layernorm")
+    step, _ = conversion.draft(inspection.inspect(net), "layernorm")
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert distance(run(net, x), run(surgery.apply_step(net, grouping.recentred(step)), x)) < 1e-12
@@ -275,6 +276,6 @@ def test_signs_are_the_quietest() -> None:
 
 def test_a_network_without_images_gets_alternating_constants() -> None:
     flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
-    step, _ = conversion.draft(anatomy.inspect(flat), "layernorm")
+    step, _ = conversion.draft(inspection.inspect(flat), "layernorm")
     assert [edit.args["leans"] for edit in step.edits] == ["+-+-+-"] * 2
     assert all(not module._forward_pre_hooks for module in flat.modules())

@@ -14,7 +14,7 @@ from tiny import C, bn, conv
 from torch import Tensor, nn
 
 from normswap import convert, surgery
-from normswap.anatomy import inspect
+from normswap.graph.inspection import inspect
 
 sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 

@@ -16,7 +16,7 @@ from lived import distance, lived_in, run
 from tiny import Net
 from torch import Tensor, nn
 
-from normswap import anatomy
+from normswap.graph import inspection
 from normswap.layers import seats
 from normswap.ship import absorbing, baked_input, rounding, undressing
 
@@ -48,7 +48,9 @@ def test_a_preactivation_network_keeps_nothing(name: str) -> None:
     args = {"channels": [16, 16, 32, 32], "stem_chs": 8, "num_classes": 10}
     model, x = v2(positive=True, name=name, **args)
     folded = undressing.undressed(model, SIZE)
-    assert len(left(folded)) == len(anatomy.inspect(model).blocks) + 1  # before each block, and before the classifier
+    assert (
+        len(left(folded)) == len(inspection.inspect(model).blocks) + 1
+    )  # before each block, and before the classifier
     absorbed = copy.deepcopy(folded)
     assert absorbing.absorb(absorbed) == left(folded)
     assert left(absorbed) == []

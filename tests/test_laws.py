@@ -15,8 +15,9 @@ from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, nn
 
-from normswap import anatomy, conversion, provenance, surgery
+from normswap import conversion, provenance, surgery
 from normswap.errors import RefusedError
+from normswap.graph import inspection
 from normswap.layers import seats
 from normswap.plan import Plan, Step
 
@@ -214,7 +215,7 @@ def test_the_plan_counts(arch: str, row: Row) -> None:
 def test_a_second_fold_refuses(arch: str) -> None:
     folded = case(arch, ROWS[0]).result
     with pytest.raises(RefusedError, match="nothing to convert"):
-        conversion.draft(anatomy.inspect(folded), "folded")
+        conversion.draft(inspection.inspect(folded), "folded")
 
 
 @exact_rows

@@ -16,9 +16,9 @@ from transformers import SMALL, inhabit, skeleton, small
 
 import normswap
 from normswap import surgery
-from normswap.anatomy import inspect
 from normswap.conversion import draft
 from normswap.errors import RefusedError
+from normswap.graph.inspection import inspect
 from normswap.layers import seats
 from normswap.plan import Plan, Step
 

@@ -16,8 +16,8 @@ from timm.layers import ScaledStdConv2d
 from torch import nn
 
 import normswap
-from normswap import partial
 from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.graph import selection
 from normswap.layers import seats
 
 SIZE = (3, 33, 33)
@@ -165,5 +165,5 @@ def test_patterns() -> None:
     yes = [("layer3", "layer3"), ("layer3", "layer3.0.bn1"), ("layer3.*", "layer3.0"), ("*.bn2", "layer3.0.bn2"),
            ("*.down*", "layer2.0.downsample.1"), ("layer[12]", "layer2.0"), ("*", "x")]  # fmt: skip
     no = [("layer3", "layer30"), ("layer3", "a.layer3"), ("bn1", "layer1.0.bn1"), ("layer3.*", "layer3")]
-    assert all(partial.matches(*pair) for pair in yes)
-    assert not any(partial.matches(*pair) for pair in no)
+    assert all(selection.matches(*pair) for pair in yes)
+    assert not any(selection.matches(*pair) for pair in no)

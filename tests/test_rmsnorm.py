@@ -18,9 +18,9 @@ from transformers import TINY, inhabit, skeleton, small
 
 import normswap
 from normswap import restore, surgery
-from normswap.anatomy import inspect
 from normswap.conversion import draft
 from normswap.errors import RefusedError
+from normswap.graph.inspection import inspect
 from normswap.layers import channel_norm
 from normswap.plan import Plan, Step
 

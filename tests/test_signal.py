@@ -18,8 +18,9 @@ from PIL import Image
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import anatomy, draw
+from normswap import draw
 from normswap.errors import OutputError, RefusedError
+from normswap.graph import inspection
 from normswap.signal import Point, awake, expected_nf, signal, unnormalized
 
 NARROW = {"resnet18": {"channels": (8, 16, 32, 64)}, "resnetv2_18": {"channels": (8, 16, 32, 64)}}
@@ -102,7 +103,7 @@ def as_the_theory_has_it(model: nn.Module) -> nn.Module:
 
 def test_nf_resnet50_follows_the_analytic_variance() -> None:
     model = as_the_theory_has_it(fresh("nf_resnet50"))
-    seen = anatomy.inspect(model)
+    seen = inspection.inspect(model)
     wanted = expected_nf(seen)
     assert wanted is not None
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])  # alpha 0.2: Brock et al. 2021, section 4
@@ -113,7 +114,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
 
 def test_nf_resnet50_as_it_is_grows_as_expected_within_every_stage() -> None:
     model = fresh("nf_resnet50")
-    seen = anatomy.inspect(model)
+    seen = inspection.inspect(model)
     points, wanted = signal(model, noise(4, 128), seen=seen), expected_nf(seen)
     assert wanted is not None
     ratios: dict[str, list[float]] = {}
@@ -133,8 +134,8 @@ def test_without_norms_the_signal_explodes() -> None:
     bare = [p.variance for p in signal(unnormalized(model), x)]
     assert max(normal) < 5
     assert bare[-1] / bare[0] > 1e3
-    assert not anatomy.inspect(unnormalized(model)).norms
-    assert len(anatomy.inspect(model).norms) == 49
+    assert not inspection.inspect(unnormalized(model)).norms
+    assert len(inspection.inspect(model).norms) == 49
 
 
 def test_normalized_branches_add_one_each() -> None:
@@ -142,10 +143,12 @@ def test_normalized_branches_add_one_each() -> None:
     model = fresh("resnet50")
     points = signal(model, noise(8, 64), batch_statistics=True)
     assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
-    starts = [p for p, block in zip(points, anatomy.inspect(model).blocks, strict=True) if block.skip == "projection"]
+    starts = [
+        p for p, block in zip(points, inspection.inspect(model).blocks, strict=True) if block.skip == "projection"
+    ]
     assert [p.variance for p in starts] == pytest.approx([2.0] * 4, rel=0.05)
-    assert expected_nf(anatomy.inspect(model), alpha=1.0)[:4] == [2.0, 3.0, 4.0, 2.0]  # type: ignore[index]
-    assert expected_nf(anatomy.inspect(model)) is None
+    assert expected_nf(inspection.inspect(model), alpha=1.0)[:4] == [2.0, 3.0, 4.0, 2.0]  # type: ignore[index]
+    assert expected_nf(inspection.inspect(model)) is None
 
 
 def test_awake_revives_what_timm_zeroes() -> None:

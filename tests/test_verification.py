@@ -15,8 +15,9 @@ import torch
 from lived import lived_in, run, step
 from torch import Tensor, nn
 
-from normswap import anatomy, conversion, surgery, verification
+from normswap import conversion, surgery, verification
 from normswap.errors import NormswapError, PlanError, VerificationError
+from normswap.graph import inspection
 from normswap.plan import Edit, Step
 from normswap.verification import Error, Report
 
@@ -47,7 +48,7 @@ def result(harm: Harm, double: bool = False) -> nn.Module:
 def compared(harm: Harm, exact: bool = True, double: bool = True) -> Report:
     xs = inputs()
     precise = verification.compare_double(source(), lambda: result(harm, True), xs) if double else None
-    seen = anatomy.inspect(source())
+    seen = inspection.inspect(source())
     return verification.compare(source(), result(harm), xs, exact=exact, anatomy=seen, precise=precise)
 
 
@@ -244,9 +245,9 @@ def test_measuring_leaves_no_trace() -> None:
     model, converted = copy.deepcopy(source()).train(), result(none).train()
     model.get_submodule("layer1").eval()
     modes = [module.training for module in model.modules()]
-    verification.compare(model, converted, inputs(), anatomy=anatomy.inspect(model))
+    verification.compare(model, converted, inputs(), anatomy=inspection.inspect(model))
     with pytest.raises(VerificationError, match="does not run on"):
-        verification.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=anatomy.inspect(model))
+        verification.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=inspection.inspect(model))
     assert [module.training for module in model.modules()] == modes
     assert all(module.training for module in converted.modules())
     assert not any(module._forward_hooks for net in (model, converted) for module in net.modules())

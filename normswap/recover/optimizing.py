@@ -13,9 +13,10 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import adaptive_clip_grad, dispatch_clip_grad
 from torch import nn
 
-from normswap import anatomy, provenance
+from normswap import provenance
 from normswap.decay import param_groups
 from normswap.errors import OptionError, TraceError
+from normswap.graph import inspection
 from normswap.models.weight_files import first_line, quiet
 from normswap.recover.recipe import Clip, Optim, Schedule
 
@@ -116,7 +117,7 @@ def classifier(model: nn.Module) -> nn.Module:
     if isinstance(found, nn.Module) and any(True for _ in found.parameters()):
         return found
     try:
-        path = anatomy.inspect(model).classifier
+        path = inspection.inspect(model).classifier
     except TraceError:
         path = None
     if path is None:

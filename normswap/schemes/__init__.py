@@ -20,7 +20,7 @@ from normswap.errors import OptionError
 from normswap.plan import Step
 
 PURPOSES = ("opacus", "federated")
-EVERY = ("only", "skip")  # options of every scheme: see `partial`
+EVERY = ("only", "skip")  # options of every scheme: see `selection`
 
 
 def names() -> list[str]:

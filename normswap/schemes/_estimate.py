@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from normswap.anatomy import Anatomy
 from normswap.estimate import fit_norms, plan_estimates
+from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
 from normswap.refit import Progress
 from normswap.walks import Draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.purposes import plan_opacus
 from normswap.walks import Draft
 

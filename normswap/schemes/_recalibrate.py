@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
 from normswap.population import Progress, estimate_population
 from normswap.walks import Draft

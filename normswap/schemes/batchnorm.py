@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from normswap.anatomy import Anatomy
 from normswap.errors import OptionError
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
 from normswap.sites import dress_in_norms

@@ -7,8 +7,8 @@ network is folded first; then, as in `nf`, the filters that sum to zero and come
 
 from __future__ import annotations
 
-from normswap.anatomy import Anatomy
 from normswap.centring import check, standardize
+from normswap.graph.inspection import Anatomy
 from normswap.schemes.nf import exact, fit, needs_data, pattern
 from normswap.undress import undress
 from normswap.walks import Draft

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.anatomy import Anatomy
 from normswap.errors import OptionError
 from normswap.fixup_layers import add_scalars
+from normswap.graph.inspection import Anatomy
 from normswap.walks import Draft
 
 PAPER = "Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3"

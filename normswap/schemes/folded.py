@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from normswap import layer_scales, norm_affine
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.undress import undress
 from normswap.walks import Draft
 

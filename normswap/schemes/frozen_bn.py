@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.sites import dress_in_norms
 from normswap.walks import Draft

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from normswap.anatomy import Anatomy
 from normswap.errors import OptionError
+from normswap.graph.inspection import Anatomy
 from normswap.grouping import dress_per_sample
 from normswap.grouping import recentred as pattern
 from normswap.plan import Step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.grouping import dress_per_sample
 from normswap.schemes.groupnorm import fit, pattern
 from normswap.walks import Draft

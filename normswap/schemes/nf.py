@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.anatomy import Anatomy
 from normswap.centring import check, standardize
 from normswap.centring import fit_zero_sum as fit
 from normswap.centring import kept as pattern
 from normswap.dress import scale_branches
+from normswap.graph.inspection import Anatomy
 from normswap.walks import Draft
 
 PAPER = "Brock et al. 2021, arXiv:2101.08692, sections 3 and 4"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.anatomy import Anatomy
 from normswap.dress import drop_before_classifier, scale_branches
+from normswap.graph.inspection import Anatomy
 from normswap.schemes.skipinit import initial
 from normswap.walks import Draft
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from normswap.anatomy import Anatomy
 from normswap.errors import OptionError
+from normswap.graph.inspection import Anatomy
 from normswap.residual import scale_sums
 from normswap.walks import Draft
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from normswap import axes, norm_affine, stream
-from normswap.anatomy import Anatomy
+from normswap import norm_affine, stream
 from normswap.errors import RefusedError
+from normswap.graph import channel_axes
+from normswap.graph.inspection import Anatomy
+from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm
-from normswap.tracing import inputs
 from normswap.undress import undress
 from normswap.walks import Blocked, Draft
 
@@ -37,7 +38,7 @@ def plan(anatomy: Anatomy) -> Draft:
     if not norms:
         raise RefusedError("the network has no LayerNorm", remedy="`--to layernorm` turns BatchNorm into one")
     draft = undress(anatomy, leave=[norm.path for norm in anatomy.norms])
-    seen = axes.read(anatomy.traced, draft.silent)
+    seen = channel_axes.read(anatomy.traced, draft.silent)
     streams: list[stream.Stream] = []
     for path, norm in norms.items():
         try:
@@ -49,7 +50,7 @@ def plan(anatomy: Anatomy) -> Draft:
     return draft
 
 
-def _replace(draft: Draft, seen: axes.Axes, path: str, norm: nn.Module, streams: list[stream.Stream]) -> None:
+def _replace(draft: Draft, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[stream.Stream]) -> None:
     why = channel_norm.refusal(norm)
     if why:
         raise Blocked(why)
@@ -61,7 +62,7 @@ def _replace(draft: Draft, seen: axes.Axes, path: str, norm: nn.Module, streams:
             except Blocked as why:
                 raise Blocked(f"the mean of what it reads has to stay: {why}") from None
     role = next(n.role for n in draft.anatomy.norms if n.path == path)
-    if role == "head" and axes.is_step(draft.anatomy.traced, value):
+    if role == "head" and channel_axes.is_step(draft.anatomy.traced, value):
         draft.notes.append(f"{path} reads the features after {stream.called(value)}: these lose their mean, too")
     draft.seat(path, "RMSNorm")
     draft.verdicts[path] = "becomes an RMSNorm"

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from normswap.anatomy import Anatomy
 from normswap.dress import scale_branches
 from normswap.errors import OptionError
+from normswap.graph.inspection import Anatomy
 from normswap.walks import Draft
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, section 4"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from normswap import provenance
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized, seats
 from normswap.sites import dress_in_norms
 from normswap.undress import undress

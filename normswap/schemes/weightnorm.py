@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.anatomy import Anatomy
+from normswap.graph.inspection import Anatomy
 from normswap.reparametrize import reparametrize
 from normswap.walks import Draft
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from normswap import anatomy
-from normswap.anatomy import LINEAR
+from normswap.graph import inspection
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, seats
-from normswap.tracing import inputs, is_add
 from normswap.walks import Blocked, Draft, check_linear, pads
 
 _POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d)
@@ -41,7 +41,7 @@ class _Absorber:
     """Collects what is added to each convolution's bias, in float64."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.draft = Draft(anatomy.inspect(model))
+        self.draft = Draft(inspection.inspect(model))
         self.traced = self.draft.anatomy.traced
         self.model = model
         self.added: dict[str, Tensor] = {}

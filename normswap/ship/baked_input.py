@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from normswap import anatomy
 from normswap.errors import TraceError
+from normswap.graph import inspection
 from normswap.layers import seats
 from normswap.walks import Blocked, Draft, check_linear, pads
 
@@ -57,7 +57,7 @@ def bake(network: nn.Module, mean: Tensor, std: Tensor) -> Before:
 
 def _first(network: nn.Module) -> list[str]:
     """The convolutions that read the input, when nothing else does."""
-    draft = Draft(anatomy.inspect(network))
+    draft = Draft(inspection.inspect(network))
     traced = draft.anatomy.traced
     readers = list(traced.users[next(node for node in traced.nodes if node.op == "placeholder")])
     found: list[fx.Node] = []

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from normswap.anatomy import LINEAR
 from normswap.errors import RefusedError, VerificationError
+from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import first_line, quiet
 from normswap.ship import rounding
 from normswap.ship.formats import FP16, Runs, reason

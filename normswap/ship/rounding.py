@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy
-from normswap.anatomy import LINEAR
 from normswap.errors import TraceError
-from normswap.tracing import inputs
+from normswap.graph import inspection
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def main_path(network: nn.Module) -> set[str]:
     """
     linear = [path for path, module in network.named_modules() if isinstance(module, LINEAR)]
     try:
-        seen = anatomy.inspect(network)
+        seen = inspection.inspect(network)
     except TraceError:
         return {*linear[:1], *linear[-1:]}
     traced = seen.traced

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from normswap import anatomy, conversion, schemes
+from normswap import conversion, schemes
 from normswap.errors import TraceError
+from normswap.graph import inspection
 from normswap.layers import affine, reparametrized
 from normswap.plan import Step
 from normswap.ship import absorbing
@@ -31,7 +32,7 @@ def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = 
         VerificationError: it was folded and computes something else.
     """
     try:
-        seen = anatomy.inspect(model)
+        seen = inspection.inspect(model)
     except TraceError:
         if any(affine.is_affine(module) or reparametrized.is_dressed(module) for module in model.modules()):
             raise

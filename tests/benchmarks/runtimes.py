@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import anatomy, checkpoint, signal
+from normswap import checkpoint, signal
+from normswap.graph import inspection
 from normswap.layers import affine
 from normswap.ship import bench, bench_plot, checks
 from normswap.ship.bench import Row, Say
@@ -75,7 +76,7 @@ def alive(name: str, side: int) -> nn.Module:
             norm.weight.uniform_(0.5, 1.5)
             norm.bias.normal_(0, 0.3)
             norm.momentum = 1.0
-        for block in anatomy.inspect(model).blocks:
+        for block in inspection.inspect(model).blocks:
             if block.last is not None and norms:
                 model.get_submodule(block.last).weight.mul_(0.3)
         if norms:

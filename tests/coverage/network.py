@@ -13,8 +13,9 @@ from timm.models._registry import _model_to_module
 from torch import Tensor, fx, nn
 from torch.fx.experimental import optimization
 
-from normswap import anatomy, schemes, surgery
+from normswap import schemes, surgery
 from normswap.errors import RefusedError, TraceError
+from normswap.graph import inspection
 from normswap.plan import Step
 
 EXACT = 1e-8  # relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by 1e-10
@@ -89,7 +90,7 @@ def wake(model: nn.Module, seed: int = 1) -> None:
 def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
     """The folded network, or None, and what is to be recorded."""
     try:
-        draft = FOLDED.plan(anatomy.inspect(model))
+        draft = FOLDED.plan(inspection.inspect(model))
     except (TraceError, RefusedError) as error:
         return None, {"status": "refused", "refused": len(batchnorms(model)), "why": str(error)[:300]}
     ways = Counter(way for verdict in draft.verdicts.values() for key, way in WAYS.items() if verdict.startswith(key))

@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 from stacks import options, slope, table
 from torch import nn
 
-from normswap import anatomy, draw
+from normswap import draw
+from normswap.graph import inspection
 
 CHANNELS = (16, 32, 64, 128)
 
@@ -34,7 +35,7 @@ def first_updates(role: str, gamma: float, *, seed: int, batch: int, side: int) 
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eps = 1e-15  # else it is seen beside the variance of a layer with a small gamma
-    chosen = [model.get_submodule(norm.path).weight for norm in anatomy.inspect(model).norms if norm.role == role]
+    chosen = [model.get_submodule(norm.path).weight for norm in inspection.inspect(model).norms if norm.role == role]
     for weight in chosen:
         nn.init.constant_(weight, gamma)
     x, labels = torch.randn(batch, 3, side, side).double(), torch.randint(10, (batch,))

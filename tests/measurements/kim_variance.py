@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 from stacks import average, options, table, worst
 from torch import nn
 
-from normswap import anatomy, draw
+from normswap import draw
+from normswap.graph import inspection
 from normswap.signal import signal
 
 Moments = tuple[list[float], list[float]]
@@ -77,7 +78,7 @@ def measure(
     for seed in range(seeds):
         torch.manual_seed(seed)
         model = timm.create_model(name, zero_init_last=False)
-        seen = anatomy.inspect(model)
+        seen = inspection.inspect(model)
         for norm in seen.norms:
             if norm.role in ("down", "last"):
                 nn.init.constant_(model.get_submodule(norm.path).weight, down if norm.role == "down" else last)

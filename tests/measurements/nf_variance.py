@@ -24,7 +24,8 @@ from stacks import average, options, table, worst
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle
 
-from normswap import anatomy, draw
+from normswap import draw
+from normswap.graph import inspection
 from normswap.signal import awake, expected_nf, signal
 
 CELL = 4  # the stride of the stem, its pooling included
@@ -47,7 +48,7 @@ def measure(name: str, x: Tensor, seed: int) -> tuple[list[float], list[float]]:
     """Variance after each block, and what theory expects, of timm's network as it is on `x` times one factor."""
     torch.manual_seed(seed)
     model = awake(timm.create_model(name))
-    seen = anatomy.inspect(model)
+    seen = inspection.inspect(model)
     wanted = expected_nf(seen)
     assert wanted is not None
     parts = x.split(2)

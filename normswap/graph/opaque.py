@@ -14,8 +14,8 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from normswap.errors import TraceError
+from normswap.graph.tracing import Traced, trace
 from normswap.layers import affine
-from normswap.tracing import Traced, trace
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _TELLTALE = {"weight", "bias", "running_mean", "running_var", "parameters", "named_parameters", "buffers", "state_dict",

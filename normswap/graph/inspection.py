@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap import hidden
-from normswap.body import Anatomy, Block, Norm
+from normswap.graph import opaque
+from normswap.graph.anatomy import Anatomy, Block, Norm
+from normswap.graph.tracing import Traced, inputs, is_add, is_mul, trace
 from normswap.layers import affine
-from normswap.tracing import Traced, inputs, is_add, is_mul, trace
 
 __all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
 
@@ -31,7 +31,7 @@ def inspect(model: nn.Module) -> Anatomy:
     Raises:
         TraceError: the model's own forward cannot be traced.
     """
-    traced = hidden.read(trace(model))
+    traced = opaque.read(trace(model))
     reader = _Reader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))

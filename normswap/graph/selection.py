@@ -12,8 +12,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from normswap.anatomy import LINEAR, Anatomy
 from normswap.errors import OptionError
+from normswap.graph.inspection import LINEAR, Anatomy
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:

@@ -21,11 +21,11 @@ from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
 from normswap import provenance
-from normswap.anatomy import LINEAR
 from normswap.gauge import is_constant_mul
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine
 from normswap.layers.channel_norm import channel_dim
-from normswap.tracing import Traced, inputs, is_add
 from normswap.walks import Draft
 
 _STEPS = (

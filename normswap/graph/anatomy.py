@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from normswap.tracing import Traced
+from normswap.graph.tracing import Traced
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Anatomy:
         classifier: path of the last linear layer before the output.
         dropout: the seat of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
-        outside: paths of the modules that a conversion leaves as they are (see `partial`).
+        outside: paths of the modules that a conversion leaves as they are (see `selection`).
     """
 
     blocks: tuple[Block, ...]
