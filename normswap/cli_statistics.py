@@ -59,7 +59,7 @@ def _recalibrate(
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
     place = output or Path(f"{commands.last_part(model)}-recalibrated")
     from normswap import checkpoint, summary
-    from normswap.data import make_loader
+    from normswap.images.datasets import make_loader
     from normswap.models import zoo
     from normswap.recalibration import recalibrate
 

@@ -51,7 +51,7 @@ class Images:
     split: str
 
     def loader(self, model: Any) -> Any:
-        from normswap.data import make_loader
+        from normswap.images.datasets import make_loader
 
         rest = {"batch_size": self.batch_size, "workers": self.workers, "samples": self.samples, "split": self.split}
         return make_loader(model, self.data, **rest)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class Wanted:
         """The arguments of `conversion.convert` that say what to fit values to."""
         if self.calibrate is None or self.calibrate == "noise":
             return {"calibrate": self.calibrate, "seed": self.seed, "progress": advance}
-        from normswap.data import make_loader
+        from normswap.images.datasets import make_loader
         from normswap.models import zoo
 
         config = zoo.data_config(model)  # no word of classes: labels are not needed
@@ -255,7 +255,7 @@ def verify(directory: Path, against: str | None, images: Images | None, as_json:
 
 def evaluate(source: Source, images: Images, as_json: bool) -> int:
     model = source.open()
-    from normswap.evaluate import evaluate as run
+    from normswap.images.accuracy import evaluate as run
 
     loader = images.loader(model)
     with progress.bar(f"evaluating {source.name}") as advance:

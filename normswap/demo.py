@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from normswap import checkpoint, summary, verification
-from normswap.agreement import agreement, classify
 from normswap.conversion import convert
-from normswap.data import make_loader
+from normswap.images.agreement import agreement, classify
+from normswap.images.datasets import make_loader
 
 FOLDER = Path(__file__).parent / "demo_data"
 SCHEMES = ("folded", "skipinit")

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from normswap import provenance, schemes, verification
-from normswap.agreement import agreement, classify
-from normswap.data import Loader
 from normswap.errors import SourceError
-from normswap.evaluate import Progress
 from normswap.graph import inspection
+from normswap.images.accuracy import Progress
+from normswap.images.agreement import agreement, classify
+from normswap.images.datasets import Loader
 from normswap.models import zoo
 from normswap.models.weight_files import SUFFIXES
 from normswap.verification import Report

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from normswap import checkpoint, page, prove, provenance, restore, schemes, summary, writing
-from normswap.data import Loader
 from normswap.errors import NormswapError, OutputError, SourceError
-from normswap.evaluate import evaluate
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import Loader
 from normswap.layers import seats
 from normswap.models import zoo
 from normswap.plan import Plan, Step

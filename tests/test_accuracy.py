@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import normswap
-from normswap import data
 from normswap.checkpoint import open_model
+from normswap.images import datasets
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
@@ -50,7 +50,7 @@ def test_every_image_is_classified_as_by_the_source(name: str) -> None:
     source = open_model(str(NETWORKS[name]))
     schemes = ("folded", "skipinit")
     results = [normswap.convert(source, to).model for to in schemes]
-    loader = data.make_loader(source, str(IMAGES), batch_size=250, workers=2)
+    loader = datasets.make_loader(source, str(IMAGES), batch_size=250, workers=2)
     (reference, *others), labels = logits([source, *results], loader)
     assert len(labels) == 10_000
     right = (reference.argmax(1) == labels).sum().item()

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from normswap import data
-from normswap.data import make_loader
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.evaluate import evaluate
+from normswap.images import datasets
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
 from normswap.models import zoo
 
 CLASSES = ["ant", "bee", "cow"]
@@ -73,7 +73,9 @@ def test_tars_in_a_tar(images: Path) -> None:
 
 def test_unpacked_copy_goes_at_exit(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[tuple[Callable[..., None], Any]] = []
-    monkeypatch.setattr(data.atexit, "register", lambda call, *args, **kwargs: at_exit.append((call, (args, kwargs))))
+    monkeypatch.setattr(
+        datasets.atexit, "register", lambda call, *args, **kwargs: at_exit.append((call, (args, kwargs)))
+    )
     file = pack(images, "once.tar.gz")
     batches(CONFIG, file)
     batches(CONFIG, file)
@@ -220,7 +222,7 @@ def test_torch_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return Image.new("L", (20, 20), 60 * index), index % 3
 
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(data, "create_dataset", lambda name, **kwargs: seen.update(name=name, **kwargs) or Fake())
+    monkeypatch.setattr(datasets, "create_dataset", lambda name, **kwargs: seen.update(name=name, **kwargs) or Fake())
     pixels, labels = batches(CONFIG, f"torch/mnist:{tmp_path}")
     assert (seen["name"], seen["root"], seen["split"]) == ("torch/mnist", str(tmp_path), "validation")
     assert (pixels.shape, labels) == ((4, 3, 16, 16), [0, 1, 2, 0])
@@ -233,7 +235,7 @@ def test_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         def __iter__(self) -> Any:
             return ((self.transform(Image.new("RGB", (20, 20))), i) for i in range(9))
 
-    monkeypatch.setattr(data, "create_dataset", lambda *_, **__: Stream())
+    monkeypatch.setattr(datasets, "create_dataset", lambda *_, **__: Stream())
     assert batches(CONFIG, "wds/x:/y")[1] == list(range(9))
     assert batches(CONFIG, "wds/x:/y", samples=7)[1] == list(range(7))
 

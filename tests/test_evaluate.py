@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from normswap.errors import SourceError
-from normswap.evaluate import evaluate
+from normswap.images.accuracy import evaluate
 
 
 class Table(nn.Module):

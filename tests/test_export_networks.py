@@ -18,8 +18,9 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
-from normswap import data, demo
+from normswap import demo
 from normswap.checkpoint import open_model
+from normswap.images import datasets
 from normswap.ship import formats
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -64,7 +65,7 @@ def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_trained_network_alone_on_real_images(name: str, form: str, tmp_path: Path) -> None:
     source = trained(name)
-    x, _ = next(iter(data.make_loader(source, str(demo.FOLDER / "images.tar"), batch_size=32, workers=0)))
+    x, _ = next(iter(datasets.make_loader(source, str(demo.FOLDER / "images.tar"), batch_size=32, workers=0)))
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(source, file, dynamic_batch=True)
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]
@@ -86,7 +87,7 @@ def test_every_test_image_gets_the_sources_answer(name: str, tmp_path: Path) -> 
     same = dict.fromkeys(runs, 0)
     off, whole = dict.fromkeys(runs, 0.0), 0.0
     with torch.inference_mode():
-        for x, _ in data.make_loader(source, str(IMAGES), batch_size=250, workers=0):
+        for x, _ in datasets.make_loader(source, str(IMAGES), batch_size=250, workers=0):
             expected: Tensor = source(x)
             whole += float(expected.double().square().sum())
             for key, answer in runs.items():

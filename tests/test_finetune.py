@@ -22,9 +22,9 @@ from trained import CLASSES, network, recipe, train, write_images
 import normswap
 from normswap import checkpoint, provenance
 from normswap.cli import main
-from normswap.data import make_loader
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.evaluate import evaluate
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
 from normswap.recover import assembly, load
 from normswap.recover.folder import COLUMNS
 

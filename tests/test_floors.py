@@ -15,8 +15,8 @@ import torch
 from test_accuracy import IMAGES, NETWORKS, logits
 
 import normswap
-from normswap import data
 from normswap.checkpoint import open_model
+from normswap.images import datasets
 
 TRAIN: Path = IMAGES.with_name("train.tar.xz")
 FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
@@ -40,9 +40,13 @@ def test_floor(network: str, scheme: str, options: dict[str, Any], fitted: bool,
     if not NETWORKS[network].is_dir():
         pytest.skip(f"the checkpoint is not there: {NETWORKS[network]}")
     source = open_model(str(NETWORKS[network]))
-    loader = data.make_loader(source, str(TRAIN), batch_size=100, workers=1, samples=1000, seed=0) if fitted else None
+    loader = (
+        datasets.make_loader(source, str(TRAIN), batch_size=100, workers=1, samples=1000, seed=0) if fitted else None
+    )
     result = normswap.convert(source, scheme, calibrate=loader, **options).model
-    (before, after), labels = logits([source, result], data.make_loader(source, str(IMAGES), batch_size=250, workers=2))
+    (before, after), labels = logits(
+        [source, result], datasets.make_loader(source, str(IMAGES), batch_size=250, workers=2)
+    )
     assert len(labels) == 10_000
     right, kept = (torch.eq(x.argmax(1), labels).sum().item() for x in (before, after))
     print(f"\n{network} {scheme} {options}: {right / 100:.2f} -> {kept / 100:.2f}, {100 * kept / right:.1f} % kept")

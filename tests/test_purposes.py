@@ -17,9 +17,10 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import data, demo, provenance, purposes
+from normswap import demo, provenance, purposes
 from normswap.checkpoint import open_model
 from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.images import datasets
 from normswap.layers import seats
 
 with warnings.catch_warnings():  # what opacus imports warns about itself
@@ -56,7 +57,9 @@ def small(arch: str) -> nn.Module:
 
 
 def images(count: int = 48) -> tuple[Tensor, Tensor]:
-    loader = data.make_loader(open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=count)
+    loader = datasets.make_loader(
+        open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=count
+    )
     batches = list(loader)
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 

@@ -14,8 +14,9 @@ from test_schemes import ROWS, Row
 from torch import Tensor, nn
 
 import normswap
-from normswap import data, demo, surgery
+from normswap import demo, surgery
 from normswap.checkpoint import open_model
+from normswap.images import datasets
 
 NARROW: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},
@@ -26,7 +27,7 @@ NOISE = 1e-13  # a gradient below is rounding; fixup's zeroed layers let little 
 
 @functools.cache
 def images(stride: int = 2) -> tuple[Tensor, Tensor]:
-    loader = data.make_loader(open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=32)
+    loader = datasets.make_loader(open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=32)
     batches = list(loader)
     return torch.cat([x for x, _ in batches])[:, :, ::stride, ::stride], torch.cat([y for _, y in batches])
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from normswap import checkpoint, conversion, data, provenance
+from normswap import checkpoint, conversion, provenance
 from normswap.errors import OptionError
+from normswap.images import datasets
 from normswap.models import zoo
 from normswap.models.weight_files import first_line
 from normswap.recover import launching, synced, teachers
@@ -57,7 +58,7 @@ def start(model: nn.Module | None, recipe: Recipe, say: Say) -> Start:
     images: Any = None
     if recipe.convert.calibrate:
         place = places(recipe.data)[0]
-        images = data.make_loader(
+        images = datasets.make_loader(
             model, place, split="train", samples=recipe.convert.samples, seed=recipe.train.seed, workers=0
         )
     done = conversion.convert(model, recipe.convert.to, calibrate=images, **recipe.convert.options)

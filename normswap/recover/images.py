@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchvision import transforms
 
-from normswap.data import PREFIXES, Loader, collate, open_images
 from normswap.errors import OptionError, SourceError
+from normswap.images.datasets import PREFIXES, Loader, collate, open_images
 from normswap.recover import stopping
 from normswap.recover.recipe import Augment
 from normswap.recover.recipe import Data as DataPart

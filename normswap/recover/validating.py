@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from normswap.data import Loader
-from normswap.evaluate import Evaluation, evaluate
+from normswap.images.accuracy import Evaluation, evaluate
+from normswap.images.datasets import Loader
 from normswap.recover.folder import Row
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import data as data_room
 from normswap import provenance, writing
 from normswap.conversion import Conversion
 from normswap.errors import OptionError
+from normswap.images import datasets as data_room
 from normswap.ship import baked_input, checks, formats, rounding, sidecar, undressing
 from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped

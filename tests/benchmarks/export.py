@@ -31,8 +31,8 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
-from normswap import data
 from normswap.checkpoint import open_model
+from normswap.images import datasets
 from normswap.models.weight_files import first_line
 from normswap.ship import formats
 from normswap.ship.shipped import Shipped
@@ -82,7 +82,7 @@ def images(kept: Kept, name: str, test: str) -> Iterator[str]:
                 runs[form] = formats.get(form).open(file)
             tallies = {form: Tally() for form in runs}
             with torch.inference_mode():
-                for x, _ in data.make_loader(source, test, batch_size=250, workers=0):
+                for x, _ in datasets.make_loader(source, test, batch_size=250, workers=0):
                     expected = source(x)
                     for form, tally in tallies.items():
                         tally.add(expected, runs[form](x))

@@ -16,7 +16,7 @@ from schemes_table import NETWORKS, SHARED
 from torch import Tensor, nn
 
 from normswap.checkpoint import open_model
-from normswap.data import make_loader
+from normswap.images.datasets import make_loader
 from normswap.models import zoo
 from normswap.recalibration import recalibrate
 

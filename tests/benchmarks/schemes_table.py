@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import normswap
 from normswap import conversion
 from normswap.checkpoint import open_model
-from normswap.data import make_loader
 from normswap.errors import NormswapError
+from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
 
 ROOT = Path(__file__).resolve().parents[2]

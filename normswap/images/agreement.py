@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from normswap.evaluate import Evaluation, Progress, evaluate
+from normswap.images.accuracy import Evaluation, Progress, evaluate
 
 
 def classify(
