@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normswap.checkpoint import load as load
     from normswap.checkpoint import save as save
-    from normswap.conversion import Conversion as Conversion
-    from normswap.conversion import convert as convert
     from normswap.decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
     from normswap.graph.inspection import Anatomy as Anatomy
@@ -23,27 +21,29 @@ if TYPE_CHECKING:
     from normswap.recover.engine import finetune as finetune
     from normswap.ship.exporting import Exported as Exported
     from normswap.ship.exporting import export as export
-    from normswap.verification import Report as Report
-    from normswap.verification import verify as verify
+    from normswap.surgery.comparison import Report as Report
+    from normswap.surgery.comparison import verify as verify
+    from normswap.surgery.conversion import Conversion as Conversion
+    from normswap.surgery.conversion import convert as convert
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Anatomy": "graph.inspection",
     "Arch": "plan",
-    "Conversion": "conversion",
+    "Conversion": "surgery.conversion",
     "Exported": "ship.exporting",
     "NormswapError": "errors",
     "Plan": "plan",
-    "Report": "verification",
-    "convert": "conversion",
+    "Report": "surgery.comparison",
+    "convert": "surgery.conversion",
     "export": "ship.exporting",
     "finetune": "recover.engine",
     "inspect": "graph.inspection",
     "load": "checkpoint",
     "param_groups": "decay",
     "save": "checkpoint",
-    "verify": "verification",
+    "verify": "surgery.comparison",
 }
 
 

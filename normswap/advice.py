@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from normswap.conversion import drafts
 from normswap.errors import OptionError, RefusedError
 from normswap.layers import affine
+from normswap.surgery.conversion import drafts
 
 ENOUGH = 16  # images in a batch for BatchNorm
 

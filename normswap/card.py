@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from normswap.provenance import Provenance
-from normswap.verification import Report
+from normswap.surgery.comparison import Report
 
 _MARK = "<!-- written by normswap -->"
 

@@ -25,13 +25,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normswap import __version__, card, provenance, restore, surgery
-from normswap.conversion import Conversion
+from normswap import __version__, card, provenance
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import weight_files, zoo
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
-from normswap.verification import Report
+from normswap.surgery import applying, unfolding
+from normswap.surgery.comparison import Report
+from normswap.surgery.conversion import Conversion
 
 VERSION = 1
 _WEIGHTS, _CONFIG, _NORMS, _CARD = "model.safetensors", "config.json", "norms.safetensors", "README.md"
@@ -84,7 +85,7 @@ def save(
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
     claim(place, force=force)
     record = provenance.of(model) or Provenance(source=type(model).__name__)
-    record = replace(record, arch=arch or restore.architecture(model))
+    record = replace(record, arch=arch or unfolding.architecture(model))
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
@@ -121,7 +122,7 @@ def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
     weight_files.check_finite(state, str(file))
-    model = surgery.apply(_bare(folder, arch, skeleton), plan).to(_dtype(state))
+    model = applying.apply(_bare(folder, arch, skeleton), plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
     model.eval()
     norms = weight_files.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
@@ -204,7 +205,7 @@ def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> Non
         metadata: further entries of the header.
     """
     record = provenance.of(model) or Provenance(source=type(model).__name__)
-    _write_tensors(file, model, replace(record, arch=restore.architecture(model)), None, metadata)
+    _write_tensors(file, model, replace(record, arch=unfolding.architecture(model)), None, metadata)
 
 
 def _write_tensors(

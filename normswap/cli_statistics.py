@@ -61,7 +61,7 @@ def _recalibrate(
     from normswap import checkpoint, summary
     from normswap.images.datasets import make_loader
     from normswap.models import zoo
-    from normswap.recalibration import recalibrate
+    from normswap.surgery.recalibration import recalibrate
 
     checkpoint.claim(place, force=force)
     net = source.open()

@@ -194,15 +194,16 @@ def _planned(wanted: Wanted) -> Plan | None:
 
 def _carry_out(model: Any, wanted: Wanted, plan: Plan | None, advance: Any) -> tuple[Any, list[Body], list[Step]]:
     """The conversion (None for a dry run), what to say of each step, and the steps."""
-    from normswap import calibration, summary
-    from normswap.conversion import carry_out, drafts
-    from normswap.conversion import convert as run
+    from normswap import summary
+    from normswap.surgery import fitting
+    from normswap.surgery.conversion import carry_out, drafts
+    from normswap.surgery.conversion import convert as run
 
     if plan is not None:
         steps: list[Body] = []
         for step in plan.steps:
             try:
-                done = carry_out(model, step, **(wanted.fitting(model, advance) if calibration.fits(step) else {}))
+                done = carry_out(model, step, **(wanted.fitting(model, advance) if fitting.fits(step) else {}))
             except RuntimeError as error:  # torch's, when layers do not fit each other
                 why = str(error).split("\n")[0]
                 raise PlanError(f"{wanted.from_plan} gives a network that does not run", why) from error
@@ -230,25 +231,26 @@ def last_part(name: str) -> str:
 
 def verify(directory: Path, against: str | None, images: Images | None, as_json: bool) -> int:
     with progress.working(f"loading {directory}"):
-        from normswap import checkpoint, prove, summary
+        from normswap import checkpoint, summary
+        from normswap.surgery import reverification
 
         result = checkpoint.load(directory)
-    name = against or prove.recorded(result, directory)
-    source = _open(name, **({} if against else prove.how(result)))
+    name = against or reverification.recorded(result, directory)
+    source = _open(name, **({} if against else reverification.how(result)))
     with progress.working("comparing"):
-        report = prove.again(source, result)
+        report = reverification.again(source, result)
     body: Body = {
         "directory": str(directory),
         "against": name,
         "passed": report.passed,
-        "source_unchanged": None if against else prove.unchanged(source, result),
+        "source_unchanged": None if against else reverification.unchanged(source, result),
         "report": summary.of_report(report),
         "data": None,
     }
     if images is not None:
         loader = images.loader(result)
         with progress.bar("comparing on images") as advance:
-            body["data"] = prove.on_images(source, result, loader, advance)
+            body["data"] = reverification.on_images(source, result, loader, advance)
     show(body, as_json, render.verification)
     return 0 if report.passed else 1
 

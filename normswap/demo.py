@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, summary, verification
-from normswap.conversion import convert
+from normswap import checkpoint, summary
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import make_loader
+from normswap.surgery import comparison
+from normswap.surgery.conversion import convert
 
 FOLDER = Path(__file__).parent / "demo_data"
 SCHEMES = ("folded", "skipinit")
@@ -103,7 +104,7 @@ def _measure(
         say(f"verifying and evaluating {name}")
         results[name] = classify(model, batches)
         if model is not source:
-            report = verification.compare(source, model, images, described="the demo's images")
+            report = comparison.compare(source, model, images, described="the demo's images")
             errors[name] = report.worst.relative_l2
             passed = passed and report.passed
     say("timing")

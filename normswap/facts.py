@@ -7,7 +7,7 @@ from typing import Any
 
 from normswap.plan import Arch
 from normswap.signal import Point
-from normswap.verification import Report
+from normswap.surgery.comparison import Report
 
 ROLES = ("stem", "other", "last", "down", "head")
 

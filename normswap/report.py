@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, page, prove, provenance, restore, schemes, summary, writing
+from normswap import checkpoint, page, provenance, schemes, summary, writing
 from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.graph import inspection
@@ -27,6 +27,7 @@ from normswap.models import zoo
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.signal import signal
+from normswap.surgery import reverification, unfolding
 
 _BINS = 30
 _NOISE = 8
@@ -107,18 +108,18 @@ def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, st
     notes: list[str] = []
     if record.source and record.sha256:
         try:
-            source = checkpoint.open_model(record.source, **prove.how(result))
+            source = checkpoint.open_model(record.source, **reverification.how(result))
         except (NormswapError, OSError):
             notes.append("The recorded source cannot be opened from here any more.")
         else:
-            if prove.unchanged(source, result) is not False:
+            if reverification.unchanged(source, result) is not False:
                 return source, "source", notes
             notes.append("The recorded source has other tensors now than when this was made.")
     if not _exact(record.plan):
         notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
         return None, "", notes
     try:
-        return restore.unfold(result).eval(), "unfolded", notes
+        return unfolding.unfold(result).eval(), "unfolded", notes
     except NormswapError as error:
         notes.append(f"The result cannot be unfolded: {error}")
         return None, "", notes
@@ -227,6 +228,6 @@ def _accuracy(before: nn.Module | None, result: nn.Module, loader: Loader | None
     if loader is None:
         return {}
     if before is not None:
-        return prove.on_images(before, result, loader)
+        return reverification.on_images(before, result, loader)
     measured = evaluate(result, loader)
     return {"result": measured.top1, "count": measured.count}

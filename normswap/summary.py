@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normswap import provenance, restore, schemes, sites
-from normswap.conversion import Conversion
+from normswap import provenance, schemes, sites
 from normswap.graph.inspection import Anatomy, Block, Norm, inspect
 from normswap.layers import affine, seats
 from normswap.models import zoo
 from normswap.plan import Step
+from normswap.surgery import unfolding
+from normswap.surgery.comparison import Report
+from normswap.surgery.conversion import Conversion
 from normswap.undress import undress
-from normswap.verification import Report
 from normswap.walks import Draft
 
 Body = dict[str, Any]
@@ -169,7 +170,7 @@ def of_schemes() -> Iterator[Body]:
             "exact_only_with": [option for option in options if not scheme.exact({**options, option: "another"})],
             "exact": bool(scheme.exact(options)),
         }
-    first = (python.getdoc(restore) or "").split("\n")[0]
+    first = (python.getdoc(unfolding) or "").split("\n")[0]
     yield {"name": "unfold", "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}
 
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import schemes, signal, surgery
+from normswap import schemes, signal
 from normswap.graph import inspection
 from normswap.plan import Step
+from normswap.surgery import applying
 from normswap.walks import Draft
 
 BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, FrozenBatchNormAct2d)
@@ -104,7 +105,7 @@ def swapped(model: nn.Module, to: str, **options: Any) -> nn.Module:
     """The converted network, without the library's own verification."""
     planned, draft = step(model, to, **options)
     assert not draft.refusals, draft.refusals
-    return surgery.apply_step(model, planned)
+    return applying.apply_step(model, planned)
 
 
 @torch.no_grad()

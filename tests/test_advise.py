@@ -10,9 +10,10 @@ import pytest
 from small import small
 from torch import nn
 
-from normswap import advice, conversion, demo
+from normswap import advice, demo
 from normswap.cli import main
 from normswap.errors import OptionError, RefusedError
+from normswap.surgery import conversion
 
 
 def chain() -> nn.Module:

@@ -13,11 +13,12 @@ from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import calibrate, conversion, grouping, quiet, refit, surgery
+from normswap import calibrate, grouping, quiet, refit
 from normswap.calibrate import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
+from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3, "padding": 1},
@@ -125,7 +126,7 @@ def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
     results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))
     step = results[0].plan.steps[-1]
-    unfitted = surgery.apply_step(model, step)
+    unfitted = applying.apply_step(model, step)
     reference = run(model, x[0])
     assert distance(reference, run(results[0].model, x[0])) < 0.8 * distance(reference, run(unfitted, x[0]))
     assert all(module.training is model.training for module in results[0].model.modules())
@@ -244,10 +245,10 @@ def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert all({"+", "-"} == set(a["flips"]) == set(a["leans"]) for a in args.values())
     assert sketch.verdicts["norm"].endswith("behind a scale and shift")
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    recentred = surgery.apply_step(model, grouping.recentred(step))
+    recentred = applying.apply_step(model, grouping.recentred(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
     edits = tuple(edit for edit in grouping.recentred(step).edits if edit.layer != "Steadied")
-    broken = surgery.apply_step(model, Step(step.scheme, step.options, edits))
+    broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
 
@@ -259,7 +260,7 @@ def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
     step, _ = conversion.draft(inspection.inspect(net), "layernorm")
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    assert distance(run(net, x), run(surgery.apply_step(net, grouping.recentred(step)), x)) < 1e-12
+    assert distance(run(net, x), run(applying.apply_step(net, grouping.recentred(step)), x)) < 1e-12
 
 
 def test_signs_are_the_quietest() -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from normswap import checkpoint, provenance
-from normswap.conversion import convert
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch
+from normswap.surgery.conversion import convert
 
 CHANNELS = (8, 16, 24, 32)
 NETWORKS = {

@@ -13,8 +13,9 @@ from lived import batchnorms, distance, lived_in, run, step
 from tiny import C, bn, conv
 from torch import Tensor, nn
 
-from normswap import convert, surgery
+from normswap import convert
 from normswap.graph.inspection import inspect
+from normswap.surgery import applying
 
 sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 
@@ -171,7 +172,7 @@ def test_what_an_untraceable_module_calls_as_a_whole_folds(name: str) -> None:
     planned, draft = step(model, "folded")
     assert draft.refusals == {}
     assert inspect(model).refusals[0][0].startswith("1")
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-12
 

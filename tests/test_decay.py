@@ -14,9 +14,9 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from torch import Tensor, nn
 
 from normswap import decay, schemes
-from normswap.conversion import convert
 from normswap.decay import POLICIES, SCALARS, counts, param_groups, roles
 from normswap.errors import OptionError, TraceError
+from normswap.surgery.conversion import convert
 
 # How these were counted, from the papers and not from our output.
 #

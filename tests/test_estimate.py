@@ -15,8 +15,8 @@ from timm import layers as timm_layers
 from torch import Tensor, nn
 
 import normswap
-from normswap import surgery
 from normswap.errors import NormswapError, OptionError, RefusedError, SourceError
+from normswap.surgery import applying
 
 SIZE = (3, 33, 33)
 NORMS: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_the_estimate_is_better_than_the_placeholder() -> None:
     net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 1)))
     x = images(8, seed=7)[0]
     done = normswap.convert(net, "batchnorm", calibrate=images(), size=SIZE)
-    empty = surgery.apply(net, done.plan)
+    empty = applying.apply(net, done.plan)
     assert distance(run(net, x), run(done.model, x)) < 0.5 * distance(run(net, x), run(empty, x))
 
 

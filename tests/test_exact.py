@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap import surgery
 from normswap.errors import OptionError, RefusedError
 from normswap.layers import reparametrized, scalars, seats, site_norm
 from normswap.plan import Plan
+from normswap.surgery import applying
 
 GHOST = ("batchnorm", {"ghost_batch": 2})
 NEW = [
@@ -139,7 +139,7 @@ def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
     assert not any("alpha" in name for name, _ in result.named_parameters())
     if rule == "balduzzi":
         assert sorted({round(module.alpha.item(), 6) for module in fixed}) == [0.707107, 1.0]
-    fresh = surgery.apply(skeleton(arch), Plan.from_json(Plan().then(planned).to_json()))
+    fresh = applying.apply(skeleton(arch), Plan.from_json(Plan().then(planned).to_json()))
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(fresh, x), run(result, x))
     other = to(result, "residual-scale", rule="hanin")

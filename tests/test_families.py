@@ -14,8 +14,8 @@ import torch
 from lived import batchnorms, distance, lived_in, run, step
 from torch import Tensor, nn
 
-from normswap import surgery
 from normswap.layers.seats import Scale
+from normswap.surgery import applying
 
 # Residual branches, and the norm that ends each, from the papers (how they are counted: test_anatomy_families.py;
 # SE-ResNeXt-26t: 2 + 2 + 2 + 2 bottlenecks). In the SE-ResNeXt a gate follows that norm, in the others it comes before.
@@ -52,7 +52,7 @@ def test_exact(arch: str, scheme: tuple[str, dict[str, Any]]) -> None:
     model, x, reference = source(arch)
     planned, draft = step(model, scheme[0], **scheme[1])
     assert draft.refusals == {}
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert type(result) is type(model)
     assert distance(reference, reference.flip(0)) > 0.01
@@ -65,7 +65,7 @@ def test_alpha_is_the_deviation_of_the_branch(arch: str) -> None:
     model, _, _ = source(arch)
     count, last = BRANCHES[arch]
     planned, draft = step(model, "skipinit")
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     found = [module.alpha.item() for module in result.modules() if isinstance(module, Scale)]
     assert len(found) == count
     wanted = []
@@ -81,7 +81,7 @@ def test_groupnorm_takes_every_seat(arch: str) -> None:
     model, x, reference = source(arch)
     planned, draft = step(model, "groupnorm")
     assert draft.refusals == {}
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert sum(isinstance(module, nn.GroupNorm) for module in result.modules()) == len(batchnorms(model))
     assert batchnorms(result) == []
     assert 1e-3 < distance(reference, run(result, x)) < float("inf")
@@ -90,7 +90,7 @@ def test_groupnorm_takes_every_seat(arch: str) -> None:
 @architectures
 def test_one_wrong_channel_is_noticed(arch: str) -> None:
     model, x, reference = source(arch)
-    broken: Any = surgery.apply_step(model, step(model, "skipinit")[0])
+    broken: Any = applying.apply_step(model, step(model, "skipinit")[0])
     scale = next(module for module in broken.modules() if isinstance(module, Scale))
     with torch.no_grad():
         scale.alpha *= 1.01

@@ -11,9 +11,9 @@ from graph_cases import CASES, REFUSED, Case
 from lived import batchnorms, distance, lived_in, run, step
 from torch import Tensor, nn
 
-from normswap import surgery
 from normswap.errors import RefusedError
 from normswap.layers.seats import Scale
+from normswap.surgery import applying
 
 EXACT = 1e-12
 
@@ -53,7 +53,7 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
         else:
             assert re.search(pattern, draft.verdicts[path]), draft.verdicts[path]
     assert draft.refusals == {}
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert distance(reference, outputs(result, x)) <= EXACT
     assert torch.equal(outputs(model, x), reference), "the source was changed"
     left = {path for path, pattern in case.expect.items() if pattern.startswith((REFUSED, "never"))}
@@ -71,14 +71,14 @@ def test_skipinit_is_exact_or_refused(case: Case) -> None:
     if planned is None or draft is None:
         assert re.search("no residual blocks|would need two edits", why)
     elif not draft.refusals:
-        result = surgery.apply_step(model, planned)
+        result = applying.apply_step(model, planned)
         assert distance(reference, outputs(result, x)) <= EXACT
         for alpha in (None, 0.0, -0.7):
             trained(result, alpha)
             reference = outputs(result, x)
             planned, draft = step(result, "folded")
             assert draft.refusals == {}
-            assert distance(reference, outputs(surgery.apply_step(result, planned), x)) <= EXACT
+            assert distance(reference, outputs(applying.apply_step(result, planned), x)) <= EXACT
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.fuser], ids=str)
@@ -88,13 +88,13 @@ def test_float32_too_where_torch_fuses_wrongly(case: Case) -> None:
     reference = outputs(model, x)
     model.float()
     planned, _ = step(model, "folded")
-    assert distance(reference, outputs(surgery.apply_step(model, planned), x.float()).double()) <= 1e-5
+    assert distance(reference, outputs(applying.apply_step(model, planned), x.float()).double()) <= 1e-5
 
 
 def test_an_aliased_conv_stays_one() -> None:
     case = next(case for case in CASES if case.name == "aliased conv, one call")
     model, _ = build(case)
-    result: Any = surgery.apply_step(model, step(model, "folded")[0])
+    result: Any = applying.apply_step(model, step(model, "folded")[0])
     assert result.conv is result.alias
 
 
@@ -103,7 +103,7 @@ def test_hooks_see_what_they_saw() -> None:
     seen: list[Tensor] = []
     model.get_submodule("conv").register_forward_hook(lambda module, args, output: seen.append(output.clone()))
     outputs(model, x)
-    outputs(surgery.apply_step(model, step(model, "folded")[0]), x)
+    outputs(applying.apply_step(model, step(model, "folded")[0]), x)
     assert torch.equal(seen[0], seen[1])
 
 
@@ -112,7 +112,7 @@ def test_the_checker_notices_a_wrong_fold() -> None:
     from torch.nn.utils.fusion import fuse_conv_bn_eval
 
     model, x = build(next(case for case in CASES if case.name == "conv twice, norm on one"))
-    wrong: Any = surgery.apply_step(model, step(model, "folded")[0])
+    wrong: Any = applying.apply_step(model, step(model, "folded")[0])
     source: Any = model
     wrong.conv, wrong.bn = fuse_conv_bn_eval(source.conv, source.bn), nn.Identity()
     assert distance(outputs(model, x), outputs(wrong, x)) > 1e-3

@@ -15,11 +15,12 @@ from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, nn
 
-from normswap import conversion, provenance, surgery
+from normswap import provenance
 from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers import seats
 from normswap.plan import Plan, Step
+from normswap.surgery import applying, conversion
 
 NARROW: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},
@@ -67,7 +68,7 @@ def _case(arch: str, index: int) -> Case:
 
 def applied(model: nn.Module, planned: Step) -> nn.Module:
     """The result, which knows where it is from."""
-    return provenance.attach(surgery.apply_step(model, planned), conversion._record(model, planned))
+    return provenance.attach(applying.apply_step(model, planned), conversion._record(model, planned))
 
 
 def case(arch: str, row: Row) -> Case:
@@ -108,7 +109,7 @@ def test_edits_have_no_order(arch: str, row: Row) -> None:
     for seed in range(2):
         edits = list(own.step.edits)
         random.Random(seed).shuffle(edits)
-        shuffled = surgery.apply_step(own.source, Step(own.step.scheme, own.step.options, tuple(edits)))
+        shuffled = applying.apply_step(own.source, Step(own.step.scheme, own.step.options, tuple(edits)))
         state = shuffled.state_dict()
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -124,7 +125,7 @@ def test_replay_on_a_fresh_skeleton(arch: str, row: Row) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan
     assert read.digest == plan.digest
-    fresh = surgery.apply(skeleton(arch), read)
+    fresh = applying.apply(skeleton(arch), read)
     assert distance(own.reference, run(fresh, own.x)) > 1e-3
     fresh.load_state_dict(own.result.state_dict(), strict=True)
     assert torch.equal(run(fresh, own.x), run(own.result, own.x))
@@ -186,7 +187,7 @@ def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
 def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
     own = case(arch, row)
     before, after = own.source.state_dict(), own.result.state_dict()
-    renamed = dict(surgery.renames(own.source, own.step))
+    renamed = dict(applying.renames(own.source, own.step))
     norms = tuple(f"{path}." for path in batchnorms(own.source))
     seats = {edit.path for edit in own.step.edits}
     for name, tensor in before.items():
@@ -228,7 +229,7 @@ def test_conversions_chain(arch: str, row: Row) -> None:
             continue
         planned, draft = step(own.result, then.scheme, **then.options)
         assert not draft.refusals
-        result = surgery.apply_step(own.result, planned)
+        result = applying.apply_step(own.result, planned)
         assert distance(own.reference, run(result, own.x)) <= 1e-12
 
 
@@ -253,7 +254,7 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
             assert then.scheme == "residual-scale"
             assert all("it has a scalar that stays" in why for why in draft.refusals.values())
             continue
-        assert distance(reference, run(surgery.apply_step(result, planned), x)) <= 1e-12
+        assert distance(reference, run(applying.apply_step(result, planned), x)) <= 1e-12
 
 
 @rows
@@ -264,7 +265,7 @@ def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
         model.load_state_dict(source(arch)[0].state_dict())
         model.to(dtype)
         planned, _ = step(model, row.scheme, **row.options)
-        result = surgery.apply_step(model, planned)
+        result = applying.apply_step(model, planned)
         assert {tensor.dtype for tensor in result.state_dict().values() if tensor.is_floating_point()} == {dtype}
         if row.exact:  # the same function as the narrow source has in exact arithmetic, to the narrow type's rounding
             x = source(arch)[1]

@@ -13,7 +13,7 @@ from timm.layers import LayerScale, LayerScale2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import surgery
+from normswap.surgery import applying
 
 TOLERANCE = 1e-12
 SMALL: dict[str, tuple[str, dict[str, Any], int, int]] = {  # name, arguments, size, LayerScales that stay
@@ -47,7 +47,7 @@ def test_exact(name: str) -> None:
     model = lived_in(randomize(timm.create_model(arch, **args)), x)
     planned, sketch = step(model, "folded")
     assert sketch.refusals == {}
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert len(scaled(model)) > len(scaled(result)) == stay
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
 
@@ -98,7 +98,7 @@ def test_what_is_in_the_way(what: str, why: str | None) -> None:
     torch.manual_seed(0)
     model = randomize(Branch(what)).double().eval()
     planned, sketch = step(model, "folded")
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
     assert bool(scaled(result)) == (why is not None)

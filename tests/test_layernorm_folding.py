@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import SMALL, inhabit, skeleton, small
 
 import normswap
-from normswap import surgery
-from normswap.conversion import draft
 from normswap.errors import RefusedError
 from normswap.graph.inspection import inspect
 from normswap.layers import seats
 from normswap.plan import Plan, Step
+from normswap.surgery import applying
+from normswap.surgery.conversion import draft
 
 TOLERANCE = 1e-12
 # Norms that keep gamma and beta, from timm's source: the last norm of a vision transformer, whose output is what
@@ -53,7 +53,7 @@ def with_affine(model: nn.Module) -> list[str]:
 def folded(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     planned, sketch = step(model, "folded")
     assert sketch.refusals == {}
-    return surgery.apply_step(model, planned), sketch.verdicts
+    return applying.apply_step(model, planned), sketch.verdicts
 
 
 @pytest.mark.parametrize("name", STAY)
@@ -80,8 +80,8 @@ def test_exact(name: str) -> None:
 def test_replay_and_gradients(name: str) -> None:
     model, x = small(name)
     planned, _ = step(model, "folded")
-    result = surgery.apply_step(model, planned)
-    fresh = surgery.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
+    result = applying.apply_step(model, planned)
+    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
     assert distance(run(result, x), run(fresh, x)) > 1e-3
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(result, x), run(fresh, x))
@@ -98,11 +98,11 @@ def test_every_gamma_and_beta_counts(name: str, harm: str) -> None:
     norms = [edit.path for edit in planned.edits if edit.layer == "BareNorm"]
     assert norms
     for path in norms:
-        twin = surgery.apply_step(model, Step("", {}, ()))
+        twin = applying.apply_step(model, Step("", {}, ()))
         norm: Any = twin.get_submodule(path)
         with torch.no_grad():
             (norm.weight if harm == "gamma" else norm.bias)[1] *= 1.01
-        assert distance(run(model, x), run(surgery.apply_step(twin, planned), x)) > 1e-9
+        assert distance(run(model, x), run(applying.apply_step(twin, planned), x)) > 1e-9
 
 
 def test_convert_and_restore() -> None:
@@ -221,7 +221,7 @@ def test_a_wrong_take_is_noticed() -> None:
     model, x = net(MOVES["a linear layer"][0])
     planned, _ = step(model, "folded")
     edits = tuple(replace(e, args={"takes": ["before-shift"]}) if e.reads else e for e in planned.edits)
-    assert distance(run(model, x), run(surgery.apply_step(model, Step("", {}, edits)), x)) > 1e-3
+    assert distance(run(model, x), run(applying.apply_step(model, Step("", {}, edits)), x)) > 1e-3
 
 
 def test_every_small_network_is_in_a_table() -> None:

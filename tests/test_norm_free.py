@@ -13,8 +13,8 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 
-from normswap import surgery
 from normswap.plan import Plan
+from normswap.surgery import applying
 
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 SMALL = {"channels": (64, 64, 128, 128), "depths": (1, 2, 1, 1), "group_size": 16, "stem_chs": 32, "num_features": 0}
@@ -71,7 +71,7 @@ def test_undressed_exactly(arch: str) -> None:
     with torch.no_grad():
         assert distance(model.forward_features(x), result.forward_features(x)) <= 1e-12
     fresh = timm.create_model(arch, num_classes=10, **NARROW[arch]).double().eval()
-    fresh = surgery.apply(fresh, Plan.from_json(Plan().then(planned).to_json()))
+    fresh = applying.apply(fresh, Plan.from_json(Plan().then(planned).to_json()))
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(fresh, x), run(result, x))
 
@@ -84,11 +84,11 @@ def test_dressed_in_other_schemes(arch: str) -> None:
     for start in (model, folded):
         for scheme, options in (("weightnorm", {}), ("spectralnorm", {})):
             planned, _ = step(start, scheme, **options)
-            assert distance(reference, run(surgery.apply_step(start, planned), x)) <= 1e-12
+            assert distance(reference, run(applying.apply_step(start, planned), x)) <= 1e-12
     for scheme, options in (("skipinit", {}), ("fixup", {}), ("residual-scale", {"rule": "szegedy"})):
         planned, draft = step(folded, scheme, **options)
         if not draft.refusals:
-            assert distance(reference, run(surgery.apply_step(folded, planned), x)) <= 1e-12
+            assert distance(reference, run(applying.apply_step(folded, planned), x)) <= 1e-12
 
 
 def test_learned_gains_of_any_sign() -> None:
@@ -108,7 +108,7 @@ def test_full_size() -> None:
     """The network that issue 3 names."""
     model = randomized(timm.create_model("nf_resnet50", num_classes=10))
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    result = surgery.apply_step(model, step(model, "folded")[0])
+    result = applying.apply_step(model, step(model, "folded")[0])
     assert distance(run(model, x), run(result, x)) <= 1e-12
     assert not any(isinstance(module, STANDARDIZED) for module in result.modules())
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from normswap import surgery
 from normswap.errors import PlanError
 from normswap.plan import VERSION, Edit, Plan, Step
+from normswap.surgery import applying
 
 paths = st.lists(st.text("abc019_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
 words = st.text(max_size=6)
@@ -150,13 +150,13 @@ UNFIT: dict[str, tuple[Edit, str]] = {
 def test_plans_that_do_not_fit_say_where(name: str) -> None:
     edit, message = UNFIT[name]
     with pytest.raises(PlanError, match=message) as caught:
-        surgery.apply(model(), Plan((Step("mine", {}, (edit,)),)))
+        applying.apply(model(), Plan((Step("mine", {}, (edit,)),)))
     assert "\n" not in str(caught.value)
 
 
 def test_a_fitting_plan_is_carried_out() -> None:
     good = Edit("0", "Folded", {"takes": ["after"]}, ("1",)), Edit("1", "Vacant")
     source = model().eval()
-    result = surgery.apply(source, Plan((Step("mine", {}, good),)))
+    result = applying.apply(source, Plan((Step("mine", {}, good),)))
     x = torch.randn(2, 3, 6, 6)
     torch.testing.assert_close(result(x), source(x))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from lived import batchnorms, distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
-from normswap import surgery
 from normswap.errors import RefusedError
+from normswap.surgery import applying
 
 C = 4
 CONVS: tuple[Callable[[], nn.Module], ...] = (
@@ -104,7 +104,7 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     reference = run(model, x.clone())
     planned, draft = step(model, "folded")
     assert not draft.refusals
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert distance(reference, run(result, x.clone())) <= 1e-10
     assert batchnorms(result) == [path for path, why in draft.verdicts.items() if why == "never called by forward"]
 
@@ -119,7 +119,7 @@ def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
     except RefusedError:
         return
     if not draft.refusals:
-        result = surgery.apply_step(model, planned)
+        result = applying.apply_step(model, planned)
         assert distance(reference, run(result, x.clone())) <= 1e-10
         assert distance(reference, run(swapped(result, "folded"), x.clone())) <= 1e-10
 

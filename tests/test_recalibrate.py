@@ -18,7 +18,7 @@ import normswap
 from normswap import demo, provenance
 from normswap.cli import main
 from normswap.errors import NormswapError, OptionError, RefusedError, SourceError, VerificationError
-from normswap.recalibration import recalibrate
+from normswap.surgery.recalibration import recalibrate
 
 SIZE = (3, 32, 32)
 IMAGES = str(demo.FOLDER / "images.tar")

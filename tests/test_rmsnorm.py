@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import TINY, inhabit, skeleton, small
 
 import normswap
-from normswap import restore, surgery
-from normswap.conversion import draft
 from normswap.errors import RefusedError
 from normswap.graph.inspection import inspect
 from normswap.layers import channel_norm
 from normswap.plan import Plan, Step
+from normswap.surgery import applying, unfolding
+from normswap.surgery.conversion import draft
 
 EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
          "deit3, LayerScale")  # fmt: skip
@@ -36,7 +36,7 @@ def kinds(model: nn.Module, kind: type) -> list[str]:
 def converted(model: nn.Module) -> nn.Module:
     planned, sketch = step(model, "rmsnorm")
     assert sketch.refusals == {}
-    return surgery.apply_step(model, planned)
+    return applying.apply_step(model, planned)
 
 
 def features(model: Any, x: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ def test_laws(name: str) -> None:
     model, x = small(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     planned, _ = step(model, "rmsnorm")
-    result = surgery.apply_step(model, planned)
-    backwards = surgery.apply_step(model, Step("rmsnorm", {}, planned.edits[::-1]))
+    result = applying.apply_step(model, planned)
+    backwards = applying.apply_step(model, Step("rmsnorm", {}, planned.edits[::-1]))
     assert torch.equal(run(result, x), run(backwards, x))
-    fresh = surgery.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
+    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
     assert distance(run(result, x), run(fresh, x)) > 1e-3
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(result, x), run(fresh, x))
@@ -142,21 +142,21 @@ def test_there_and_back(name: str, scheme: str) -> None:
             parameter += 0.01 * torch.randn(parameter.shape, dtype=torch.float64)
     if "without" in name:
         with pytest.raises(RefusedError, match=r"attn\.qkv: it has a bias"):
-            restore.unfold(done)
+            unfolding.unfold(done)
         return
     if scheme == "rmsnorm":  # training has brought a mean back into the stream, which a LayerNorm would take off
         with pytest.raises(RefusedError, match="has learned to write a mean"):
-            restore.unfold(done)
+            unfolding.unfold(done)
         done = normswap.convert(model, scheme, inputs=x).model
-    assert distance(run(done, x), run(restore.unfold(done), x)) < 1e-11
+    assert distance(run(done, x), run(unfolding.unfold(done), x)) < 1e-11
 
 
 def test_chains_with_folded() -> None:
     """Either order: RMSNorms without gamma and beta, but for the last, and the source's function."""
     model, x = small("vit")
     for first, second in (("folded", "rmsnorm"), ("rmsnorm", "folded")):
-        once = surgery.apply_step(model, step(model, first)[0])
-        twice: Any = surgery.apply_step(once, step(once, second)[0])
+        once = applying.apply_step(model, step(model, first)[0])
+        twice: Any = applying.apply_step(once, step(once, second)[0])
         assert distance(run(model, x), run(twice, x)) <= TOLERANCE
         bare = [path for path in kinds(twice, nn.RMSNorm) if not list(twice.get_submodule(path).parameters())]
         assert bare == [path for path in kinds(model, nn.LayerNorm) if path != "norm"]
@@ -290,7 +290,7 @@ def test_every_writer_counts(missing: str) -> None:
     edits = [replace(edit, args=args[missing]) if edit.path == missing else edit for edit in planned.edits]
     edits = [edit for edit in edits if edit.path != missing or edit.layer != "Centred"]
     assert edits != list(planned.edits)
-    harmed = surgery.apply_step(model, Step("rmsnorm", {}, tuple(edits)))
+    harmed = applying.apply_step(model, Step("rmsnorm", {}, tuple(edits)))
     assert distance(run(model, x), run(harmed, x)) > 1e-6
 
 

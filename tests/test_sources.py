@@ -16,8 +16,8 @@ from tiny import C, conv, net
 from torch import Tensor, nn
 
 import normswap
-from normswap import restore, surgery
 from normswap.plan import Edit, Step
+from normswap.surgery import applying, unfolding
 
 Body = Callable[[Any, Tensor], Any]
 
@@ -104,7 +104,7 @@ def test_folds(name: str) -> None:
     model, x = made(body, parts)
     planned, draft = step(model, "folded")
     assert draft.verdicts == {"bn": f"folds into {into}"}
-    result = surgery.apply_step(model, planned)
+    result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
 
@@ -116,7 +116,7 @@ def test_stays(name: str) -> None:
     planned, draft = step(model, "folded")
     assert re.search(why, draft.verdicts["bn"]), draft.verdicts["bn"]
     assert draft.verdicts["bn"].startswith("keeps scale and shift: ")
-    assert distance(run(model, x), run(surgery.apply_step(model, planned), x)) < 1e-13
+    assert distance(run(model, x), run(applying.apply_step(model, planned), x)) < 1e-13
 
 
 def test_one_part_taken_for_the_other_is_noticed() -> None:
@@ -126,7 +126,7 @@ def test_one_part_taken_for_the_other_is_noticed() -> None:
         Edit(e.path, e.layer, {**e.args, "takes": [f"after {C - 1}:{C + 2}"]}, e.reads) if e.path == "b" else e
         for e in planned.edits
     )
-    harmed = surgery.apply_step(model, Step("", {}, wrong))
+    harmed = applying.apply_step(model, Step("", {}, wrong))
     assert distance(run(model, x), run(harmed, x)) > 1e-3
 
 
@@ -145,7 +145,7 @@ def test_there_and_back(arch: str, tmp_path: Path) -> None:
         for module in again.modules():
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 module.bias += 0.01
-    back = restore.unfold(again)
+    back = unfolding.unfold(again)
     assert batchnorms(back) == batchnorms(model)
     assert distance(run(done.model, x), run(back, x)) > 1e-3
     assert distance(run(again, x), run(back, x)) < 1e-10

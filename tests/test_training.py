@@ -14,9 +14,10 @@ from test_schemes import ROWS, Row
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo, surgery
+from normswap import demo
 from normswap.checkpoint import open_model
 from normswap.images import datasets
+from normswap.surgery import applying
 
 NARROW: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},
@@ -72,7 +73,7 @@ def test_every_scheme_trains(arch: str, row: Row) -> None:
 
 def _round_trip(model: nn.Module, bare: nn.Module, done: normswap.Conversion, x: Tensor) -> None:
     """What was learned goes into the same plan on other weights, and out again."""
-    fresh = surgery.apply(bare, done.plan).eval()
+    fresh = applying.apply(bare, done.plan).eval()
     state = model.state_dict()
     assert any(not torch.equal(state[name], tensor) for name, tensor in fresh.state_dict().items())
     fresh.load_state_dict(state, strict=True)

@@ -15,11 +15,11 @@ import torch
 from lived import lived_in, run, step
 from torch import Tensor, nn
 
-from normswap import conversion, surgery, verification
 from normswap.errors import NormswapError, PlanError, VerificationError
 from normswap.graph import inspection
 from normswap.plan import Edit, Step
-from normswap.verification import Error, Report
+from normswap.surgery import applying, comparison, conversion
+from normswap.surgery.comparison import Error, Report
 
 Harm = Callable[[Any, Any], None]
 PATH = "layer2.1"  # the block that the mutants harm
@@ -39,7 +39,7 @@ def source() -> nn.Module:
 
 def result(harm: Harm, double: bool = False) -> nn.Module:
     """The source under SkipInit, then harmed; with `double` the whole surgery in float64."""
-    converted = surgery.apply_step(source(), step(source(), "skipinit")[0], double=double)
+    converted = applying.apply_step(source(), step(source(), "skipinit")[0], double=double)
     with torch.no_grad():
         harm(converted.get_submodule(PATH), source().get_submodule(PATH + ".bn1"))
     return converted
@@ -47,9 +47,9 @@ def result(harm: Harm, double: bool = False) -> nn.Module:
 
 def compared(harm: Harm, exact: bool = True, double: bool = True) -> Report:
     xs = inputs()
-    precise = verification.compare_double(source(), lambda: result(harm, True), xs) if double else None
+    precise = comparison.compare_double(source(), lambda: result(harm, True), xs) if double else None
     seen = inspection.inspect(source())
-    return verification.compare(source(), result(harm), xs, exact=exact, anatomy=seen, precise=precise)
+    return comparison.compare(source(), result(harm), xs, exact=exact, anatomy=seen, precise=precise)
 
 
 def none(block: Any, norm: Any) -> None:
@@ -138,7 +138,7 @@ def test_another_shape_never_passes() -> None:
     wide: Any = result(none)
     wide.reset_classifier(11)
     for exact in (True, False):
-        assert not verification.compare(source(), wide, inputs(), exact=exact).passed
+        assert not comparison.compare(source(), wide, inputs(), exact=exact).passed
 
 
 def test_sites_say_where() -> None:
@@ -229,8 +229,8 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     assert good.report.passed
     broken: Any = copy.deepcopy(good.model)
     broken.layer2[1].bn2.alpha.data *= 1.5
-    precise = verification.compare_double(model, lambda: copy.deepcopy(broken).double(), xs)
-    assert not verification.compare(model, broken, xs, precise=precise).passed
+    precise = comparison.compare_double(model, lambda: copy.deepcopy(broken).double(), xs)
+    assert not comparison.compare(model, broken, xs, precise=precise).passed
 
 
 def test_reports_survive_json() -> None:
@@ -245,9 +245,9 @@ def test_measuring_leaves_no_trace() -> None:
     model, converted = copy.deepcopy(source()).train(), result(none).train()
     model.get_submodule("layer1").eval()
     modes = [module.training for module in model.modules()]
-    verification.compare(model, converted, inputs(), anatomy=inspection.inspect(model))
+    comparison.compare(model, converted, inputs(), anatomy=inspection.inspect(model))
     with pytest.raises(VerificationError, match="does not run on"):
-        verification.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=inspection.inspect(model))
+        comparison.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=inspection.inspect(model))
     assert [module.training for module in model.modules()] == modes
     assert all(module.training for module in converted.modules())
     assert not any(module._forward_hooks for net in (model, converted) for module in net.modules())
@@ -268,10 +268,10 @@ class Two(nn.Module):
 def test_odd_outputs_and_inputs() -> None:
     torch.manual_seed(0)
     model = lived_in(Two(), torch.randn(4, 1, 28, 28, dtype=torch.float64)).float()
-    assert [x.shape for x in verification.noise(model, (1, 28, 28))] == [(2, 1, 28, 28)]
+    assert [x.shape for x in comparison.noise(model, (1, 28, 28))] == [(2, 1, 28, 28)]
     assert conversion.convert(model, "folded", size=(1, 28, 28)).report.passed
-    wrong = surgery.apply_step(model, step(model, "folded")[0])
+    wrong = applying.apply_step(model, step(model, "folded")[0])
     wrong.get_submodule("conv").get_parameter("bias").data += 1e-3
-    assert not verification.verify(model, wrong, size=(1, 28, 28)).passed
+    assert not comparison.verify(model, wrong, size=(1, 28, 28)).passed
     with pytest.raises(VerificationError, match="does not run"):
-        verification.noise(model, (1, 100, 100))
+        comparison.noise(model, (1, 100, 100))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from normswap import provenance, restore
+from normswap import provenance
 from normswap.errors import SourceError, TrainingError
 from normswap.provenance import Provenance
 from normswap.recover import assembly, launching, means, stopping
@@ -28,6 +28,7 @@ from normswap.recover.images import key
 from normswap.recover.recipe import Recipe
 from normswap.recover.records import FIRST_FAILED, GONE, Moment, Result
 from normswap.recover.validating import measure, precise, score
+from normswap.surgery import unfolding
 
 
 def finetune(
@@ -309,4 +310,4 @@ class Run:
 def _blank(model: nn.Module) -> nn.Module:
     """A copy that knows its architecture, so that saving need not find it out each time."""
     record = provenance.of(model) or Provenance(source=type(model).__name__)
-    return provenance.attach(copy.deepcopy(model), replace(record, arch=restore.architecture(model)))
+    return provenance.attach(copy.deepcopy(model), replace(record, arch=unfolding.architecture(model)))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from normswap import checkpoint, prove, provenance
+from normswap import checkpoint, provenance
 from normswap.errors import NormswapError, SourceError
 from normswap.recover.recipe import Distill
+from normswap.surgery import reverification
 
 _REMEDY = "Name the teacher: distill.teacher=MODEL"
 
@@ -31,9 +32,9 @@ def find(part: Distill, model: nn.Module, before: nn.Module | None) -> nn.Module
     if before is not None or record is None or not record.plan.steps:
         return copy.deepcopy(before or model)
     try:
-        source = checkpoint.open_model(prove.recorded(model, Path("the network")), **prove.how(model))
+        source = checkpoint.open_model(reverification.recorded(model, Path("the network")), **reverification.how(model))
     except NormswapError as error:
         raise SourceError("the teacher, the network's source, cannot be had", error.what, _REMEDY) from None
-    if prove.unchanged(source, model) is False:
+    if reverification.unchanged(source, model) is False:
         raise SourceError(f"the teacher {record.source} is not what the network was made from", remedy=_REMEDY)
     return source

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, conversion, provenance, restore
+from normswap import checkpoint, provenance
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.models import zoo
 from normswap.models.weight_files import first_line, quiet
 from normswap.ship import exporting, sidecar
 from normswap.ship.runtimes import DTYPES, Settings
+from normswap.surgery import conversion, unfolding
 
 KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
@@ -112,7 +113,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     last = steps[-1].scheme if steps else "original"
     if steps:
         try:
-            source = restore.unfold(model)
+            source = unfolding.unfold(model)
             group.subjects.append(original(source, size, making))
         except RefusedError as why:
             group.notes.append(f"{network} is measured by itself as it is, not by its source: {why}")

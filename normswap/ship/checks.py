@@ -1,6 +1,6 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from.
 
-As in `verification`, a float32 file may be off by 1e-5 or, where float32 itself costs the source more than that (a
+As in `comparison`, a float32 file may be off by 1e-5 or, where float32 itself costs the source more than that (a
 network whose rounding errors grow from block to block, as random ones' do and trained ones' do not), by four times what
 the source is off from its own float64 values. That is measured only if 1e-5 is exceeded.
 """
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normswap import verification
 from normswap.errors import OptionError, VerificationError
 from normswap.models.weight_files import first_line
 from normswap.ship.formats import Runs
+from normswap.surgery import comparison
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
 # (tests/benchmarks/export.md): the bounds are two to three times that
-TOLERANCE = {"fp32": verification.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2}
+TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Sums:
         """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
         assert self.first is not None
         x, logits = self.first
-        precise = verification.run_double(source, x.double())
+        precise = comparison.run_double(source, x.double())
         return float((precise - logits.flatten(1)).norm() / precise.norm())
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance, writing
-from normswap.conversion import Conversion
 from normswap.errors import OptionError
 from normswap.images import datasets as data_room
 from normswap.ship import baked_input, checks, formats, rounding, sidecar, undressing
 from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped
+from normswap.surgery.conversion import Conversion
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32"}

@@ -12,12 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from normswap import conversion, schemes
+from normswap import schemes
 from normswap.errors import TraceError
 from normswap.graph import inspection
 from normswap.layers import affine, reparametrized
 from normswap.plan import Step
 from normswap.ship import absorbing
+from normswap.surgery import conversion
 
 
 def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = False) -> nn.Module:

@@ -30,7 +30,7 @@ def baseline(arch: str, file: Path, out: Path, _to: str) -> None:
 
 def ours(arch: str, file: Path, out: Path, to: str) -> None:
     from normswap import checkpoint
-    from normswap.conversion import convert
+    from normswap.surgery.conversion import convert
 
     checkpoint.save(convert(checkpoint.open_model(str(file), arch=arch), to), out / "converted")
 
@@ -38,9 +38,6 @@ def ours(arch: str, file: Path, out: Path, to: str) -> None:
 def child(which: str, arch: str, file: Path, to: str) -> None:
     import timm  # noqa: F401 - both sides have imported everything before the clock starts
     import torch  # noqa: F401
-
-    import normswap.checkpoint
-    import normswap.conversion  # noqa: F401
 
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
         start, cpu = time.perf_counter(), time.process_time()

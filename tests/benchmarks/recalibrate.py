@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from normswap.checkpoint import open_model
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
-from normswap.recalibration import recalibrate
+from normswap.surgery.recalibration import recalibrate
 
 Shift = Callable[[Tensor], Tensor]
 

@@ -25,11 +25,11 @@ from kept import Kept
 from torch import Tensor, nn
 
 import normswap
-from normswap import conversion
 from normswap.checkpoint import open_model
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
+from normswap.surgery import conversion
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

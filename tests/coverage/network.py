@@ -13,10 +13,11 @@ from timm.models._registry import _model_to_module
 from torch import Tensor, fx, nn
 from torch.fx.experimental import optimization
 
-from normswap import schemes, surgery
+from normswap import schemes
 from normswap.errors import RefusedError, TraceError
 from normswap.graph import inspection
 from normswap.plan import Step
+from normswap.surgery import applying
 
 EXACT = 1e-8  # relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by 1e-10
 WAYS = {
@@ -100,7 +101,7 @@ def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
         path, why = next(iter(draft.refusals.items()))
         row |= {"status": "refused", "refused": len(draft.refusals), "why": f"{path}: {why}"[:300]}
         return None, row
-    return surgery.apply_step(model, Step("folded", {}, draft.edits())), row
+    return applying.apply_step(model, Step("folded", {}, draft.edits())), row
 
 
 def outputs(model: nn.Module, x: Tensor) -> Tensor:

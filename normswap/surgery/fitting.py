@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import schemes, surgery
+from normswap import schemes
 from normswap.errors import OptionError
 from normswap.plan import Step
+from normswap.surgery import applying
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 Progress = Callable[[int, int], None]
@@ -78,7 +79,7 @@ def fit(
     batches = calibrate() if callable(calibrate) else calibrate
     scheme = schemes.get(step.scheme)
     if hasattr(scheme, "pattern"):  # what the result is fitted to: the source in the gauge of the result
-        source = surgery.apply_step(source, scheme.pattern(step))
+        source = applying.apply_step(source, scheme.pattern(step))
     said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
     return (*notes, *(said or ()))
 

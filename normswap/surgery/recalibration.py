@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from normswap.calibration import Batches, Progress
-from normswap.conversion import Conversion, carry_out
 from normswap.errors import RefusedError
 from normswap.plan import Step
 from normswap.population import norms_of
+from normswap.surgery.conversion import Conversion, carry_out
+from normswap.surgery.fitting import Batches, Progress
 
 
 def recalibrate(

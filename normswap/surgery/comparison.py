@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from normswap.errors import VerificationError
 from normswap.graph.inspection import Anatomy
-from normswap.surgery import to_double
+from normswap.surgery.applying import to_double
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 _HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import calibration, estimate, provenance, restore, route, schemes, surgery, verification
-from normswap.calibration import Batches, Progress
+from normswap import estimate, provenance, schemes
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
@@ -18,7 +17,9 @@ from normswap.layers import affine
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.refit import evaluating
-from normswap.verification import Report
+from normswap.surgery import applying, comparison, fitting, route, unfolding
+from normswap.surgery.comparison import Report
+from normswap.surgery.fitting import Batches, Progress
 from normswap.walks import Draft
 
 
@@ -70,7 +71,7 @@ def drafts(
     for scheme, given in route.legs(inspection.inspect(model), to, options, purpose, measured=measured):
         step, sketch = _draft(inspection.inspect(model), scheme, given)
         yield step, sketch
-        model = provenance.attach(surgery.apply_step(model, step), _record(model, step))
+        model = provenance.attach(applying.apply_step(model, step), _record(model, step))
 
 
 def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:
@@ -134,13 +135,13 @@ def convert(
     seen: Anatomy | None = inspection.inspect(model)
     assert seen is not None
     legs = route.legs(seen, to, options, purpose, measured=calibrate is not None)
-    data = calibration.repeatable(calibrate) if len(legs) > 1 else calibrate
+    data = fitting.repeatable(calibrate) if len(legs) > 1 else calibrate
     done: list[Conversion] = []
     for scheme, given in legs:
         source = done[-1].model if done else model
         seen = seen or inspection.inspect(source)
         step, sketch = _draft(seen, scheme, given)
-        own = data if calibration.fits(step) or len(legs) == 1 else None
+        own = data if fitting.fits(step) or len(legs) == 1 else None
         last = carry_out(source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress)
         done.append(replace(last, verdicts=sketch.verdicts, notes=(*sketch.notes, *last.notes)))
         seen = None
@@ -153,8 +154,8 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     steps = last.plan.steps[-len(done) :]
     batches, described = _batches(model, inputs, size, seed)
     exact = all(schemes.exact(step) for step in steps)
-    precise = verification.compare_double(model, lambda: surgery.in_double(model, steps), batches) if exact else None
-    report = verification.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
+    precise = comparison.compare_double(model, lambda: applying.in_double(model, steps), batches) if exact else None
+    report = comparison.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
                                   anatomy=inspection.inspect(model))  # fmt: skip
     _demand(report, " and ".join(step.scheme for step in steps))
     verdicts = {path: said for one in done for path, said in one.verdicts.items()}
@@ -190,24 +191,22 @@ def carry_out(
     seen = seen or inspection.inspect(model)
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.exact(step)
-    fitted = calibration.wanted(step, calibrate)
-    result = surgery.apply_step(model, step)
+    fitted = fitting.wanted(step, calibrate)
+    result = applying.apply_step(model, step)
     if not exact:
         _demand_runs(result, batches[0][:1], step.scheme)
     precise = None  # what is fitted differs by far more than float32 does
     if not fitted:
-        precise = verification.compare_double(model, lambda: surgery.apply_step(model, step, double=True), batches)
+        precise = comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
     notes: tuple[str, ...] = ()
     if fitted and calibrate is not None:
-        notes = calibration.fit(model, result, step, calibrate, size=batches[0].shape[1:], seed=seed, progress=progress)
-    report = verification.compare(
-        model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described
-    )
+        notes = fitting.fit(model, result, step, calibrate, size=batches[0].shape[1:], seed=seed, progress=progress)
+    report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     _demand(report, step.scheme)
     _count(model, result, step)
     record = _record(model, step)
     provenance.attach(result, record)
-    return Conversion(result, record.plan, report, {}, notes, tuple(surgery.renames(model, step)))
+    return Conversion(result, record.plan, report, {}, notes, tuple(applying.renames(model, step)))
 
 
 def _unfold(
@@ -216,8 +215,8 @@ def _unfold(
     if options:
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = _batches(model, inputs, size, seed)
-    result = restore.unfold(model)
-    report = verification.compare(model, result, batches, anatomy=inspection.inspect(model), described=described)
+    result = unfolding.unfold(model)
+    report = comparison.compare(model, result, batches, anatomy=inspection.inspect(model), described=described)
     _demand(report, "unfold")
     norms = {path: "restored" for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)
@@ -225,7 +224,7 @@ def _unfold(
 
 def _batches(model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int) -> tuple[list[Tensor], str]:
     if inputs is None:
-        return verification.noise(model, size or _size(model), seed=seed), verification.described(seed)
+        return comparison.noise(model, size or _size(model), seed=seed), comparison.described(seed)
     return ([inputs] if isinstance(inputs, Tensor) else list(inputs)), "given inputs"
 
 
@@ -266,8 +265,8 @@ def _demand_runs(model: nn.Module, x: Tensor, scheme: str) -> None:
 def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
     edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "EmptyNorm", "FrozenNorm", "Copied")]
-    gone = {edit.path for edit in edits if isinstance(surgery.find(source, edit.path, "plan"), nn.Module)}
-    kept = {edit.path for edit in edits if surgery.moves(edit)}
+    gone = {edit.path for edit in edits if isinstance(applying.find(source, edit.path, "plan"), nn.Module)}
+    kept = {edit.path for edit in edits if applying.moves(edit)}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
              and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
     if still:

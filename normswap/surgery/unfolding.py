@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import provenance, surgery
+from normswap import provenance
 from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers import affine, seats
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
+from normswap.surgery import applying
 from normswap.undress import undress
 
 
@@ -65,7 +66,7 @@ def unfold(model: nn.Module) -> nn.Module:
 def architecture(model: nn.Module) -> Arch | None:
     """How timm builds the network that `model` was converted from, if it can."""
     record = provenance.of(model) or Provenance()
-    return record.arch or zoo.identify(model, lambda skeleton: surgery.apply(skeleton, record.plan))
+    return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
 
 
 def _canonical(model: nn.Module) -> nn.Module:
@@ -76,7 +77,7 @@ def _canonical(model: nn.Module) -> nn.Module:
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
         raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or draft.verdicts.get(path, ""))
-    return surgery.apply_step(model, Step("folded", {}, draft.edits()))
+    return applying.apply_step(model, Step("folded", {}, draft.edits()))
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap import provenance, schemes, verification
+from normswap import provenance, schemes
 from normswap.errors import SourceError
 from normswap.graph import inspection
 from normswap.images.accuracy import Progress
@@ -15,7 +15,8 @@ from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import zoo
 from normswap.models.weight_files import SUFFIXES
-from normswap.verification import Report
+from normswap.surgery import comparison
+from normswap.surgery.comparison import Report
 
 _REMEDY = "Say what to compare with: '--against MODEL'."
 
@@ -60,9 +61,9 @@ def again(source: nn.Module, result: nn.Module) -> Report:
     record = provenance.of(result)
     steps = record.plan.steps if record else ()
     exact = all(schemes.exact(step) for step in steps)
-    inputs = verification.noise(source, zoo.input_size(source))
+    inputs = comparison.noise(source, zoo.input_size(source))
     seen = inspection.inspect(source)
-    return verification.compare(source, result, inputs, exact=exact, anatomy=seen, described=verification.described(0))
+    return comparison.compare(source, result, inputs, exact=exact, anatomy=seen, described=comparison.described(0))
 
 
 def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> dict[str, Any]:
