@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from normswap.calibration.sequential_fit import Progress, refit
 from normswap.errors import OptionError
 from normswap.layers import reparametrized
 from normswap.layers.standardized import STANDARDIZED, MeanStdConv2d
 from normswap.plan import Step
-from normswap.refit import Progress, refit
 from normswap.walks import Blocked, Draft, check_linear
 
 

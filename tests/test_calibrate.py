@@ -13,8 +13,9 @@ from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import calibrate, grouping, quiet, refit
-from normswap.calibrate import Folds
+from normswap import grouping, quiet
+from normswap.calibration import least_squares, sequential_fit
+from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
@@ -63,7 +64,7 @@ def test_patches_are_what_the_layer_reads(kind: str) -> None:
     conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
     x = torch.randn(3, 4, 9, 7, dtype=torch.float64)
     y = conv(x).detach()
-    seen, wanted = calibrate.patches(conv, x, y, 11, torch.Generator().manual_seed(0))
+    seen, wanted = least_squares.patches(conv, x, y, 11, torch.Generator().manual_seed(0))
     weight = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
     bias = conv.get_parameter("bias").detach().reshape(conv.groups, 1, -1)
     assert distance(wanted, seen @ weight.transpose(1, 2) + bias) < 1e-12
@@ -78,9 +79,9 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
     targets = [(torch.randn_like(conv(x)) + conv(x).relu()).detach() for x in batches]
     folds = Folds()
     for x, y in zip(batches, targets, strict=True):
-        folds.add(*calibrate.patches(conv, x, y, 10_000, torch.Generator()))
+        folds.add(*least_squares.patches(conv, x, y, 10_000, torch.Generator()))
     prior = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
-    fit = calibrate.regress(folds, prior, zero_sum=zero_sum)
+    fit = least_squares.regress(folds, prior, zero_sum=zero_sum)
     unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
     wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
     for g in range(conv.groups):
@@ -105,15 +106,15 @@ def test_the_ridge_follows_the_data() -> None:
     clear, blind = Folds(), Folds()
     clear.add(x, x @ truth.transpose(1, 2))
     blind.add(x[:8, :, :1], torch.randn(8, 1, 1, 3, dtype=torch.float64))
-    assert calibrate.regress(clear, prior).ridge == min(calibrate.RIDGES)
-    assert calibrate.regress(blind, prior).ridge == max(calibrate.RIDGES)
+    assert least_squares.regress(clear, prior).ridge == min(least_squares.RIDGES)
+    assert least_squares.regress(blind, prior).ridge == max(least_squares.RIDGES)
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
 def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     model = narrow(arch).double()
     twin = copy.deepcopy(model)
-    refit.refit(model, twin, [x.double() for x in images()])
+    sequential_fit.refit(model, twin, [x.double() for x in images()])
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     assert distance(run(model, x), run(twin, x)) < 1e-8
 

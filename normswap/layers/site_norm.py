@@ -82,7 +82,7 @@ class SiteNorm(_BatchNorm):
 
 
 class EmptyNorm:
-    """In the seat of a norm with statistics per sample: one whose values data will give (`estimate`)."""
+    """In the seat of a norm with statistics per sample: one whose values data will give (`norm_estimate`)."""
 
     @staticmethod
     def replacing(old: Any, *, like: Tensor) -> SiteNorm:

@@ -1,4 +1,4 @@
-"""On the way from GroupNorm, LayerNorm or InstanceNorm: the BatchNorm that is most like each of them (`estimate`)."""
+"""On the way from GroupNorm, LayerNorm or InstanceNorm: the BatchNorm that is most like each of them (`norm_estimate`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from normswap.estimate import fit_norms, plan_estimates
+from normswap.calibration.norm_estimate import fit_norms, plan_estimates
+from normswap.calibration.sequential_fit import Progress
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
-from normswap.refit import Progress
 from normswap.walks import Draft
 
 PAPER = "least squares per channel"

@@ -5,7 +5,7 @@ beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no dat
 sign of each channel and a constant in it, is chosen so that a sample's statistics fluctuate least (`quiet`); where no
 convolution comes before the norm, as in pre-activation networks, a scale and shift in front of it holds them. With
 `--calibrate` the convolutions and the norms' gamma and beta are then fitted, layer by layer, to what the source
-computes on the same images (`refit`).
+computes on the same images (`sequential_fit`).
 Approximate: each sample has its own statistics. The fewer groups, the less is lost; nothing is tied to the batch.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
+from normswap.calibration.sequential_fit import Progress, refit
 from normswap.errors import OptionError
 from normswap.graph.inspection import Anatomy
 from normswap.grouping import dress_per_sample
 from normswap.grouping import recentred as pattern
 from normswap.plan import Step
-from normswap.refit import Progress, refit
 from normswap.walks import Draft
 
 PAPER = "Wu & He 2018, arXiv:1803.08494, section 3"

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import estimate, provenance, schemes
+from normswap import provenance, schemes
+from normswap.calibration import norm_estimate
+from normswap.calibration.sequential_fit import evaluating
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.refit import evaluating
 from normswap.surgery import applying, comparison, fitting, route, unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.fitting import Batches, Progress
@@ -92,8 +93,8 @@ def _nothing(seen: Anatomy, to: str) -> RefusedError:
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
-    if any(estimate.fits(seen, norm.path) for norm in norms):
-        remedy = f"{estimate.REMEDY}, in the way to {to}"
+    if any(norm_estimate.fits(seen, norm.path) for norm in norms):
+        remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
     return RefusedError(
         f"nothing to convert to {to}",
         f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm",

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from normswap.calibration.population import norms_of
 from normswap.errors import RefusedError
 from normswap.plan import Step
-from normswap.population import norms_of
 from normswap.surgery.conversion import Conversion, carry_out
 from normswap.surgery.fitting import Batches, Progress
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from timm.models.nfnet import NormFreeBlock
 
-from normswap import estimate, schemes
+from normswap import schemes
+from normswap.calibration import norm_estimate
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
 from normswap.layers import affine
@@ -37,7 +38,7 @@ def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *
     modules = chosen.traced.modules
     own = [norm.path for norm in chosen.norms if chosen.takes_part(norm.path)]
     alive = [path for path in own if affine.is_batchnorm(modules[path])]
-    others = [path for path in own if estimate.fits(chosen, path)] if measured else []
+    others = [path for path in own if norm_estimate.fits(chosen, path)] if measured else []
     way: list[Leg] = [("estimate", part)] if others else []
     if to in _ON_BRANCHES and any(_ends_in_a_factor(chosen, block) for block in chosen.part()):
         way.append(("folded", part))

@@ -18,11 +18,11 @@ from timm.layers import norm as timm_norm
 from timm.layers import norm_act
 from torch import Tensor, fx, nn
 
+from normswap.calibration.lockstep import March, Walker
+from normswap.calibration.sequential_fit import Progress, evaluating
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs, trace
 from normswap.layers.site_norm import SiteNorm
-from normswap.march import March, Walker
-from normswap.refit import Progress, evaluating
 from normswap.walks import Draft
 
 REMEDY = "'--calibrate DATA' (images, no labels needed) replaces them by what they do on average"

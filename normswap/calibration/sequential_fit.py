@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
-from normswap.calibrate import Fit, Folds, fits, patches, regress
+from normswap.calibration.least_squares import Fit, Folds, fits, patches, regress
+from normswap.calibration.lockstep import March, Values, Walker
 from normswap.graph.tracing import Traced, inputs, is_add, trace
 from normswap.layers import affine, seats
 from normswap.layers.per_sample import PER_SAMPLE, normalized
 from normswap.layers.standardized import STANDARDIZED, effective, set_effective
-from normswap.march import March, Values, Walker
 
 Progress = Callable[[int, int], None]
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
@@ -54,7 +54,7 @@ def refit(
         only: which layers to fit.
         streams: aim at residual sums where a layer ends in one.
         rounds: times to fit again, asking for nothing where a ReLU hides the difference.
-        mirror: take every image's mirror image, too, if there are few (`march.MIRRORED`).
+        mirror: take every image's mirror image, too, if there are few (`lockstep.MIRRORED`).
         needed: fewer images than this are an error.
         progress: called after each layer with the layers done and their total.
 

@@ -20,7 +20,7 @@ from timm.layers import norm_act
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap.calibrate import checked
+from normswap.calibration.least_squares import checked
 from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.weight_files import first_line

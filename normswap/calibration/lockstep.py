@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from normswap.calibrate import checked
+from normswap.calibration.least_squares import checked
 from normswap.errors import SourceError, VerificationError
 from normswap.graph.tracing import Traced
 from normswap.models.weight_files import first_line
