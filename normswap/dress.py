@@ -1,4 +1,4 @@
-"""Dress: what SkipInit-like schemes add to the canonical form, as edits on a draft that `undress` began."""
+"""Dress: what SkipInit-like schemes add to the canonical form, as edits on a draft that `canonical_form` began."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from normswap import provenance
 from normswap.errors import OptionError, RefusedError
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Blocked, Draft, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized, scalars, seats
 from normswap.plan import Edit
-from normswap.undress import undress
-from normswap.walks import Blocked, Draft, last_linear
 
 
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> Draft:

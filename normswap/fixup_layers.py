@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from normswap.dress import demand_blocks, seat_scale
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Blocked, Draft, check_linear, distinct, last_linear
 from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine, reparametrized, seats
-from normswap.undress import undress
-from normswap.walks import Blocked, Draft, check_linear, distinct, last_linear
 
 _ACTS = (F.relu, F.relu_, F.silu, F.gelu, "relu", "relu_")
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from normswap import quiet
 from normswap.errors import OptionError, RefusedError
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Blocked, Draft, check_linear, read_directly
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Edit, Step
 from normswap.quiet import Signs
-from normswap.undress import undress
-from normswap.walks import Blocked, Draft, check_linear, read_directly
 
 
 def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) -> Draft:

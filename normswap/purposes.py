@@ -20,11 +20,11 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from normswap.folding.draft import Draft
+from normswap.folding.overwriting import overwrites
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine, seats
-from normswap.overwriting import overwrites
-from normswap.walks import Draft
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
 _VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous")

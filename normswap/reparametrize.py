@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from normswap.errors import RefusedError
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Blocked, Draft, check_linear, distinct
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.layers import reparametrized
-from normswap.undress import undress
-from normswap.walks import Blocked, Draft, check_linear, distinct
 
 
 def reparametrize(anatomy: Anatomy, layer: str) -> Draft:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import RefusedError
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Draft, read_directly
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, seats, site_norm
-from normswap.undress import undress
-from normswap.walks import Draft, read_directly
 
 _AFFINE = (seats.ChannelBias, seats.ChannelAffine, site_norm.EvalNorm)
 Wish = Callable[[Draft, str, nn.Module], None]

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from normswap import provenance, schemes, sites
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy, Block, Norm, inspect
 from normswap.layers import affine, seats
 from normswap.models import zoo
@@ -19,8 +21,6 @@ from normswap.plan import Step
 from normswap.surgery import unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.conversion import Conversion
-from normswap.undress import undress
-from normswap.walks import Draft
 
 Body = dict[str, Any]
 _ROLES = ("stem", "last", "down", "other", "head")

@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap import schemes, signal
+from normswap.folding.draft import Draft
 from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.surgery import applying
-from normswap.walks import Draft
 
 BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, FrozenBatchNormAct2d)
 NEGATIVE, ZERO = 0.2, 0.1  # fractions of the gammas

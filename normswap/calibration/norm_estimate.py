@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 
 from normswap.calibration.lockstep import March, Walker
 from normswap.calibration.sequential_fit import Progress, evaluating
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs, trace
 from normswap.layers.site_norm import SiteNorm
-from normswap.walks import Draft
 
 REMEDY = "'--calibrate DATA' (images, no labels needed) replaces them by what they do on average"
 _FORWARDS = {

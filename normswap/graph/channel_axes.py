@@ -21,12 +21,12 @@ from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
 from normswap import provenance
-from normswap.gauge import is_constant_mul
+from normswap.folding.draft import Draft
+from normswap.folding.gauge import is_constant_mul
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine
 from normswap.layers.channel_norm import channel_dim
-from normswap.walks import Draft
 
 _STEPS = (
     operator.getitem, torch.cat, torch.stack, torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose,

@@ -9,9 +9,9 @@ from torch import nn
 
 from normswap.calibration.norm_estimate import fit_norms, plan_estimates
 from normswap.calibration.sequential_fit import Progress
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
-from normswap.walks import Draft
 
 PAPER = "least squares per channel"
 

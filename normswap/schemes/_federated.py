@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.purposes import plan_federated
-from normswap.walks import Draft
 
 PAPER = ""
 

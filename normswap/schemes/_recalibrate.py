@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from normswap.calibration.population import Progress, estimate_population
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
-from normswap.walks import Draft
 
 PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2"
 

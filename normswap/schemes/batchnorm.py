@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from normswap.errors import OptionError
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
 from normswap.sites import dress_in_norms
-from normswap.walks import Draft
 
 PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3"
 

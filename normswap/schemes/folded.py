@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap import layer_scales, norm_affine
+from normswap.folding import layer_scale, norm_affine
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.undress import undress
-from normswap.walks import Draft
 
 PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1"
 
@@ -26,5 +26,5 @@ def exact(options: dict[str, Any]) -> bool:
 def plan(anatomy: Anatomy) -> Draft:
     draft = undress(anatomy)
     norm_affine.move(draft)
-    layer_scales.move(draft)
+    layer_scale.move(draft)
     return draft

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.sites import dress_in_norms
-from normswap.walks import Draft
 
 PAPER = "He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d"
 

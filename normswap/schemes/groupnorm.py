@@ -18,11 +18,11 @@ from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
 from normswap.errors import OptionError
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.grouping import dress_per_sample
 from normswap.grouping import recentred as pattern
 from normswap.plan import Step
-from normswap.walks import Draft
 
 PAPER = "Wu & He 2018, arXiv:1803.08494, section 3"
 SOURCE = "batchnorm"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.grouping import dress_per_sample
 from normswap.schemes.groupnorm import fit, pattern
-from normswap.walks import Draft
 
 PAPER = "Ulyanov et al. 2016, arXiv:1607.08022, section 2"
 SOURCE = "batchnorm"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.grouping import dress_per_sample
 from normswap.schemes.groupnorm import fit, pattern
-from normswap.walks import Draft
 
 PAPER = "Ba et al. 2016, arXiv:1607.06450, section 3"
 SOURCE = "batchnorm"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from normswap.dress import drop_before_classifier, scale_branches
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes.skipinit import initial
-from normswap.walks import Draft
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, appendix F"
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from normswap.errors import OptionError
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.residual import scale_sums
-from normswap.walks import Draft
 
 PAPER = (
     "Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from normswap import norm_affine, stream
 from normswap.errors import RefusedError
+from normswap.folding import norm_affine, residual_stream
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Blocked, Draft
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm
-from normswap.undress import undress
-from normswap.walks import Blocked, Draft
 
 PAPER = "Zhang & Sennrich 2019, arXiv:1910.07467; centring: Ashkboos et al. 2024, arXiv:2401.15024, section 3.1"
 
@@ -39,18 +39,20 @@ def plan(anatomy: Anatomy) -> Draft:
         raise RefusedError("the network has no LayerNorm", remedy="`--to layernorm` turns BatchNorm into one")
     draft = undress(anatomy, leave=[norm.path for norm in anatomy.norms])
     seen = channel_axes.read(anatomy.traced, draft.silent)
-    streams: list[stream.Stream] = []
+    streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
         try:
             _replace(draft, seen, path, norm, streams)
         except Blocked as why:
             draft.refusals[path] = str(why)
     for one in streams:
-        stream.centre(draft, one)
+        residual_stream.centre(draft, one)
     return draft
 
 
-def _replace(draft: Draft, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[stream.Stream]) -> None:
+def _replace(
+    draft: Draft, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
+) -> None:
     why = channel_norm.refusal(norm)
     if why:
         raise Blocked(why)
@@ -58,12 +60,14 @@ def _replace(draft: Draft, seen: channel_axes.Axes, path: str, norm: nn.Module, 
         (value,) = inputs(call)
         if not any(value in one.values for one in streams):
             try:
-                streams.append(stream.around(draft, seen, value))
+                streams.append(residual_stream.around(draft, seen, value))
             except Blocked as why:
                 raise Blocked(f"the mean of what it reads has to stay: {why}") from None
     role = next(n.role for n in draft.anatomy.norms if n.path == path)
     if role == "head" and channel_axes.is_step(draft.anatomy.traced, value):
-        draft.notes.append(f"{path} reads the features after {stream.called(value)}: these lose their mean, too")
+        draft.notes.append(
+            f"{path} reads the features after {residual_stream.called(value)}: these lose their mean, too"
+        )
     draft.seat(path, "RMSNorm")
     draft.verdicts[path] = "becomes an RMSNorm"
     if getattr(norm, "bias", None) is None:

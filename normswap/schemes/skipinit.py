@@ -14,8 +14,8 @@ from typing import Any
 
 from normswap.dress import scale_branches
 from normswap.errors import OptionError
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.walks import Draft
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, section 4"
 

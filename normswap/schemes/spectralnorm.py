@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.reparametrize import reparametrize
-from normswap.walks import Draft
 
 PAPER = "Miyato et al. 2018, arXiv:1802.05957, section 2.1"
 

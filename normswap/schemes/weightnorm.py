@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.reparametrize import reparametrize
-from normswap.walks import Draft
 
 PAPER = "Salimans & Kingma 2016, arXiv:1602.07868, section 2"
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from normswap.folding.draft import Blocked, Draft, check_linear, pads
 from normswap.graph import inspection
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, seats
-from normswap.walks import Blocked, Draft, check_linear, pads
 
 _POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d)
 

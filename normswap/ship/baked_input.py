@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap.errors import TraceError
+from normswap.folding.draft import Blocked, Draft, check_linear, pads
 from normswap.graph import inspection
 from normswap.layers import seats
-from normswap.walks import Blocked, Draft, check_linear, pads
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
 from normswap.calibration.sequential_fit import evaluating
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
+from normswap.folding.draft import Draft
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
@@ -21,7 +22,6 @@ from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, route, unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.fitting import Batches, Progress
-from normswap.walks import Draft
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import RefusedError
+from normswap.folding.canonical_form import undress
 from normswap.graph import inspection
 from normswap.layers import affine, seats
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying
-from normswap.undress import undress
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
+from normswap.folding.draft import Blocked, Draft, check_linear, name, passes_positive, scalar_readers
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs, is_add, is_mul
 from normswap.layers import seats
-from normswap.walks import Blocked, Draft, check_linear, name, passes_positive, scalar_readers
 
 
 def enlarge(draft: Draft, node: fx.Node, factor: float, by: set[fx.Node]) -> None:

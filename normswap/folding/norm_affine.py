@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import fx, nn
 
+from normswap.folding.draft import Blocked, Draft, check_linear, distinct, name, pads, read_directly
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import channel_norm, reparametrized
-from normswap.walks import Blocked, Draft, check_linear, distinct, name, pads, read_directly
 
 
 def found(anatomy: Anatomy) -> dict[str, nn.Module]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from normswap.folding.draft import Blocked, Draft, check_linear, is_flat, name
 from normswap.graph import channel_axes
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.walks import Blocked, Draft, check_linear, is_flat, name
 
 
 def makers(draft: Draft, module: nn.Module) -> dict[str, str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from timm import layers as timm_layers
 from torch import fx, nn
 
+from normswap.folding.draft import Blocked, Draft, check_linear, name, read_directly
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.walks import Blocked, Draft, check_linear, name, read_directly
 
 
 def move(draft: Draft) -> None:

@@ -13,13 +13,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import gauge, norm_free
-from normswap.graph.inspection import LINEAR, Anatomy
-from normswap.graph.tracing import inputs
-from normswap.layers import affine, reparametrized, scalars, seats
-from normswap.overwriting import overwritten
-from normswap.sources import makers
-from normswap.walks import (
+from normswap.folding import gauge, norm_free
+from normswap.folding.draft import (
     Blocked,
     Draft,
     check_linear,
@@ -32,6 +27,11 @@ from normswap.walks import (
     passes_positive,
     read_directly,
 )
+from normswap.folding.overwriting import overwritten
+from normswap.folding.producers import makers
+from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.tracing import inputs
+from normswap.layers import affine, reparametrized, scalars, seats
 
 _STAYING = (seats.ChannelAffine, seats.ChannelBias, seats.Scale, scalars.ScalarBias)
 

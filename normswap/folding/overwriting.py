@@ -6,8 +6,8 @@ import operator
 
 from torch import fx
 
+from normswap.folding.draft import Draft
 from normswap.graph.tracing import Traced, inputs
-from normswap.walks import Draft
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap import layer_scales
-from normswap.gauge import is_constant_mul
+from normswap.folding import layer_scale
+from normswap.folding.draft import Blocked, Draft, check_linear, name
+from normswap.folding.gauge import is_constant_mul
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, channel_norm
-from normswap.walks import Blocked, Draft, check_linear, name
 
 
 @dataclass
@@ -144,7 +144,7 @@ def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
 def _scaled(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
     """The linear layer whose output this LayerScale, and nothing else, reads."""
     try:
-        return layer_scales.maker(draft, scale, module)
+        return layer_scale.maker(draft, scale, module)
     except Blocked as why:
         raise Blocked(f"{scale.target} writes to it, and {why}") from None
 

@@ -16,9 +16,9 @@ import torch
 from timm.models.nfnet import GammaAct, NormFreeBlock
 from torch import Tensor, fx
 
-from normswap.gauge import attempt, constant, enlarge, is_constant_mul, shrink_input
+from normswap.folding.draft import Blocked, Draft, scalar_readers
+from normswap.folding.gauge import attempt, constant, enlarge, is_constant_mul, shrink_input
 from normswap.graph.tracing import inputs
-from normswap.walks import Blocked, Draft, scalar_readers
 
 
 def free(draft: Draft) -> None:
