@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normswap import provenance, schemes, sites
+from normswap import provenance, schemes
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy, Block, Norm, inspect
 from normswap.layers import affine, seats
 from normswap.models import zoo
 from normswap.plan import Step
+from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.conversion import Conversion
@@ -27,7 +28,7 @@ _ROLES = ("stem", "last", "down", "other", "head")
 
 
 def of_network(model: nn.Module, source: str) -> Body:
-    """The anatomy of a network, every residual block (`blocks`) and every norm (`sites`).
+    """The anatomy of a network, every residual block (`blocks`) and every norm (`norm_sites`).
 
     Raises:
         TraceError: the network cannot be traced.
@@ -72,7 +73,7 @@ def _block(block: Block, seen: Anatomy) -> Body:
 
 def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
     module = seen.traced.modules[norm.path]
-    mean, std = affine.moments(module) if _has_statistics(module) else sites.kept_moments(seen, norm.path)
+    mean, std = affine.moments(module) if _has_statistics(module) else norm_sites.kept_moments(seen, norm.path)
     refused = folding.refusals.get(norm.path) or (None if affine.is_batchnorm(module) else affine.refusal(module))
     return {
         "path": norm.path,
@@ -96,13 +97,13 @@ def _sites(seen: Anatomy, folding: Draft) -> list[Body]:
 
 def _gone(seen: Anatomy) -> Iterator[Body]:
     """The sites whose norms are gone, with what the network carries of them and the class of what sits there now."""
-    there = {sites.site_of(seen, norm.path) for norm in seen.norms}
-    for site in sites.sites(seen):
-        path = sites.seat_of(seen, site)
+    there = {norm_sites.site_of(seen, norm.path) for norm in seen.norms}
+    for site in norm_sites.sites(seen):
+        path = norm_sites.seat_of(seen, site)
         now = seen.traced.modules.get(path)
         if site in there or now is None:
             continue
-        mean, std = sites.kept_moments(seen, site)
+        mean, std = norm_sites.kept_moments(seen, site)
         yield {
             "path": path,
             "class": type(now).__name__,

@@ -13,12 +13,12 @@ from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import grouping, quiet
 from normswap.calibration import least_squares, sequential_fit
 from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
+from normswap.schemes.parts import per_sample_norms, steady_signs
 from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -216,7 +216,7 @@ def test_groups_are_explained_or_refused() -> None:
         conversion.draft(inspection.inspect(flat), "instancenorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
         conversion.draft(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
-    assert [grouping.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+    assert [per_sample_norms.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
 
 
 def test_an_average_sample_sees_the_batchnorm() -> None:
@@ -246,9 +246,9 @@ def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert all({"+", "-"} == set(a["flips"]) == set(a["leans"]) for a in args.values())
     assert sketch.verdicts["norm"].endswith("behind a scale and shift")
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    recentred = applying.apply_step(model, grouping.recentred(step))
+    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
-    edits = tuple(edit for edit in grouping.recentred(step).edits if edit.layer != "Steadied")
+    edits = tuple(edit for edit in per_sample_norms.recentred(step).edits if edit.layer != "Steadied")
     broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
@@ -261,7 +261,7 @@ def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
     step, _ = conversion.draft(inspection.inspect(net), "layernorm")
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    assert distance(run(net, x), run(applying.apply_step(net, grouping.recentred(step)), x)) < 1e-12
+    assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
 
 
 def test_signs_are_the_quietest() -> None:
@@ -271,7 +271,7 @@ def test_signs_are_the_quietest() -> None:
     for _ in range(5):
         half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
         values = ((every @ half.T).square().sum(1) + 2 * every @ linear).sort().values
-        found = quiet.quietest(half.T @ half, linear)
+        found = steady_signs.quietest(half.T @ half, linear)
         value = (half @ found).square().sum() + 2 * linear @ found
         assert values[0] - 1e-9 <= value <= values[20]
 

@@ -17,11 +17,12 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo, provenance, purposes
+from normswap import demo, provenance
 from normswap.checkpoint import open_model
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.images import datasets
 from normswap.layers import seats
+from normswap.schemes.parts import purposes
 
 with warnings.catch_warnings():  # what opacus imports warns about itself
     warnings.simplefilter("ignore")

@@ -6,7 +6,7 @@ from typing import Any
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.purposes import plan_federated
+from normswap.schemes.parts.purposes import plan_federated
 
 PAPER = ""
 

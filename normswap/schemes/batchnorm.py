@@ -17,7 +17,7 @@ from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
-from normswap.sites import dress_in_norms
+from normswap.schemes.parts.norm_sites import dress_in_norms
 
 PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3"
 

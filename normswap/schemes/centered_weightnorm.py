@@ -7,11 +7,11 @@ network is folded first; then, as in `nf`, the filters that sum to zero and come
 
 from __future__ import annotations
 
-from normswap.centring import check, standardize
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes.nf import exact, fit, needs_data, pattern
+from normswap.schemes.parts.zero_sum_filters import check, standardize
 
 PAPER = "Huang et al. 2017, arXiv:1710.02338, section 3"
 __all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from normswap.errors import OptionError
-from normswap.fixup_layers import add_scalars
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes.parts.fixup_scalars import add_scalars
 
 PAPER = "Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3"
 

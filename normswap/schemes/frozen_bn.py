@@ -14,7 +14,7 @@ from torch import nn
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
-from normswap.sites import dress_in_norms
+from normswap.schemes.parts.norm_sites import dress_in_norms
 
 PAPER = "He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d"
 

@@ -2,7 +2,7 @@
 
 With the running statistics of the channels of a group taken together (mean m, variance v): gamma' = s sqrt(v + eps),
 beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no data. What is free before such a norm, the
-sign of each channel and a constant in it, is chosen so that a sample's statistics fluctuate least (`quiet`); where no
+sign of each channel and a constant in it, is chosen so that a sample's statistics fluctuate least (`steady_signs`); where no
 convolution comes before the norm, as in pre-activation networks, a scale and shift in front of it holds them. With
 `--calibrate` the convolutions and the norms' gamma and beta are then fitted, layer by layer, to what the source
 computes on the same images (`sequential_fit`).
@@ -20,9 +20,9 @@ from normswap.calibration.sequential_fit import Progress, refit
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.grouping import dress_per_sample
-from normswap.grouping import recentred as pattern
 from normswap.plan import Step
+from normswap.schemes.parts.per_sample_norms import dress_per_sample
+from normswap.schemes.parts.per_sample_norms import recentred as pattern
 
 PAPER = "Wu & He 2018, arXiv:1803.08494, section 3"
 SOURCE = "batchnorm"

@@ -12,8 +12,8 @@ from typing import Any
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.grouping import dress_per_sample
 from normswap.schemes.groupnorm import fit, pattern
+from normswap.schemes.parts.per_sample_norms import dress_per_sample
 
 PAPER = "Ulyanov et al. 2016, arXiv:1607.08022, section 2"
 SOURCE = "batchnorm"

@@ -10,8 +10,8 @@ from typing import Any
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.grouping import dress_per_sample
 from normswap.schemes.groupnorm import fit, pattern
+from normswap.schemes.parts.per_sample_norms import dress_per_sample
 
 PAPER = "Ba et al. 2016, arXiv:1607.06450, section 3"
 SOURCE = "batchnorm"

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.centring import check, standardize
-from normswap.centring import fit_zero_sum as fit
-from normswap.centring import kept as pattern
-from normswap.dress import scale_branches
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes.parts.branch_scale import scale_branches
+from normswap.schemes.parts.zero_sum_filters import check, standardize
+from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
+from normswap.schemes.parts.zero_sum_filters import kept as pattern
 
 PAPER = "Brock et al. 2021, arXiv:2101.08692, sections 3 and 4"
 __all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]

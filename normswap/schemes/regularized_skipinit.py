@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from normswap.dress import drop_before_classifier, scale_branches
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes.parts.branch_scale import drop_before_classifier, scale_branches
 from normswap.schemes.skipinit import initial
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, appendix F"

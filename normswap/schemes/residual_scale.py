@@ -17,7 +17,7 @@ from typing import Any
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.residual import scale_sums
+from normswap.schemes.parts.fixed_factors import scale_sums
 
 PAPER = (
     "Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "

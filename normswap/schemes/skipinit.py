@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from normswap.dress import scale_branches
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes.parts.branch_scale import scale_branches
 
 PAPER = "De & Smith 2020, arXiv:2002.10444, section 4"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.reparametrize import reparametrize
+from normswap.schemes.parts.weight_parametrization import reparametrize
 
 PAPER = "Miyato et al. 2018, arXiv:1802.05957, section 2.1"
 

@@ -16,7 +16,7 @@ from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized, seats
-from normswap.sites import dress_in_norms
+from normswap.schemes.parts.norm_sites import dress_in_norms
 
 PAPER = "You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3"
 

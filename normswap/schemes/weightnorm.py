@@ -10,7 +10,7 @@ from typing import Any
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.reparametrize import reparametrize
+from normswap.schemes.parts.weight_parametrization import reparametrize
 
 PAPER = "Salimans & Kingma 2016, arXiv:1602.07868, section 2"
 

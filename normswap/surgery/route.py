@@ -11,7 +11,7 @@ from normswap.calibration import norm_estimate
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
 from normswap.layers import affine
-from normswap.sites import sites
+from normswap.schemes.parts.norm_sites import sites
 
 Leg = tuple[str, dict[str, Any]]
 

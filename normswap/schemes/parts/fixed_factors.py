@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from normswap.dress import demand_blocks, seat_scale
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Blocked, Draft, is_relu
 from normswap.folding.gauge import attempt, enlarge
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import seats
+from normswap.schemes.parts.branch_scale import demand_blocks, seat_scale
 
 
 def scale_sums(anatomy: Anatomy, factors: Sequence[tuple[float, float]]) -> Draft:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap.dress import demand_blocks, seat_scale
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Blocked, Draft, check_linear, distinct, last_linear
 from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine, reparametrized, seats
+from normswap.schemes.parts.branch_scale import demand_blocks, seat_scale
 
 _ACTS = (F.relu, F.relu_, F.silu, F.gelu, "relu", "relu_")
 

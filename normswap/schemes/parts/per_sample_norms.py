@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from normswap import quiet
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Blocked, Draft, check_linear, read_directly
@@ -15,14 +14,15 @@ from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Edit, Step
-from normswap.quiet import Signs
+from normswap.schemes.parts import steady_signs
+from normswap.schemes.parts.steady_signs import Signs
 
 
 def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) -> Draft:
     """A GroupNorm in the seat of every BatchNorm; None: one channel per group.
 
     Args:
-        steady: see `per_sample.Gauge` and `quiet`; a convolution right before the norm takes the gauge in, else a
+        steady: see `per_sample.Gauge` and `steady_signs`; a convolution right before the norm takes the gauge in, else a
             `ChannelAffine` in front of the norm holds it.
 
     Raises:
@@ -53,7 +53,7 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
             counts[path] = count
     if not draft.refusals:
         steadied = {path: count for path, count in counts.items() if steady and count < affine.channels(modules[path])}
-        signs = quiet.choose(anatomy, steadied, steady) if steadied else {}
+        signs = steady_signs.choose(anatomy, steadied, steady) if steadied else {}
         for path, count in counts.items():
             _seat(draft, path, count, steady if path in steadied else 0, signs.get(path))
     return draft
@@ -79,7 +79,7 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
     conv = _conv_before(draft, module) if steady else None
     args: dict[str, Any] = {"groups": count}
     if conv is not None or (steady and signs is not None):
-        args |= {"steady": steady, **asdict(signs or quiet.alternating(channels, count))}
+        args |= {"steady": steady, **asdict(signs or steady_signs.alternating(channels, count))}
     if conv is not None:
         draft.seats[conv] = Edit(conv, "Steadied", args, (path,))
     elif len(args) > 1:

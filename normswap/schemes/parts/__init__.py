@@ -1,0 +1,1 @@
+"""What several schemes share: scalars on branches, norms in seats, standardized filters."""
