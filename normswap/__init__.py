@@ -10,8 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normswap.checkpoint import load as load
-    from normswap.checkpoint import save as save
     from normswap.decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
     from normswap.graph.inspection import Anatomy as Anatomy
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from normswap.recover.engine import finetune as finetune
     from normswap.ship.exporting import Exported as Exported
     from normswap.ship.exporting import export as export
+    from normswap.storage.checkpoint import load as load
+    from normswap.storage.checkpoint import save as save
     from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import Conversion as Conversion
@@ -40,9 +40,9 @@ _HOMES = {
     "export": "ship.exporting",
     "finetune": "recover.engine",
     "inspect": "graph.inspection",
-    "load": "checkpoint",
+    "load": "storage.checkpoint",
     "param_groups": "decay",
-    "save": "checkpoint",
+    "save": "storage.checkpoint",
     "verify": "surgery.comparison",
 }
 

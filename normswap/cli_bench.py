@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from normswap import progress, render, writing
+from normswap import progress, render
 from normswap.cli import app
 from normswap.cli_options import ArchArgs, ArchName, InChans, Json, NumClasses, Weights
 from normswap.errors import OptionError
+from normswap.storage import atomic_write
 
 Body = dict[str, Any]
 
@@ -90,7 +91,7 @@ def bench(
     _check(device, dtype, seconds, output)
     for file in (output, table):
         if file is not None:
-            writing.claim(file, force=force)
+            atomic_write.claim(file, force=force)
     sources = [commands.Source(name, weights, arch, arch_arg or [], num_classes, in_chans) for name in models]
     order = Order(sources, sizes, wanted, size, device, dtype, channels_last, threads, rounds, seconds)
     body = _bench(order, output, table)

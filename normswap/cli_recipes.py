@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from normswap import progress, render, writing
+from normswap import progress, render
 from normswap.cli import app
 from normswap.cli_options import Json, Weights
 from normswap.errors import OptionError
+from normswap.storage import atomic_write
 
 Body = dict[str, Any]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
@@ -69,8 +70,8 @@ def _copy(
     The keys of --json: name and file.
     """
     text = _load().text(name)
-    writing.claim(file, force=force)
-    writing.text(file, text)
+    atomic_write.claim(file, force=force)
+    atomic_write.text(file, text)
     if json:
         print(as_json.dumps({"name": name, "file": str(file)}))
     else:
@@ -120,7 +121,7 @@ def _curves(
         check_format(output)
     for file in (output, table):
         if file is not None:
-            writing.claim(file, force=force)
+            atomic_write.claim(file, force=force)
     from normswap.recover import curves
 
     found = curves.read(runs)

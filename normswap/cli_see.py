@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from normswap import progress, render, writing
+from normswap import progress, render
 from normswap.cli import app
 from normswap.cli_options import (
     ArchArgs,
@@ -24,6 +24,7 @@ from normswap.cli_options import (
     Workers,
 )
 from normswap.errors import OptionError
+from normswap.storage import atomic_write
 
 Body = dict[str, Any]
 STATISTICS = ("auto", "batch", "running")
@@ -102,7 +103,7 @@ def spp(
         check_format(output)
     for file in (output, table):
         if file is not None:
-            writing.claim(file, force=force)
+            atomic_write.claim(file, force=force)
     rest = (weights, arch, arch_arg or [], num_classes, in_chans)
     sources = [commands.Source(name, *rest) for name in models]
     images = None if data == "noise" else commands.Images(data, batch_size, workers, samples, split)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from normswap import progress, render, writing
+from normswap import progress, render
 from normswap.errors import OptionError, OutputError, PlanError
 from normswap.plan import Plan, Step
+from normswap.storage import atomic_write
 
 Body = dict[str, Any]
 
@@ -108,7 +109,7 @@ def _open(name: str, **options: Any) -> Any:
     # downloads show a bar of their own
     local = Path(name.removeprefix("local-dir:")).exists() or options.get("weights") == "random"
     with progress.working(f"opening {name}", spin=local):
-        from normswap import checkpoint
+        from normswap.storage import checkpoint
 
         return checkpoint.open_model(name, **options)
 
@@ -134,7 +135,7 @@ def inspect(source: Source, as_json: bool) -> int:
 
 
 def convert(source: Source, wanted: Wanted, as_json: bool) -> int:
-    from normswap import checkpoint
+    from normswap.storage import checkpoint
 
     plan = _planned(wanted)
     scheme = plan.steps[-1].scheme if plan else str(wanted.to)
@@ -151,7 +152,7 @@ def convert(source: Source, wanted: Wanted, as_json: bool) -> int:
         with progress.working(f"writing {place}"):
             checkpoint.save(done, place, force=wanted.force)
     if wanted.plan is not None:
-        writing.text(wanted.plan, Plan(tuple(todo)).to_json(indent=2) + "\n")
+        atomic_write.text(wanted.plan, Plan(tuple(todo)).to_json(indent=2) + "\n")
     body = {
         "source": source.name,
         "output": None if done is None else str(place),
@@ -231,7 +232,8 @@ def last_part(name: str) -> str:
 
 def verify(directory: Path, against: str | None, images: Images | None, as_json: bool) -> int:
     with progress.working(f"loading {directory}"):
-        from normswap import checkpoint, summary
+        from normswap import summary
+        from normswap.storage import checkpoint
         from normswap.surgery import reverification
 
         result = checkpoint.load(directory)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, summary
+from normswap import summary
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import make_loader
+from normswap.storage import checkpoint
 from normswap.surgery import comparison
 from normswap.surgery.conversion import convert
 

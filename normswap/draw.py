@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from normswap import writing
 from normswap.errors import OutputError
 from normswap.signal import Point
+from normswap.storage import atomic_write
 
 Curves = Mapping[str, Sequence[Point]]
 
@@ -110,8 +110,10 @@ def save(figure: Any, file: str | Path) -> Path:
     file = Path(file)
     form = check_format(file)
     if form == "png":
-        return writing.whole(file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True))
-    return writing.whole(file, lambda temporary: figure.savefig(temporary, format=form))
+        return atomic_write.whole(
+            file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True)
+        )
+    return atomic_write.whole(file, lambda temporary: figure.savefig(temporary, format=form))
 
 
 def check_format(file: Path) -> str:
@@ -146,7 +148,7 @@ def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = Non
 def write_json(curves: Curves, file: str | Path, expected: Mapping[str, Sequence[float]] | None = None) -> Path:
     """Write `to_json` to a file."""
     text = json.dumps(to_json(curves, expected), indent=2, allow_nan=False) + "\n"
-    return writing.text(Path(file), text)
+    return atomic_write.text(Path(file), text)
 
 
 def write_csv(curves: Curves, file: str | Path) -> Path:
@@ -157,7 +159,7 @@ def write_csv(curves: Curves, file: str | Path) -> Path:
     writer.writerow(["network", *names])
     for network, points in curves.items():
         writer.writerows([network, *(getattr(point, name) for name in names)] for point in points)
-    return writing.text(Path(file), out.getvalue())
+    return atomic_write.text(Path(file), out.getvalue())
 
 
 def _plain(value: Any) -> Any:

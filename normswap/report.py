@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, page, provenance, schemes, summary, writing
+from normswap import page, provenance, schemes, summary
 from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.graph import inspection
@@ -27,6 +27,7 @@ from normswap.models import zoo
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.signal import signal
+from normswap.storage import atomic_write, checkpoint
 from normswap.surgery import reverification, unfolding
 
 _BINS = 30
@@ -39,7 +40,7 @@ def claim(file: Path, *, force: bool) -> None:
     Raises:
         OutputError: it is a directory, exists (without `force`), or is no page of HTML.
     """
-    writing.claim(file, force=force)
+    atomic_write.claim(file, force=force)
     if not file.exists():
         return
     with file.open(errors="replace") as opened:
@@ -100,7 +101,7 @@ def write(facts: Facts, file: Path) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    writing.text(file, page.render(facts))
+    atomic_write.text(file, page.render(facts))
 
 
 def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, str, list[str]]:

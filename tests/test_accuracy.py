@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import normswap
-from normswap.checkpoint import open_model
 from normswap.images import datasets
+from normswap.storage.checkpoint import open_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"

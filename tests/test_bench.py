@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, demo
+from normswap import demo
 from normswap.cli import main
 from normswap.errors import OptionError, RefusedError
 from normswap.models import zoo
@@ -28,6 +28,7 @@ from normswap.ship.bench_figures import Spread, rotated, speedup, spread
 from normswap.ship.bench_subjects import Group, Making, Subject, groups, of_file, of_model, original
 from normswap.ship.bench_worker import Job, Worker
 from normswap.ship.runtimes import Settings
+from normswap.storage import checkpoint
 from normswap.surgery import conversion
 
 MODEL = str(demo.FOLDER)

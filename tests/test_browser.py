@@ -13,7 +13,7 @@ from reports import source
 
 import normswap
 from normswap import page, report
-from normswap.checkpoint import open_model
+from normswap.storage.checkpoint import open_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (

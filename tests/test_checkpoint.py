@@ -16,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from normswap import checkpoint, provenance
+from normswap import provenance
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch
+from normswap.storage import checkpoint
 from normswap.surgery.conversion import convert
 
 CHANNELS = (8, 16, 24, 32)

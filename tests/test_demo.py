@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from normswap import checkpoint, demo, summary
+from normswap import demo, summary
 from normswap.cli import main
+from normswap.storage import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import normswap
-from normswap import checkpoint, demo
+from normswap import demo
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
 from normswap.models.weight_files import quiet
 from normswap.ship import formats
+from normswap.storage import checkpoint
 
 FORMATS = formats.names()
 ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import demo
-from normswap.checkpoint import open_model
 from normswap.images import datasets
 from normswap.ship import formats
+from normswap.storage.checkpoint import open_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"

@@ -20,13 +20,14 @@ import yaml
 from trained import CLASSES, network, recipe, train, write_images
 
 import normswap
-from normswap import checkpoint, provenance
+from normswap import provenance
 from normswap.cli import main
 from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.recover import assembly, load
 from normswap.recover.folder import COLUMNS
+from normswap.storage import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import torch
 from test_accuracy import IMAGES, NETWORKS, logits
 
 import normswap
-from normswap.checkpoint import open_model
 from normswap.images import datasets
+from normswap.storage.checkpoint import open_model
 
 TRAIN: Path = IMAGES.with_name("train.tar.xz")
 FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (

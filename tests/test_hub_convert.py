@@ -11,8 +11,9 @@ from hub_server import hub_server, use_hub
 from safetensors.torch import save_file
 from torch import nn
 
-from normswap import checkpoint, provenance
+from normswap import provenance
 from normswap.cli import main
+from normswap.storage import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import demo, provenance
-from normswap.checkpoint import open_model
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.images import datasets
 from normswap.layers import seats
 from normswap.schemes.parts import purposes
+from normswap.storage.checkpoint import open_model
 
 with warnings.catch_warnings():  # what opacus imports warns about itself
     warnings.simplefilter("ignore")

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 import normswap
 from normswap import page, report
-from normswap.checkpoint import open_model, read_header, read_report
 from normswap.cli import main
 from normswap.errors import OutputError, SourceError
 from normswap.facts import Facts, StepFact
 from normswap.plan import Arch
+from normswap.storage.checkpoint import open_model, read_header, read_report
 
 CASES = {
     "v1-skipinit": ("v1", "skipinit", {}),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import demo
-from normswap.checkpoint import open_model
 from normswap.images import datasets
+from normswap.storage.checkpoint import open_model
 from normswap.surgery import applying
 
 NARROW: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from normswap import checkpoint, provenance
+from normswap import provenance
 from normswap.errors import OptionError
 from normswap.images import datasets
 from normswap.models import zoo
@@ -26,6 +26,7 @@ from normswap.recover.means import Means
 from normswap.recover.objective import Objective, Teacher
 from normswap.recover.optimizing import Clipping, Rate, optimizer
 from normswap.recover.recipe import Recipe
+from normswap.storage import checkpoint
 from normswap.surgery import conversion
 
 Say = Callable[[str], None]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from normswap import writing
 from normswap.errors import SourceError
+from normswap.storage import atomic_write
 
 _NEEDED = ("epoch", "train_loss", "top1")
 
@@ -153,7 +153,7 @@ def write_csv(runs: Sequence[Run], file: str | Path) -> Path:
         for row in run.rows:
             values = [row.get(column) for column in columns]
             writer.writerow([run.name, *("" if v is None else f"{v:.8g}" for v in values)])
-    return writing.text(Path(file), out.getvalue())
+    return atomic_write.text(Path(file), out.getvalue())
 
 
 def write_json(runs: Sequence[Run], file: str | Path) -> Path:
@@ -162,7 +162,7 @@ def write_json(runs: Sequence[Run], file: str | Path) -> Path:
     Raises:
         OutputError: it cannot be written.
     """
-    return writing.text(Path(file), json.dumps(to_json(runs), indent=2, allow_nan=False) + "\n")
+    return atomic_write.text(Path(file), json.dumps(to_json(runs), indent=2, allow_nan=False) + "\n")
 
 
 def _plain(value: float | None) -> float | None:

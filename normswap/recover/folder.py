@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import checkpoint, provenance, writing
+from normswap import provenance
 from normswap.errors import OptionError, OutputError, SourceError
 from normswap.models import zoo
 from normswap.models.weight_files import first_line
 from normswap.recover import load
 from normswap.recover.recipe import Recipe
+from normswap.storage import atomic_write, checkpoint
 
 VERSION = 1
 COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")
@@ -84,7 +85,7 @@ class Folder:
             self.state.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
-        writing.text(self.place / "recipe.yaml", load.dump(recipe))
+        atomic_write.text(self.place / "recipe.yaml", load.dump(recipe))
 
     def adopt(self, other: Folder, recipe: Recipe) -> None:
         """Begin with copies of what the run in another folder has written."""
@@ -105,7 +106,7 @@ class Folder:
         body = {"version": VERSION, "identity": self.identity, "position": vars(position), **parts}
         buffer = io.BytesIO()  # torch.save on a full disk raises what no one expects, and may leave a part
         torch.save(body, buffer)
-        writing.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
+        atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
     def read_state(self) -> tuple[Position, State]:
         """The state, if this run may be continued from it.
@@ -136,7 +137,7 @@ class Folder:
         table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         table.writeheader()
         table.writerows({name: _short(value) for name, value in row.items()} for row in rows)
-        writing.text(self.place / "metrics.csv", text.getvalue())
+        atomic_write.text(self.place / "metrics.csv", text.getvalue())
 
     def write_network(self, model: nn.Module, place: Path) -> None:
         """Replace best/ or last/."""

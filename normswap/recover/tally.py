@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from normswap import writing
 from normswap.errors import OptionError
+from normswap.storage import atomic_write
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def write_csv(trials: Sequence[Trial], file: Path) -> Path:
     table = csv.DictWriter(out, [field.name for field in fields(Trial)], lineterminator="\n")
     table.writeheader()
     table.writerows({key: _short(value) for key, value in asdict(trial).items()} for trial in trials)
-    return writing.text(file, out.getvalue())
+    return atomic_write.text(file, out.getvalue())
 
 
 def plot(trials: Sequence[Trial], found: Sequence[Line], file: Path, *, title: str = "") -> Path:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from normswap import checkpoint, provenance
+from normswap import provenance
 from normswap.errors import NormswapError, SourceError
 from normswap.recover.recipe import Distill
+from normswap.storage import checkpoint
 from normswap.surgery import reverification
 
 _REMEDY = "Name the teacher: distill.teacher=MODEL"

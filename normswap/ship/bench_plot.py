@@ -9,8 +9,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from normswap import draw, writing
+from normswap import draw
 from normswap.ship.bench import Row
+from normswap.storage import atomic_write
 
 _HATCHES = ("", "//", "..", "xx", "\\\\")
 _COLUMNS = [field.name for field in fields(Row) if field.name != "rounds"]
@@ -110,4 +111,4 @@ def write_csv(rows: Sequence[Row], file: str | Path) -> Path:
     writer = csv.DictWriter(out, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
-    return writing.text(Path(file), out.getvalue())
+    return atomic_write.text(Path(file), out.getvalue())

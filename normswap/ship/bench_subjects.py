@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import checkpoint, provenance
+from normswap import provenance
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.models import zoo
 from normswap.models.weight_files import first_line, quiet
 from normswap.ship import exporting, sidecar
 from normswap.ship.runtimes import DTYPES, Settings
+from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
 
 KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}

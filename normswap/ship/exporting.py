@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import provenance, writing
+from normswap import provenance
 from normswap.errors import OptionError
 from normswap.images import datasets as data_room
 from normswap.ship import baked_input, checks, formats, rounding, sidecar, undressing
 from normswap.ship.checks import Figures
 from normswap.ship.shipped import Shipped
+from normswap.storage import atomic_write
 from normswap.surgery.conversion import Conversion
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
@@ -131,7 +132,7 @@ def export(
         found["nodes"] = order.form.nodes(aside)
         sidecar.write(beside, body)
 
-    writing.whole(order.file, write)
+    atomic_write.whole(order.file, write)
     plain = _plain_nodes(order, say) if count_plain else None
     size = order.file.stat().st_size
     return Exported(
@@ -149,7 +150,7 @@ def claim(file: Path, format: str | None, *, force: bool) -> None:
     """
     formats.choose(file, format)
     for each in (file, sidecar.place(file)):
-        writing.claim(each, force=force)
+        atomic_write.claim(each, force=force)
 
 
 def loader(model: nn.Module, size: Sequence[int] | None, data: str, **rest: Any) -> data_room.Loader:

@@ -130,7 +130,7 @@ def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
         return torch.export.load(file).module().to(settings.device), "fp32"
     if kind == "torchscript":
         return torch.jit.load(file, map_location=settings.device), "fp32"
-    from normswap import checkpoint
+    from normswap.storage import checkpoint
 
     model = checkpoint.load(file).to(settings.device, getattr(torch, DTYPES[settings.dtype])).requires_grad_(False)
     if settings.channels_last:

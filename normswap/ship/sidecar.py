@@ -14,9 +14,10 @@ import timm
 import torch
 from torch import nn
 
-from normswap import __version__, provenance, writing
+from normswap import __version__, provenance
 from normswap.models import zoo
 from normswap.ship.shipped import INPUT
+from normswap.storage import atomic_write
 
 Body = dict[str, Any]
 
@@ -84,4 +85,4 @@ def write(file: Path, body: Body) -> None:
     """Raises:
     OutputError: it cannot be written.
     """
-    writing.text(file, json.dumps(body, indent=2) + "\n")
+    atomic_write.text(file, json.dumps(body, indent=2) + "\n")

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from normswap import checkpoint
 from normswap.errors import NormswapError, VerificationError
 from normswap.ship import rounding
 from normswap.ship.formats import FP16, Runs
+from normswap.storage import checkpoint
 
 NAME = "safetensors"
 NEEDS = ()

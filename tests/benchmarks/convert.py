@@ -29,7 +29,7 @@ def baseline(arch: str, file: Path, out: Path, _to: str) -> None:
 
 
 def ours(arch: str, file: Path, out: Path, to: str) -> None:
-    from normswap import checkpoint
+    from normswap.storage import checkpoint
     from normswap.surgery.conversion import convert
 
     checkpoint.save(convert(checkpoint.open_model(str(file), arch=arch), to), out / "converted")

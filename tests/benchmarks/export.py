@@ -31,11 +31,11 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
-from normswap.checkpoint import open_model
 from normswap.images import datasets
 from normswap.models.weight_files import first_line
 from normswap.ship import formats
 from normswap.ship.shipped import Shipped
+from normswap.storage.checkpoint import open_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from schemes_table import NETWORKS, SHARED
 from torch import Tensor, nn
 
-from normswap.checkpoint import open_model
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
+from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
 Shift = Callable[[Tensor], Tensor]

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import checkpoint, signal
+from normswap import signal
 from normswap.graph import inspection
 from normswap.layers import affine
 from normswap.ship import bench, bench_plot, checks
@@ -41,6 +41,7 @@ from normswap.ship.bench import Row, Say
 from normswap.ship.bench_figures import speedup
 from normswap.ship.bench_subjects import Group, Making, of_model
 from normswap.ship.runtimes import Settings
+from normswap.storage import checkpoint
 
 FOLDABLE = ("resnet18", "resnet50", "seresnet50", "resnext50_32x4d")
 OURS_ALONE = ("resnetv2_50", "nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")

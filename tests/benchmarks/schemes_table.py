@@ -25,10 +25,10 @@ from kept import Kept
 from torch import Tensor, nn
 
 import normswap
-from normswap.checkpoint import open_model
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
+from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from normswap import checkpoint
 from normswap.errors import TrainingError
 from normswap.recover import curves
 from normswap.recover.engine import finetune
 from normswap.recover.recipe import Recipe
+from normswap.storage import checkpoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")  # as `cifar10_recover_skipinit` does

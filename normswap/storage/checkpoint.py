@@ -25,11 +25,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normswap import __version__, card, provenance
+from normswap import __version__, provenance
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import weight_files, zoo
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
+from normswap.storage import model_card
 from normswap.surgery import applying, unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.conversion import Conversion
@@ -145,7 +146,7 @@ def is_checkpoint(folder: Path) -> bool:
         with safe_open(_weights_of(folder), "pt") as opened:
             return "normswap" in (opened.metadata() or {})
     except (OSError, SafetensorError):
-        return (folder / _CARD).is_file() and card.is_card((folder / _CARD).read_text(errors="replace"))
+        return (folder / _CARD).is_file() and model_card.is_card((folder / _CARD).read_text(errors="replace"))
 
 
 def _weights_of(place: Path) -> Path:
@@ -239,7 +240,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / _CARD).write_text(card.render(record, report), encoding="utf-8")
+    (folder / _CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

@@ -1,0 +1,1 @@
+"""The directory that is written: tensors, plan, proof and card; whole, or not at all. Imports: `surgery` and above."""
