@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normswap.decay import param_groups as param_groups
+    from normswap.analysis.weight_decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
@@ -41,7 +41,7 @@ _HOMES = {
     "finetune": "recover.engine",
     "inspect": "graph.inspection",
     "load": "storage.checkpoint",
-    "param_groups": "decay",
+    "param_groups": "analysis.weight_decay",
     "save": "storage.checkpoint",
     "verify": "surgery.comparison",
 }

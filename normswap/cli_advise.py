@@ -34,7 +34,7 @@ def _advise(
 
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
     net = source.open()
-    from normswap.advice import advise, body_of
+    from normswap.analysis.advice import advise, body_of
 
     with progress.working("looking"):
         found, refused = advise(net, model, batch_size, private=private, deploy=deploy)

@@ -125,7 +125,7 @@ def _check(device: str, dtype: str, seconds: float, output: Path | None) -> None
     if not (seconds > 0 and math.isfinite(seconds)):
         raise OptionError(f"--seconds {seconds:g}", "it is a positive number")
     if output is not None:
-        from normswap.draw import check_format
+        from normswap.analysis.plots import check_format
 
         check_format(output)
 
@@ -137,7 +137,7 @@ def _bench(order: Order, output: Path | None, table: Path | None) -> Body:
         say("starting")
         import torch
 
-        from normswap import summary
+        from normswap.analysis import summary
         from normswap.ship import bench, bench_plot
         from normswap.ship.bench_subjects import Making
         from normswap.ship.runtimes import Settings
@@ -168,7 +168,7 @@ def _bench(order: Order, output: Path | None, table: Path | None) -> Body:
 def _open(order: Order, making: Any, say: Any) -> Any:
     import torch
 
-    from normswap import signal
+    from normswap.analysis import signal_propagation
     from normswap.ship import bench_subjects
 
     named: list[tuple[str, str, Any]] = []
@@ -180,7 +180,7 @@ def _open(order: Order, making: Any, say: Any) -> Any:
         torch.manual_seed(0)
         model = source.open()
         # the branches of fresh networks begin at zero, and would hide anything that is wrong in them
-        model = signal.awake(model) if source.weights == "random" else model
+        model = signal_propagation.awake(model) if source.weights == "random" else model
         named.append((source.name, _label(source.name, [label for _, label, _ in named]), model))
     say("folding")
     return bench_subjects.groups(named, making, order.side)

@@ -116,7 +116,7 @@ def _curves(
     The keys of --json: runs, each with name, rows (one per epoch, as in metrics.csv) and best (epoch, top1), and files.
     """
     if output is not None:
-        from normswap.draw import check_format
+        from normswap.analysis.plots import check_format
 
         check_format(output)
     for file in (output, table):

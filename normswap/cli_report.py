@@ -46,7 +46,8 @@ def _run(directory: Path, output: Path | None, images: Any, *, force: bool, as_j
 
     with progress.stages() as say:
         say("starting")
-        from normswap import report, summary
+        from normswap import report
+        from normswap.analysis import summary
 
         file = output or Path(f"{directory.resolve().name}.html")
         report.claim(file, force=force)

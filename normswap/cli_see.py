@@ -98,7 +98,7 @@ def spp(
     if statistics not in STATISTICS:
         raise OptionError(f"--statistics {statistics!r} is none of {', '.join(STATISTICS)}")
     if output is not None:
-        from normswap.draw import check_format
+        from normswap.analysis.plots import check_format
 
         check_format(output)
     for file in (output, table):
@@ -116,9 +116,9 @@ def spp(
 def _spp(sources: Sequence[Any], look: Look, output: Path | None, table: Path | None) -> Body:
     import torch
 
-    from normswap import draw
+    from normswap.analysis import plots
+    from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
     from normswap.graph.inspection import inspect
-    from normswap.signal import Point, awake, expected_nf, signal, unnormalized
 
     curves: dict[str, list[Point]] = {}
     expected: dict[str, list[float]] = {}
@@ -139,9 +139,9 @@ def _spp(sources: Sequence[Any], look: Look, output: Path | None, table: Path | 
         if (known := expected_nf(seen)) is not None:
             expected[name] = known
     overlay = {f"{name}, expected": values for name, values in expected.items()}
-    files = [draw.plot(curves, output, expected=overlay)] if output else []
-    files += [draw.write_csv(curves, table)] if table else []
-    return {**draw.to_json(curves, expected), "inputs": inputs, "files": [str(file) for file in files]}
+    files = [plots.plot(curves, output, expected=overlay)] if output else []
+    files += [plots.write_csv(curves, table)] if table else []
+    return {**plots.to_json(curves, expected), "inputs": inputs, "files": [str(file) for file in files]}
 
 
 def _batches(model: Any, look: Look) -> tuple[list[Any], str]:
@@ -203,7 +203,7 @@ def decay(
 
 
 def _decay(source: Any, policy: str, weight_decay: float, layer_decay: float | None) -> Body:
-    from normswap.decay import POLICIES, ROLES, param_groups, roles
+    from normswap.analysis.weight_decay import POLICIES, ROLES, param_groups, roles
 
     if policy not in POLICIES:
         raise OptionError(f"--policy {policy!r} is none of {', '.join(POLICIES)}")

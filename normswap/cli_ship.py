@@ -101,7 +101,7 @@ def _run(source: Any, file: Path, options: dict[str, Any], images: dict[str, Any
         loader = None if images is None else exporting.loader(model, options["input_size"], **images)
         done = exporting.export(model, file, images=loader, say=say, **options)
     if as_json:
-        from normswap import summary
+        from normswap.analysis import summary
 
         body = summary.plain({"source": source.name, **dataclasses.asdict(done)})
         print(json.dumps({**body, "file": str(done.file), "sidecar": str(done.sidecar)}, indent=2, allow_nan=False))

@@ -58,7 +58,7 @@ def _recalibrate(
 
     source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
     place = output or Path(f"{commands.last_part(model)}-recalibrated")
-    from normswap import summary
+    from normswap.analysis import summary
     from normswap.images.datasets import make_loader
     from normswap.models import zoo
     from normswap.storage import checkpoint

@@ -116,7 +116,7 @@ def _open(name: str, **options: Any) -> Any:
 
 def show(body: Body | list[Body], as_json: bool, human: Callable[[Any], None]) -> None:
     """Print what a command found: as JSON, or for people by `human`."""
-    from normswap import summary
+    from normswap.analysis import summary
 
     if as_json:
         print(json.dumps(summary.plain(body), indent=2, allow_nan=False))
@@ -126,7 +126,7 @@ def show(body: Body | list[Body], as_json: bool, human: Callable[[Any], None]) -
 
 def inspect(source: Source, as_json: bool) -> int:
     model = source.open()
-    from normswap import summary
+    from normswap.analysis import summary
 
     with progress.working("inspecting"):
         body = summary.of_network(model, source.name)
@@ -195,7 +195,7 @@ def _planned(wanted: Wanted) -> Plan | None:
 
 def _carry_out(model: Any, wanted: Wanted, plan: Plan | None, advance: Any) -> tuple[Any, list[Body], list[Step]]:
     """The conversion (None for a dry run), what to say of each step, and the steps."""
-    from normswap import summary
+    from normswap.analysis import summary
     from normswap.surgery import fitting
     from normswap.surgery.conversion import carry_out, drafts
     from normswap.surgery.conversion import convert as run
@@ -232,7 +232,7 @@ def last_part(name: str) -> str:
 
 def verify(directory: Path, against: str | None, images: Images | None, as_json: bool) -> int:
     with progress.working(f"loading {directory}"):
-        from normswap import summary
+        from normswap.analysis import summary
         from normswap.storage import checkpoint
         from normswap.surgery import reverification
 
@@ -270,7 +270,7 @@ def evaluate(source: Source, images: Images, as_json: bool) -> int:
 
 def schemes(as_json: bool) -> int:
     with progress.working("looking"):
-        from normswap import summary
+        from normswap.analysis import summary
 
         body = list(summary.of_schemes())
     show(body, as_json, render.schemes)

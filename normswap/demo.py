@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import summary
+from normswap.analysis import summary
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from normswap.analysis.signal_propagation import Point
 from normswap.plan import Arch
-from normswap.signal import Point
 from normswap.surgery.comparison import Report
 
 ROLES = ("stem", "other", "last", "down", "head")

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap import page, provenance, schemes, summary
+from normswap import page, provenance, schemes
+from normswap.analysis import summary
+from normswap.analysis.signal_propagation import signal
 from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.facts import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.graph import inspection
@@ -26,7 +28,6 @@ from normswap.layers import seats
 from normswap.models import zoo
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.signal import signal
 from normswap.storage import atomic_write, checkpoint
 from normswap.surgery import reverification, unfolding
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import schemes, signal
+from normswap import schemes
+from normswap.analysis import signal_propagation
 from normswap.folding.draft import Draft
 from normswap.graph import inspection
 from normswap.plan import Step
@@ -45,7 +46,7 @@ def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
     is 0.3 times as large. Rounding errors do not grow from block to block then, and float32 is as near to float64 at
     the logits as it is in trained networks.
     """
-    model.load_state_dict(signal.awake(model).state_dict())  # NFNets start with branches that add nothing
+    model.load_state_dict(signal_propagation.awake(model).state_dict())  # NFNets start with branches that add nothing
     lived_in(model, x, seed)
     with torch.no_grad():
         for block in inspection.inspect(model).blocks:

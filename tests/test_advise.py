@@ -10,7 +10,8 @@ import pytest
 from small import small
 from torch import nn
 
-from normswap import advice, demo
+from normswap import demo
+from normswap.analysis import advice
 from normswap.cli import main
 from normswap.errors import OptionError, RefusedError
 from normswap.surgery import conversion

@@ -13,8 +13,9 @@ from lived import swapped
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
 
-from normswap import decay, schemes
-from normswap.decay import POLICIES, SCALARS, counts, param_groups, roles
+from normswap import schemes
+from normswap.analysis import weight_decay
+from normswap.analysis.weight_decay import POLICIES, SCALARS, counts, param_groups, roles
 from normswap.errors import OptionError, TraceError
 from normswap.surgery.conversion import convert
 
@@ -273,7 +274,7 @@ def test_networks_that_cannot_be_traced_are_read_by_name(name: str, monkeypatch:
     def refuse(model: nn.Module) -> None:
         raise TraceError("no")
 
-    monkeypatch.setattr(decay.anatomy, "inspect", refuse)
+    monkeypatch.setattr(weight_decay.anatomy, "inspect", refuse)
     model = skeleton(name)
     found = counts(roles(model))
     check(model, param_groups(model))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from normswap import demo, summary
+from normswap import demo
+from normswap.analysis import summary
 from normswap.cli import main
 from normswap.storage import checkpoint
 

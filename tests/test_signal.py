@@ -18,10 +18,10 @@ from PIL import Image
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap import draw
+from normswap.analysis import plots
+from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
-from normswap.signal import Point, awake, expected_nf, signal, unnormalized
 
 NARROW = {"resnet18": {"channels": (8, 16, 32, 64)}, "resnetv2_18": {"channels": (8, 16, 32, 64)}}
 
@@ -190,7 +190,7 @@ CURVES = {
 
 
 def test_tables(tmp_path: Path) -> None:
-    file = draw.write_json(CURVES, tmp_path / "a.json", {"theory": [1.0, 2.0]})
+    file = plots.write_json(CURVES, tmp_path / "a.json", {"theory": [1.0, 2.0]})
     body = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert body["curves"]["exploding"][1]["variance"] is None
     assert body["curves"]["small"][0] == {
@@ -198,7 +198,7 @@ def test_tables(tmp_path: Path) -> None:
         "added_variance": 0.5,
     }  # fmt: skip
     assert body["expected"] == {"theory": [1.0, 2.0]}
-    with draw.write_csv(CURVES, tmp_path / "a.csv").open() as lines:
+    with plots.write_csv(CURVES, tmp_path / "a.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert [row["network"] for row in rows] == ["small"] * 2 + ["exploding"] * 2
     assert float(rows[1]["variance"]) == 2.0
@@ -207,7 +207,7 @@ def test_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_pictures(tmp_path: Path, suffix: str) -> None:
-    file = draw.plot(CURVES, tmp_path / f"a.{suffix}", expected={"theory": [1.0, 2.0]}, title="a title")
+    file = plots.plot(CURVES, tmp_path / f"a.{suffix}", expected={"theory": [1.0, 2.0]}, title="a title")
     assert file.stat().st_size > 5000
     if suffix == "png":
         with Image.open(file) as picture:
@@ -221,12 +221,12 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
 
 def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="png"):
-        draw.plot(CURVES, tmp_path / "a.xyz")
+        plots.plot(CURVES, tmp_path / "a.xyz")
     with pytest.raises(OutputError, match="cannot write"):
-        draw.plot(CURVES, tmp_path / "nowhere" / "a.png")
+        plots.plot(CURVES, tmp_path / "nowhere" / "a.png")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(OutputError, match="cannot write"):
-        draw.plot(CURVES, tmp_path / "taken.png")
+        plots.plot(CURVES, tmp_path / "taken.png")
     assert [f.name for f in tmp_path.iterdir()] == ["taken.png"]
 
 

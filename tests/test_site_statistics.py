@@ -13,7 +13,7 @@ from test_schemes import ROWS, Row
 from torch import nn
 
 import normswap
-from normswap import summary
+from normswap.analysis import summary
 
 SIZE = (3, 33, 33)
 

@@ -93,26 +93,26 @@ def plot(runs: Sequence[Run], file: str | Path, *, title: str = "") -> Path:
     """
     from matplotlib.figure import Figure
 
-    from normswap import draw
+    from normswap.analysis import plots
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     loss, top1 = figure.subplots(1, 2)
     for i, run in enumerate(runs):
         for axes, column in ((loss, "train_loss"), (top1, "top1")):
-            draw.line(axes, *_points(run, column), i, run.name)
+            plots.line(axes, *_points(run, column), i, run.name)
         x, y = _points(run, "ema_top1")
         if x:
-            colour = draw.COLOURS[i % len(draw.COLOURS)]
+            colour = plots.COLOURS[i % len(plots.COLOURS)]
             top1.plot(x, y, color=colour, linewidth=1.0, alpha=0.75, marker=".", label="_average")
-    draw.dress(loss, "epoch", "Training loss", "nats")
-    draw.dress(top1, "epoch", "Top-1, validation images", "%", log=False)
+    plots.dress(loss, "epoch", "Training loss", "nats")
+    plots.dress(top1, "epoch", "Top-1, validation images", "%", log=False)
     _close(top1)
     figure.legend(*top1.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(runs)), fontsize=11)
     if any(_points(run, "ema_top1")[0] for run in runs):
         top1.set_title("thin: moving average of the weights", fontsize=10, color="0.3")
     if title:
         figure.suptitle(title, fontsize=13)
-    return draw.save(figure, file)
+    return plots.save(figure, file)
 
 
 def _points(run: Run, column: str) -> tuple[list[float], list[float]]:

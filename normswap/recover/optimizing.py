@@ -14,7 +14,7 @@ from timm.utils import adaptive_clip_grad, dispatch_clip_grad
 from torch import nn
 
 from normswap import provenance
-from normswap.decay import param_groups
+from normswap.analysis.weight_decay import param_groups
 from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
 from normswap.models.weight_files import first_line, quiet

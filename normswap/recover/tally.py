@@ -139,22 +139,22 @@ def plot(trials: Sequence[Trial], found: Sequence[Line], file: Path, *, title: s
     """
     from matplotlib.figure import Figure
 
-    from normswap import draw
+    from normswap.analysis import plots
 
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes: Any = figure.subplots()
     runs = [(one.lr, one.top1) for one in trials if one.top1 is not None]
-    axes.plot(*_columns(runs), "o", color=draw.COLOURS[5], markersize=5, alpha=0.7, label="a run")
+    axes.plot(*_columns(runs), "o", color=plots.COLOURS[5], markersize=5, alpha=0.7, label="a run")
     means = [(line.lr, line.mean) for line in found if line.mean is not None]
     spread = [line.std or 0.0 for line in found if line.mean is not None]
-    style: dict[str, Any] = {"color": draw.COLOURS[0], "marker": "s", "capsize": 4, "linewidth": 1.6}
+    style: dict[str, Any] = {"color": plots.COLOURS[0], "marker": "s", "capsize": 4, "linewidth": 1.6}
     axes.errorbar(*_columns(means), spread, label="mean and std of the best", **style)
     for line in found:
         if line.best:
-            axes.plot([line.lr], [line.mean], "*", color=draw.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}")
+            axes.plot([line.lr], [line.mean], "*", color=plots.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}")
     _mark_lost(axes, [one.lr for one in trials if one.top1 is None and one.state != "running"])
     _dress(axes, sorted({one.lr for one in trials}), title)
-    return draw.save(figure, file)
+    return plots.save(figure, file)
 
 
 def _mark_lost(axes: Any, lrs: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from normswap import draw
+from normswap.analysis import plots
 from normswap.ship.bench import Row
 from normswap.storage import atomic_write
 
@@ -46,7 +46,7 @@ def plot(rows: Sequence[Row], file: str | Path, title: str = "") -> Path:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)), fontsize=11)
     if title:
         figure.suptitle(title, fontsize=11)
-    return draw.save(figure, file)
+    return plots.save(figure, file)
 
 
 def _panels(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
@@ -71,7 +71,7 @@ def _panel(axes: Any, rows: Sequence[Row], forms: Sequence[str]) -> None:
         mine = [i for i, row in enumerate(ordered) if row.form == form]
         axes.barh(
             [places[i] for i in mine], [speeds[i] for i in mine], height=0.86, label=form, linewidth=0.6,
-            color=draw.COLOURS[style % len(draw.COLOURS)], hatch=_HATCHES[style % len(_HATCHES)], edgecolor="white",
+            color=plots.COLOURS[style % len(plots.COLOURS)], hatch=_HATCHES[style % len(_HATCHES)], edgecolor="white",
             xerr=_whiskers([ordered[i] for i in mine]), error_kw={"ecolor": "0.15", "elinewidth": 1.2, "capsize": 2.5},
         )  # fmt: skip
     furthest = max((_furthest(row) for row in ordered), default=0.0) or 1.0

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import signal
+from normswap.analysis import signal_propagation
 from normswap.graph import inspection
 from normswap.layers import affine
 from normswap.ship import bench, bench_plot, checks
@@ -70,7 +70,7 @@ def alive(name: str, side: int) -> nn.Module:
     an exact copy could not be told from a wrong one.
     """
     torch.manual_seed(0)
-    model = signal.awake(checkpoint.open_model(name, weights="random"))
+    model = signal_propagation.awake(checkpoint.open_model(name, weights="random"))
     norms = [module for module in model.modules() if affine.is_batchnorm(module)]
     with torch.no_grad():
         for norm in norms:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from stacks import average, measure, options, table, worst
 
-from normswap import draw
+from normswap.analysis import plots
 
 
 def compare(*, depth: int, width: int, batch: int, seeds: int) -> dict[str, tuple[list[float], list[float]]]:
@@ -47,14 +47,14 @@ def main() -> None:
             axes.plot(
                 x, theory, color="0.35", linewidth=4, alpha=0.45, label=None if i else "theory: $2^{l-1}$, $l$, 1"
             )
-            draw.line(axes, x, measured, i, name)
-        draw.dress(axes, "residual block $l$", "Variance of the activations", "input variance = 1", log=True)
+            plots.line(axes, x, measured, i, name)
+        plots.dress(axes, "residual block $l$", "Variance of the activations", "input variance = 1", log=True)
         axes.set_ylim(0.5, 1e6)
         axes.legend(fontsize=11)
         axes.set_title(
             f"Linear residual stacks, width {args.width}, batch {args.batch}, {args.seeds} seeds", fontsize=12
         )
-        print(f"\nwritten to {draw.save(figure, args.output)}")
+        print(f"\nwritten to {plots.save(figure, args.output)}")
 
 
 if __name__ == "__main__":

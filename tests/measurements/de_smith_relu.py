@@ -15,7 +15,7 @@ import math
 from matplotlib.figure import Figure
 from stacks import average, measure, options, slope, table
 
-from normswap import draw
+from normswap.analysis import plots
 
 RATES = {"moving variance": 1 - 1 / math.pi, "squared moving mean": 1 / math.pi, "variance of the branch": 0.0}
 
@@ -63,12 +63,12 @@ def main() -> None:
                 linestyle=("-", ":")[i],
                 label=label,
             )
-            draw.line(axes, x, found[name], i, name)
-        draw.line(axes, x, branch, 2, "variance of the branch")
-        draw.dress(axes, "residual block $l$", "Statistics of the block's BatchNorm", "input variance = 1", log=False)
+            plots.line(axes, x, found[name], i, name)
+        plots.line(axes, x, branch, 2, "variance of the branch")
+        plots.dress(axes, "residual block $l$", "Statistics of the block's BatchNorm", "input variance = 1", log=False)
         axes.legend(fontsize=11)
         axes.set_title(f"Normalized ReLU, width {args.width}, batch {args.batch}, {args.seeds} seeds", fontsize=12)
-        print(f"\nwritten to {draw.save(figure, args.output)}")
+        print(f"\nwritten to {plots.save(figure, args.output)}")
 
 
 if __name__ == "__main__":

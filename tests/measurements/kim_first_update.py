@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from stacks import options, slope, table
 from torch import nn
 
-from normswap import draw
+from normswap.analysis import plots
 from normswap.graph import inspection
 
 CHANNELS = (16, 32, 64, 128)
@@ -76,13 +76,13 @@ def main() -> None:
         middle = found["gamma_other"][1][len(x) // 2]
         axes.plot(x, [middle / g**2 for g in x], color="0.35", linewidth=4, alpha=0.45, label="slope -2")
         for i, (name, (_, relative)) in enumerate(found.items()):
-            draw.line(axes, x, relative, i, f"$\\{name.replace('_', '_{')}}}$")
-        draw.dress(axes, "initial gamma", "First update / gamma (norms)", "learning rate = 1", log=True)
+            plots.line(axes, x, relative, i, f"$\\{name.replace('_', '_{')}}}$")
+        plots.dress(axes, "initial gamma", "First update / gamma (norms)", "learning rate = 1", log=True)
         axes.set_xscale("log", base=2)
         axes.autoscale(axis="y")
         axes.legend(fontsize=11)
         axes.set_title(f"ResNet-18 (narrow), {args.seeds} seeds, batch {args.batch}", fontsize=12)
-        print(f"\nwritten to {draw.save(figure, args.output)}")
+        print(f"\nwritten to {plots.save(figure, args.output)}")
 
 
 if __name__ == "__main__":

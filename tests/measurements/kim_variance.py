@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from stacks import average, options, table, worst
 from torch import nn
 
-from normswap import draw
+from normswap.analysis import plots
+from normswap.analysis.signal_propagation import signal
 from normswap.graph import inspection
-from normswap.signal import signal
 
 Moments = tuple[list[float], list[float]]
 CASES = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0))
@@ -106,7 +106,7 @@ def compare_v2(name: str, down: float, last: float, **sizes: int) -> tuple[list[
 def show(axes: object, i: int, measured: list[float], wanted: list[float], down: float, last: float) -> None:
     x = range(1, len(measured) + 1)
     axes.plot(x, wanted, color="0.35", linewidth=4, alpha=0.4, label=None if i else "theory")  # type: ignore[attr-defined]
-    draw.line(axes, x, measured, i, f"$\\gamma_{{down}}$ {down:g}, $\\gamma_{{last}}$ {last:g}")
+    plots.line(axes, x, measured, i, f"$\\gamma_{{down}}$ {down:g}, $\\gamma_{{last}}$ {last:g}")
 
 
 def main() -> None:
@@ -128,12 +128,12 @@ def main() -> None:
         print(f"resnetv2_50, E[z^2]: off by {100 * worst(seconds, wanted):.1f} %")
         table("block|second moment|theory", list(zip(range(1, 17), seconds, wanted, strict=True))[7:13])
         show(right, i, seconds, wanted, down, last)
-    draw.dress(left, "residual block", "Average channel variance, resnet50", "activation units²", log=False)
-    draw.dress(right, "residual block", "Second moment, resnetv2_50", "activation units²", log=False)
+    plots.dress(left, "residual block", "Average channel variance, resnet50", "activation units²", log=False)
+    plots.dress(right, "residual block", "Second moment, resnetv2_50", "activation units²", log=False)
     for axes in (left, right):
         axes.legend(fontsize=10)
     if args.output:
-        print(f"\nwritten to {draw.save(figure, args.output)}")
+        print(f"\nwritten to {plots.save(figure, args.output)}")
 
 
 if __name__ == "__main__":

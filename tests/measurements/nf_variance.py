@@ -24,9 +24,9 @@ from stacks import average, options, table, worst
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle
 
-from normswap import draw
+from normswap.analysis import plots
+from normswap.analysis.signal_propagation import awake, expected_nf, signal
 from normswap.graph import inspection
-from normswap.signal import awake, expected_nf, signal
 
 CELL = 4  # the stride of the stem, its pooling included
 
@@ -87,11 +87,11 @@ def main() -> None:
         axes.fill_between(
             x, [0.8 * v for v in theory], [1.2 * v for v in theory], color="0.35", alpha=0.12, label="± 20 %"
         )
-        draw.line(axes, x, found["textured"], 0, "white at the stem, smooth after it")
-        draw.line(axes, x, found["white"], 1, "white noise")
-        draw.dress(axes, "residual block", "Average channel variance, nf_resnet50", "activation units²", log=False)
+        plots.line(axes, x, found["textured"], 0, "white at the stem, smooth after it")
+        plots.line(axes, x, found["white"], 1, "white noise")
+        plots.dress(axes, "residual block", "Average channel variance, nf_resnet50", "activation units²", log=False)
         axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.47))
-        print(f"written to {draw.save(figure, args.output)}")
+        print(f"written to {plots.save(figure, args.output)}")
 
 
 if __name__ == "__main__":

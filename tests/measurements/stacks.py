@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from normswap.signal import signal
+from normswap.analysis.signal_propagation import signal
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from normswap.analysis.signal_propagation import Point
 from normswap.errors import OutputError
-from normswap.signal import Point
 from normswap.storage import atomic_write
 
 Curves = Mapping[str, Sequence[Point]]
