@@ -35,10 +35,10 @@ def inspect(model: nn.Module) -> Anatomy:
     reader = _Reader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
-    opaque = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
+    untraced = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
-    return Anatomy(tuple(blocks), norms, tuple(opaque), str(classifier.target) if classifier else None, dropout, traced)
+    return Anatomy(tuple(blocks), norms, tuple(untraced), str(classifier.target) if classifier else None, dropout, traced)
 
 
 class _Reader:
