@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normswap.analysis.weight_decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
+    from normswap.exporting.exporter import Exported as Exported
+    from normswap.exporting.exporter import export as export
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
-    from normswap.recover.engine import finetune as finetune
-    from normswap.ship.exporting import Exported as Exported
-    from normswap.ship.exporting import export as export
     from normswap.storage.checkpoint import load as load
     from normswap.storage.checkpoint import save as save
     from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import Conversion as Conversion
     from normswap.surgery.conversion import convert as convert
+    from normswap.training.engine import finetune as finetune
 
 __version__ = "0.1.0"
 
@@ -32,13 +32,13 @@ _HOMES = {
     "Anatomy": "graph.inspection",
     "Arch": "plan",
     "Conversion": "surgery.conversion",
-    "Exported": "ship.exporting",
+    "Exported": "exporting.exporter",
     "NormswapError": "errors",
     "Plan": "plan",
     "Report": "surgery.comparison",
     "convert": "surgery.conversion",
-    "export": "ship.exporting",
-    "finetune": "recover.engine",
+    "export": "exporting.exporter",
+    "finetune": "training.engine",
     "inspect": "graph.inspection",
     "load": "storage.checkpoint",
     "param_groups": "analysis.weight_decay",

@@ -2,7 +2,7 @@
 
 import sys
 
-from normswap.cli import main
+from normswap.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

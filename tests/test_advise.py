@@ -10,10 +10,10 @@ import pytest
 from small import small
 from torch import nn
 
-from normswap import demo
 from normswap.analysis import advice
-from normswap.cli import main
+from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
+from normswap.reporting import demo
 from normswap.surgery import conversion
 
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import demo
-from normswap.cli import main
+from normswap.benchmarking import runtimes, timing, timing_plot
+from normswap.benchmarking.runtimes import Settings
+from normswap.benchmarking.statistics import Spread, rotated, speedup, spread
+from normswap.benchmarking.subjects import Group, Making, Subject, groups, of_file, of_model, original
+from normswap.benchmarking.timing import Row, Timing
+from normswap.benchmarking.worker import Job, Worker
+from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.models import zoo
-from normswap.ship import bench, bench_plot, runtimes
-from normswap.ship.bench import Row, Timing
-from normswap.ship.bench_figures import Spread, rotated, speedup, spread
-from normswap.ship.bench_subjects import Group, Making, Subject, groups, of_file, of_model, original
-from normswap.ship.bench_worker import Job, Worker
-from normswap.ship.runtimes import Settings
+from normswap.reporting import demo
 from normswap.storage import checkpoint
 from normswap.surgery import conversion
 
@@ -92,18 +92,18 @@ def test_turns_are_rotated() -> None:
 
 
 def test_relative_l2() -> None:
-    assert bench.relative_l2(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    assert timing.relative_l2(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
     for other in (np.array([1.0]), np.array([np.nan, 4.0]), np.array([np.inf, 4.0])):
-        assert bench.relative_l2(other, np.array([3.0, 4.0])) == float("inf")
-    assert bench.relative_l2(np.ones(2), np.zeros(2)) == float("inf")
+        assert timing.relative_l2(other, np.array([3.0, 4.0])) == float("inf")
+    assert timing.relative_l2(np.ones(2), np.zeros(2)) == float("inf")
 
 
 def test_figures_of_a_row() -> None:
-    rows = [bench._Contender(Row("n", form, "eager", 4, "ok")) for form in ("original", "folded")]
+    rows = [timing._Contender(Row("n", form, "eager", 4, "ok")) for form in ("original", "folded")]
     for contender, times in zip(rows, ([[0.2, 0.4], [0.4, 0.2]], [[0.1], [0.1]]), strict=True):
-        contender.ready = bench.Ready(np.zeros(1), 5.0, 0.1, 7.0)
+        contender.ready = timing.Ready(np.zeros(1), 5.0, 0.1, 7.0)
         contender.rounds, contender.cpu = times, [0.5, 0.5]
-    base, folded = bench._rows(rows)
+    base, folded = timing._rows(rows)
     assert (base.ms, base.best_ms, base.images_per_s, base.speedup) == pytest.approx((300, 200, 4 / 0.3, 1))
     assert (base.ms_low, base.ms_high, base.runs, base.cpu_ms) == pytest.approx((200, 400, 4, 500))
     assert (folded.ms, folded.speedup, folded.memory_mib, folded.ready_s) == pytest.approx((100, 3, 7, 5))
@@ -255,7 +255,7 @@ def test_a_wrong_contender_is_caught(here: Path) -> None:
         return Subject(name, {"torchscript": lambda: scripted(model, here / f"{name}.ts")}, answers=right)
 
     group = Group("x", [subject("right", right), subject("slightly", slightly), subject("wrong", wrong)], (3, 8, 8))
-    rows = bench.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(2, 0.01))
+    rows = timing.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(2, 0.01))
     assert [row.status for row in rows] == ["ok", "ok", "wrong"]
     assert rows[2].error == pytest.approx(0.005, rel=1e-3)
     assert "differ by 5.0e-03" in rows[2].reason
@@ -290,26 +290,26 @@ def test_what_fails_is_a_row(here: Path) -> None:
     refused = Subject("refused", {"torchscript": refuse}, answers=Times(1))
     broken = Subject("broken", {"torchscript": lambda: here / "bad.ts"}, answers=Times(1))
     group = Group("x", [refused, good, broken], (3, 8, 8))
-    rows = bench.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(1, 0.01))
+    rows = timing.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(1, 0.01))
     assert [row.status for row in rows] == ["failed", "ok", "failed"]
     assert rows[0].reason == "OptionError: no such luck"
     assert rows[1].speedup == 1  # the first that runs, where the first does not
     assert "\n" not in rows[2].reason
-    rows = bench.run([group], Settings(device="mps"), here, wanted=["torchscript"])
+    rows = timing.run([group], Settings(device="mps"), here, wanted=["torchscript"])
     assert {(row.status, row.reason) for row in rows} == {("skipped", "it does not run on mps here")}
 
 
 def test_a_process_that_dies_is_a_row(here: Path) -> None:
     good = Subject("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
-    door = bench._Door(Group("x", [good], (3, 8, 8)), 1, Settings(), here, lambda what: None, bench.ExitStack())
+    door = timing._Door(Group("x", [good], (3, 8, 8)), 1, Settings(), here, lambda what: None, timing.ExitStack())
     first, second = door(good, "torchscript"), door(good, "torchscript")
     assert first.worker is not None
     assert first.worker.process.pid is not None
     assert second.worker is not None
     os.kill(first.worker.process.pid, signal.SIGKILL)
-    bench._time([first, second], Timing(2, 0.01), "", lambda what: None)
+    timing._time([first, second], Timing(2, 0.01), "", lambda what: None)
     assert first.row.reason == "its process died (SIGKILL)"
-    assert [row.status for row in bench._rows([first, second])] == ["failed", "ok"]
+    assert [row.status for row in timing._rows([first, second])] == ["failed", "ok"]
     second.worker.close()
     assert second.worker.process.exitcode == 0  # it ended by itself
 
@@ -320,7 +320,7 @@ def test_a_network_that_cannot_be_folded(here: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(conversion, "convert", refuse)
     group = of_model("demo", checkpoint.open_model(MODEL), Making(here / "files", Settings(), [1]))
-    rows = bench.run([group], Settings(), here, wanted=["eager"], timing=Timing(1, 0.01))
+    rows = timing.run([group], Settings(), here, wanted=["eager"], timing=Timing(1, 0.01))
     assert [(row.form, row.status) for row in rows] == [("original", "ok"), ("folded", "failed")]
     assert rows[1].reason == "RefusedError: nothing to convert to folded: the network has no norm"
 
@@ -374,14 +374,14 @@ def test_half_precision(here: Path, dtype: str, wanted: list[str]) -> None:
     settings = Settings(dtype=dtype, channels_last=True)
     model = checkpoint.open_model(MODEL)
     found = groups([(MODEL, "demo", model)], Making(here, settings, [2]))
-    rows = bench.run(found, settings, here, batches=[2], wanted=wanted, timing=Timing(1, 0.01))
+    rows = timing.run(found, settings, here, batches=[2], wanted=wanted, timing=Timing(1, 0.01))
     assert [row.status for row in rows] == ["ok"] * 2 * len(wanted)
-    assert all(1e-5 < (row.error or 0) < bench.BOUNDS[dtype] for row in rows)  # it was no float32 that ran
+    assert all(1e-5 < (row.error or 0) < timing.BOUNDS[dtype] for row in rows)  # it was no float32 that ran
 
 
 def test_a_plot_of_what_was_not_timed(here: Path) -> None:
     rows = [Row("n", "original", "eager", 1, "failed", "no"), Row("n", "folded", "eager", 1, "skipped", "no")]
-    assert bench_plot.plot(rows, here / "a.svg").read_text().count("<svg") == 1
+    assert timing_plot.plot(rows, here / "a.svg").read_text().count("<svg") == 1
 
 
 @pytest.mark.slow

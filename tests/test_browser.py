@@ -12,7 +12,7 @@ from PIL import Image
 from reports import source
 
 import normswap
-from normswap import page, report
+from normswap.reporting import page, report
 from normswap.storage.checkpoint import open_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -95,7 +95,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_contrast(theme: int) -> None:
     """WCAG 2.1: 4.5 for text, 3 for graphics."""
-    css = (Path(normswap.__file__).parent / "report.css").read_text()
+    css = (Path(normswap.__file__).parent / "reporting/report.css").read_text()
     colours = dict(re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme]))
 
     def contrast(one: str, two: str) -> float:

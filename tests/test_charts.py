@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from normswap import charts
-from normswap.charts import Rule, Series
+from normswap.reporting import charts
+from normswap.reporting.charts import Rule, Series
 
 
 def test_marks_are_where_their_values_are() -> None:

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from normswap import commands, demo
-from normswap.cli import main
+from normswap.cli import commands
+from normswap.cli.app import main
+from normswap.reporting import demo
 from normswap.storage import checkpoint
 
 COMMANDS = ("inspect", "convert", "verify", "evaluate", "schemes", "demo")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from test_cli import DEMO, MODEL, files, here, refused, run_json  # noqa: F401 (`here` is a fixture)
 
-from normswap.cli import main
+from normswap.cli.app import main
 
 Capture = pytest.CaptureFixture[str]
 PLAN = ("convert", MODEL, "--from-plan", "p.json")

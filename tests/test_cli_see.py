@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from normswap import demo
-from normswap.cli import main
+from normswap.cli.app import main
+from normswap.reporting import demo
 
 MODEL = str(demo.FOLDER)
 IMAGES = str(demo.FOLDER / "images.tar")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from normswap.cli import main
+from normswap.cli.app import main
 from normswap.errors import OutputError, SourceError
-from normswap.recover import curves
+from normswap.training import curves
 
 HEADER = "epoch,update,lr,train_loss,top1,top5,ema_top1,images_per_s,seconds,val_loss"
 ROWS = ("0,0,0.01,,71.5,99,,,,1", "1,78,0.02,0.9,78,99,77.5,1000,20,1", "2,156,0,0.7,79,99,80.25,900,22,1")
@@ -97,6 +97,6 @@ def test_files_are_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_curves_need_no_torch(tmp_path: Path) -> None:
-    code = f"import sys; from normswap.recover import curves; curves.read([{str(run(tmp_path / 'a'))!r}]); "
+    code = f"import sys; from normswap.training import curves; curves.read([{str(run(tmp_path / 'a'))!r}]); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

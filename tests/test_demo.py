@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from normswap import demo
 from normswap.analysis import summary
-from normswap.cli import main
+from normswap.cli.app import main
+from normswap.reporting import demo
 from normswap.storage import checkpoint
 
 

@@ -21,11 +21,11 @@ from trained import network, recipe, train, weights, write_images
 import normswap
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
-from normswap.recover import means
-from normswap.recover.images import Order, Seeded, Share, Training, drawn_by, places, transform
-from normswap.recover.objective import Objective, Teacher
-from normswap.recover.optimizing import Clipping, Rate, optimizer
-from normswap.recover.recipe import Anneal, Augment, Clip, Data, Distill, Optim, Recipe, Schedule
+from normswap.training import filter_means
+from normswap.training.objective import Objective, Teacher
+from normswap.training.optimizing import Clipping, Rate, optimizer
+from normswap.training.recipe import Anneal, Augment, Clip, Data, Distill, Optim, Recipe, Schedule
+from normswap.training.training_images import Order, Seeded, Share, Training, drawn_by, places, transform
 
 RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}
 
@@ -328,7 +328,7 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
 def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> None:
     model, seen = network("skipinit", double=True), []
     plan = recipe(images, train={"epochs": 0.6, "ema": {"decay": 0.5, "warmup": False}})
-    from normswap.recover.engine import Run
+    from normswap.training.engine import Run
 
     run: dict[str, Run] = {}
 
@@ -339,7 +339,7 @@ def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> Non
             seen.append({name: t.clone() for name, t in self.task.raw.state_dict().items()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normswap.recover.engine.Run", Spy)
+        patch.setattr("normswap.training.engine.Run", Spy)
         train(model, plan, tmp_path / "out")
     average = seen[0]
     for state in seen[1:]:
@@ -353,12 +353,12 @@ def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> Non
 
 def test_filter_means_go_to_zero_and_leave_plain_layers(images: Path, tmp_path: Path) -> None:
     model = network("nf", mean="keep")
-    start = [layer.mean.clone() for layer in means.kept(model)]
-    moving = means.Means(model, Anneal(means=0.5), 10)
+    start = [layer.mean.clone() for layer in filter_means.kept(model)]
+    moving = filter_means.Means(model, Anneal(means=0.5), 10)
     for update in range(10):
         moving.step(update, None)
         share = max(0.0, 1 - (update + 1) / 5)
-        for layer, first in zip(means.kept(model), start, strict=True):
+        for layer, first in zip(filter_means.kept(model), start, strict=True):
             assert torch.allclose(layer.mean, share * first, atol=1e-7)
     result = train(network("nf", mean="keep"), recipe(images, anneal={"means": 0.5}), tmp_path / "out")
     last = normswap.load(result.last)
@@ -368,15 +368,15 @@ def test_filter_means_go_to_zero_and_leave_plain_layers(images: Path, tmp_path: 
     assert torch.equal(last(x), result.model(x))
     assert not torch.allclose(last(x), network("nf", mean="keep")(x), atol=1e-2)
     with pytest.raises(OptionError, match="keeps no filter means"):
-        means.Means(network(), Anneal(), 10)
+        filter_means.Means(network(), Anneal(), 10)
 
 
 def test_means_that_are_not_zero_stay(images: Path, tmp_path: Path) -> None:
     plan = recipe(images, anneal={"means": 1.0}, train={"epochs": 2, "checkpoint": 1})
     model = network("nf", mean="keep")
-    means.Means(model, Anneal(means=1.0), 10).step(0, None)
-    assert means.kept(means.drop(copy.deepcopy(model)))
-    assert not means.kept(train(network("nf", mean="keep"), plan, tmp_path / "out").model)
+    filter_means.Means(model, Anneal(means=1.0), 10).step(0, None)
+    assert filter_means.kept(filter_means.drop(copy.deepcopy(model)))
+    assert not filter_means.kept(train(network("nf", mean="keep"), plan, tmp_path / "out").model)
 
 
 def test_dropout_trains(images: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from trained import network, recipe, train, write_images
 
-from normswap.recover.engine import finetune
-from normswap.recover.recipe import Recipe
-from normswap.recover.records import Result
+from normswap.training.engine import finetune
+from normswap.training.progress_records import Result
+from normswap.training.recipe import Recipe
 
 BASE: dict[str, Any] = {"train": {"epochs": 0.6}, "data": {"validation_samples": 8}, "optim": {"weight_decay": 0.1}}
 CLIP = {"optim": {"clip": {"mode": "norm", "value": 0.1}}}

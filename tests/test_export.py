@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
+from normswap.exporting import formats
 from normswap.models.weight_files import quiet
-from normswap.ship import formats
+from normswap.reporting import demo
 from normswap.storage import checkpoint
 
 FORMATS = formats.names()
@@ -106,7 +106,7 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
 
     model = checkpoint.open_model(str(demo.FOLDER))
     file = tmp_path / "demo.onnx"
-    images = torch.randn(3, *normswap.ship.sidecar.config(model)["input_size"])
+    images = torch.randn(3, *normswap.exporting.sidecar.config(model)["input_size"])
     done = normswap.export(model, file, dynamic_batch=True, images=images)
     assert done.figures.count == 3
     assert done.nodes["Conv"] == sum(isinstance(module, nn.Conv2d) for module in model.modules())
@@ -246,8 +246,8 @@ def test_a_file_that_is_damaged_on_its_way_to_the_disk_gets_no_name(
     import onnx
     from onnx import numpy_helper
 
-    from normswap.cli import main
-    from normswap.ship import onnx_file
+    from normswap.cli.app import main
+    from normswap.exporting import onnx_file
 
     write = onnx_file.write
 
@@ -348,7 +348,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from normswap.ship import onnx_file
+    from normswap.exporting import onnx_file
 
     monkeypatch.setattr(onnx_file, "_LIMIT", 100_000)
     with pytest.raises(RefusedError, match="an ONNX file holds"):
@@ -402,7 +402,7 @@ def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from normswap.cli import main
+    from normswap.cli.app import main
 
     images = str(demo.FOLDER / "images.tar")
     file = tmp_path / "net.ts"

@@ -16,9 +16,9 @@ from lived import distance, lived_in, run
 from tiny import Net
 from torch import Tensor, nn
 
+from normswap.exporting import export_folding, input_normalization, rounding, shift_absorption
 from normswap.graph import inspection
 from normswap.layers import seats
-from normswap.ship import absorbing, baked_input, rounding, undressing
 
 V2: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
 SIZE = (3, 64, 64)
@@ -47,12 +47,12 @@ def left(model: nn.Module) -> list[str]:
 def test_a_preactivation_network_keeps_nothing(name: str) -> None:
     args = {"channels": [16, 16, 32, 32], "stem_chs": 8, "num_classes": 10}
     model, x = v2(positive=True, name=name, **args)
-    folded = undressing.undressed(model, SIZE)
+    folded = export_folding.undressed(model, SIZE)
     assert (
         len(left(folded)) == len(inspection.inspect(model).blocks) + 1
     )  # before each block, and before the classifier
     absorbed = copy.deepcopy(folded)
-    assert absorbing.absorb(absorbed) == left(folded)
+    assert shift_absorption.absorb(absorbed) == left(folded)
     assert left(absorbed) == []
     assert distance(run(model, x), run(absorbed, x)) <= 1e-12
     assert distance(run(folded.get_submodule("stem"), x), run(absorbed.get_submodule("stem"), x)) > 1e-3
@@ -60,9 +60,9 @@ def test_a_preactivation_network_keeps_nothing(name: str) -> None:
 
 def test_a_shift_with_a_sign_stays() -> None:
     model, x = v2(positive=False)
-    folded = undressing.undressed(model, SIZE)
+    folded = export_folding.undressed(model, SIZE)
     before = left(folded)
-    gone = absorbing.absorb(folded)
+    gone = shift_absorption.absorb(folded)
     signed = [path for path in before if folded.get_submodule(path).__class__ is seats.ChannelBias]
     assert left(folded) == signed
     assert [path for path in before if path not in gone] == signed
@@ -97,13 +97,13 @@ def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorb
     model: nn.Module = Net(_stream, **parts).double().eval()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     expected = run(model, x)
-    assert absorbing.absorb(model) == (["bias"] if absorbed else [])
+    assert shift_absorption.absorb(model) == (["bias"] if absorbed else [])
     assert distance(expected, run(model, x)) <= 1e-13
 
 
 def test_an_inplace_activation_does_not_overwrite_the_stream() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), seats.ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
-    absorbing.absorb(model)
+    shift_absorption.absorb(model)
     vacant: Any = model[1]
     assert isinstance(vacant, seats.Vacant)
     assert vacant.act.inplace is False
@@ -114,11 +114,11 @@ def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
     model.stages[1].blocks[1].norm1.weight.data[0] = 1e-6  # type: ignore[union-attr, index]
     model.float()
     x = x.float()
-    folded = undressing.undressed(model, SIZE)
-    assert undressing.streamlined(folded, model, x, torch.float32) is folded
+    folded = export_folding.undressed(model, SIZE)
+    assert export_folding.streamlined(folded, model, x, torch.float32) is folded
     model.stages[1].blocks[1].norm1.weight.data[0] = 1.0  # type: ignore[union-attr, index]
-    folded = undressing.undressed(model, SIZE)
-    assert undressing.streamlined(folded, model, x, torch.float32) is not folded
+    folded = export_folding.undressed(model, SIZE)
+    assert export_folding.streamlined(folded, model, x, torch.float32) is not folded
 
 
 # --- mean and std -----------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_mean_and_std_go_in_as_far_as_is_exact(name: str) -> None:
     model = nn.Sequential(copy.deepcopy(stem), nn.ReLU(), nn.Flatten()).double().eval()
     pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
     expected = run(model, (pixels - MEAN) / STD)
-    before = baked_input.bake(model, MEAN, STD)
+    before = input_normalization.bake(model, MEAN, STD)
     assert ((before.scale is not None), (before.shift is not None)) == (scale, shift)
     assert note in before.note
     x = pixels if before.scale is None else pixels * before.scale
@@ -162,8 +162,8 @@ def test_padding_is_why_a_subtraction_stays(monkeypatch: pytest.MonkeyPatch) -> 
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten()).double().eval()
     pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
     expected = run(model, (pixels - MEAN) / STD)
-    monkeypatch.setattr(baked_input, "pads", lambda conv: False)
-    assert baked_input.bake(model, MEAN, STD).shift is None
+    monkeypatch.setattr(input_normalization, "pads", lambda conv: False)
+    assert input_normalization.bake(model, MEAN, STD).shift is None
     assert distance(expected, run(model, pixels)) > 1e-2
 
 

@@ -18,9 +18,9 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo
+from normswap.exporting import formats
 from normswap.images import datasets
-from normswap.ship import formats
+from normswap.reporting import demo
 from normswap.storage.checkpoint import open_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -21,13 +21,13 @@ from trained import CLASSES, network, recipe, train, write_images
 
 import normswap
 from normswap import provenance
-from normswap.cli import main
+from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
-from normswap.recover import assembly, load
-from normswap.recover.folder import COLUMNS
 from normswap.storage import checkpoint
+from normswap.training import assembly, recipe_files
+from normswap.training.run_folder import COLUMNS
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     rows = list(csv.DictReader((tmp_path / "run/metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert tuple(rows[0]) == COLUMNS
-    assert load.read(tmp_path / "run/recipe.yaml").train.epochs == 1
+    assert recipe_files.read(tmp_path / "run/recipe.yaml").train.epochs == 1
     found = evaluate(last, make_loader(last, str(images / "val"), workers=0))  # what `normswap evaluate` says
     assert float(rows[-1]["top1"]) == pytest.approx(found.top1)
     assert float(rows[-1]["val_loss"]) == pytest.approx(found.loss, rel=1e-5)

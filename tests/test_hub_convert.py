@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normswap import provenance
-from normswap.cli import main
+from normswap.cli.app import main
 from normswap.storage import checkpoint
 
 

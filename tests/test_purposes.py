@@ -17,10 +17,11 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo, provenance
+from normswap import provenance
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.images import datasets
 from normswap.layers import seats
+from normswap.reporting import demo
 from normswap.schemes.parts import purposes
 from normswap.storage.checkpoint import open_model
 

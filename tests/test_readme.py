@@ -9,7 +9,7 @@ import pytest
 from readme_commands import README, blocks, command
 
 from normswap import schemes
-from normswap.cli import main
+from normswap.cli.app import main
 
 
 def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from test_laws import source as lived
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo, provenance
-from normswap.cli import main
+from normswap import provenance
+from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, RefusedError, SourceError, VerificationError
+from normswap.reporting import demo
 from normswap.surgery.recalibration import recalibrate
 
 SIZE = (3, 32, 32)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import normswap
-from normswap.cli import main
-from normswap.demo import FOLDER
-from normswap.recover import grid, load
+from normswap.cli.app import main
+from normswap.reporting.demo import FOLDER
+from normswap.training import number_grid, recipe_files
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,12 +30,12 @@ WANTED = {
     *(f"de_smith_table1_skipinit_{alpha}" for alpha in ("alpha1", "inv_sqrt_depth", "alpha0")),
     "de_smith_table1_bn", "de_smith_table1_sqrt2", "pets_kim2022", "demo_train",
 }  # fmt: skip
-NAMES = load.names()
+NAMES = recipe_files.names()
 
 
 def header(name: str) -> str:
     """The comment a recipe begins with, without its marks; continued lines are joined."""
-    lines = [line for line in load.text(name).splitlines() if line.startswith("#")]
+    lines = [line for line in recipe_files.text(name).splitlines() if line.startswith("#")]
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines).replace("\\\n", " ")
 
 
@@ -51,12 +51,12 @@ def test_all_are_there() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_where_it_comes_from_and_what_to_expect(name: str) -> None:
-    recipe = load.read(name)
+    recipe = recipe_files.read(name)
     assert recipe.source
     assert len(recipe.summary) < 80
     assert re.search(r"^(Expect|Measured): ", header(name), re.MULTILINE)
     assert re.search(r"^Hardware: ", header(name), re.MULTILINE)
-    assert max(map(len, load.text(name).splitlines())) <= 120
+    assert max(map(len, recipe_files.text(name).splitlines())) <= 120
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,12 +71,12 @@ def test_the_commands_of_a_header_are_right(name: str) -> None:
         values = [words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("-")]
         free = [word for word in words if not word.startswith("-") and word not in values]
         assert name in words
-        model, overrides = load.split([word for word in free if word != name])
-        recipe = load.read(name, overrides)
+        model, overrides = recipe_files.split([word for word in free if word != name])
+        recipe = recipe_files.read(name, overrides)
         assert model or recipe.model, "something to train"
         assert recipe.data.root
         if command == "sweep":
-            assert len(grid.parse(words[words.index("--lr") + 1])) > 3
+            assert len(number_grid.parse(words[words.index("--lr") + 1])) > 3
 
 
 @functools.cache
@@ -98,21 +98,25 @@ SMALL = {
 @pytest.mark.parametrize("name", NAMES)
 def test_two_updates(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    from normswap.recover.engine import finetune
+    from normswap.training.engine import finetune
 
     # Not smaller: at 16 px layer4 sees 1 x 1 maps, and torch's gradient of its first convolution was NaN now and then.
     given = [f"data.root={FOLDER / 'images.tar'}", f"data.validation={FOLDER / 'images.tar'}", "data.batch_size=16",
              "data.samples=32", "data.validation_samples=16", "data.workers=0", "data.input_size=32",
              "train.epochs=1", "schedule.warmup=0.5", "optim.lr=1e-4"]  # fmt: skip
-    recipe = load.read(name)
+    recipe = recipe_files.read(name)
     if recipe.convert and recipe.convert.calibrate:  # takes its time; once is enough
         given.append("convert.samples=20" if "cifar10" in name else "convert.calibrate=false")
     result = finetune(
-        None, load.read(name, [*SMALL[name.split("_")[0]], *given]), tmp_path / "run", device="cpu", track="none"
+        None,
+        recipe_files.read(name, [*SMALL[name.split("_")[0]], *given]),
+        tmp_path / "run",
+        device="cpu",
+        track="none",
     )
     assert result.updates == 2
     assert result.rows[-1]["train_loss"] is not None
-    assert load.read(tmp_path / "run" / "recipe.yaml").summary == recipe.summary
+    assert recipe_files.read(tmp_path / "run" / "recipe.yaml").summary == recipe.summary
     again = normswap.load(result.last)
     assert recipe.convert is None or recipe.convert.to in ("groupnorm", "folded") or not has_batchnorm(again)
 
@@ -141,12 +145,12 @@ def test_recipes_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["recipes"]) == 0
     assert "demo_train" in capsys.readouterr().out
     assert main(["recipes", "show", "demo_train"]) == 0
-    assert capsys.readouterr().out == load.text("demo_train")
+    assert capsys.readouterr().out == recipe_files.text("demo_train")
     assert main(["recipes", "show", "demo_train", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recipe"]["data"]["batch_size"] == 128
     file = tmp_path / "mine.yaml"
     assert main(["recipes", "copy", "demo_train", str(file)]) == 0
-    assert load.read(file) == load.read("demo_train")
+    assert recipe_files.read(file) == recipe_files.read("demo_train")
     file.write_text("mine")
     assert main(["recipes", "copy", "demo_train", str(file)]) == 2
     assert file.read_text() == "mine"
@@ -179,7 +183,7 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "site")
     assert {file.stem for file in (tmp_path / "site" / "normswap" / "recipes").iterdir()} == WANTED
-    code = "import normswap; from normswap.recover import load; print(load.folder(), len(load.names()))"
+    code = "from normswap.training import recipe_files as r; print(r.folder(), len(r.names()))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(tmp_path / 'site'), *sys.path]!r}; {code}"],
         capture_output=True, text=True, check=True, cwd=tmp_path,

@@ -16,11 +16,11 @@ from reports import NETWORKS, check, source
 from safetensors.torch import load_file
 
 import normswap
-from normswap import page, report
-from normswap.cli import main
+from normswap.cli.app import main
 from normswap.errors import OutputError, SourceError
-from normswap.facts import Facts, StepFact
 from normswap.plan import Arch
+from normswap.reporting import page, report
+from normswap.reporting.records import Facts, StepFact
 from normswap.storage.checkpoint import open_model, read_header, read_report
 
 CASES = {

@@ -20,8 +20,8 @@ from torch import nn
 from trained import command, made, network, recipe, train, weights, write_images
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
-from normswap.recover.engine import Run
-from normswap.recover.records import Moment
+from normswap.training.engine import Run
+from normswap.training.progress_records import Moment
 
 BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout, augmentation, mixup, annealed rate
     "data": {"augment": {"hflip": 0.5, "padding": 4, "mixup": 0.2, "erase": 0.2}},

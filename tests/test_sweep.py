@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from normswap.cli import main
+from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
-from normswap.recover import grid, load, tally
-from normswap.recover.recipe import Recipe
-from normswap.recover.sweep import Grid, Sweep
-from normswap.recover.tally import Trial
+from normswap.training import number_grid, recipe_files, sweep_table
+from normswap.training.recipe import Recipe
+from normswap.training.sweep import Grid, Sweep
+from normswap.training.sweep_table import Trial
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-RECIPE = load.check({"summary": "For the tests"}, "test")
+RECIPE = recipe_files.check({"summary": "For the tests"}, "test")
 GRID = Grid([0.25, 0.5, 1.0], range(2))
 NETWORK = {"model": "resnet18", "weights": "random"}
 
@@ -52,7 +52,7 @@ def score(recipe: Recipe, folder: Path) -> float:
     ],
 )
 def test_grids(text: str, values: list[float]) -> None:
-    assert grid.parse(text) == pytest.approx(values, rel=1e-15)
+    assert number_grid.parse(text) == pytest.approx(values, rel=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_grids(text: str, values: list[float]) -> None:
 )
 def test_grids_that_make_no_sense(text: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        grid.parse(text)
+        number_grid.parse(text)
     assert message in str(caught.value)
     assert str(caught.value).startswith("--lr")
 
@@ -89,7 +89,7 @@ def trials(lr: float, *top1: float | None) -> list[Trial]:
 def test_mean_and_deviation_of_the_best() -> None:
     scores = (90.0, 91.5, 10.0, 92.0, 89.5, 91.0, 90.5)
     worse = trials(0.2, *(v - 1 for v in scores))
-    low, high = tally.lines([*trials(0.1, *scores), *worse], 7, 5)
+    low, high = sweep_table.lines([*trials(0.1, *scores), *worse], 7, 5)
     assert low.mean == pytest.approx(statistics.fmean([90.0, 91.5, 92.0, 91.0, 90.5]))
     assert low.std == pytest.approx(statistics.stdev([90.0, 91.5, 92.0, 91.0, 90.5]))
     assert (low.counted, low.runs, low.lost, low.full, low.best) == (5, 7, 0, True, True)
@@ -97,30 +97,30 @@ def test_mean_and_deviation_of_the_best() -> None:
 
 
 def test_runs_that_diverge_are_among_the_worst() -> None:
-    few = tally.lines(trials(0.1, 90, None, 91, None, 92, 93, 94), 7, 5)[0]
+    few = sweep_table.lines(trials(0.1, 90, None, 91, None, 92, 93, 94), 7, 5)[0]
     assert (few.mean, few.lost, few.full) == (92, 2, True)
-    many = tally.lines([*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5)
+    many = sweep_table.lines([*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5)
     assert [line.best for line in many] == [False, True], "a mean of fewer than k cannot win"
-    none = tally.lines(trials(0.1, None, None), 2, 2)
+    none = sweep_table.lines(trials(0.1, None, None), 2, 2)
     assert (none[0].mean, none[0].std, none[0].best) == (None, None, False)
-    assert tally.notes(trials(0.1, None, None), none, True) == ["no run has succeeded"]
+    assert sweep_table.notes(trials(0.1, None, None), none, True) == ["no run has succeeded"]
 
 
 @pytest.mark.parametrize(("seeds", "kept"), [(1, 1), (3, 3), (4, 4), (5, 3), (7, 5), (15, 13)])
 def test_how_many_count(seeds: int, kept: int) -> None:
-    assert tally.keep(seeds) == kept
-    assert tally.keep(seeds, 1) == 1
+    assert sweep_table.keep(seeds) == kept
+    assert sweep_table.keep(seeds, 1) == 1
     with pytest.raises(OptionError, match=f"--best {seeds + 1} of {seeds}"):
-        tally.keep(seeds, seeds + 1)
+        sweep_table.keep(seeds, seeds + 1)
 
 
 def test_a_best_lr_at_the_edge_is_said() -> None:
     found = [*trials(0.1, 90), *trials(0.2, 91), *trials(0.4, 92)]
-    assert tally.notes(found, tally.lines(found, 1, 1), True) == [
+    assert sweep_table.notes(found, sweep_table.lines(found, 1, 1), True) == [
         "the best lr is the highest of the grid: try further ones"
     ]
     middle = [*trials(0.1, 90), *trials(0.2, 95), *trials(0.4, 92)]
-    assert tally.notes(middle, tally.lines(middle, 1, 1), True) == []
+    assert sweep_table.notes(middle, sweep_table.lines(middle, 1, 1), True) == []
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_every_point_is_run_once(tmp_path: Path) -> None:
     assert [(one.lr, one.seed, one.state, one.top1) for one in again.trials()] == [
         (lr, seed, "done", 90 - 10 * abs(lr - 0.5) + seed / 10) for lr, seed in GRID.points()
     ]
-    assert [line.best for line in tally.lines(again.trials(), 2, 2)] == [False, True, False]
+    assert [line.best for line in sweep_table.lines(again.trials(), 2, 2)] == [False, True, False]
 
 
 def test_a_grid_may_grow(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
     assert states[1.0, 0] == ("diverged", "the loss is nan at update 3")
     assert states[0.5, 1] == ("failed", "CUDA out of memory")
     assert states[0.5, 0] == ("done", "")
-    assert [line.lost for line in tally.lines(found.trials(), 2, 1)] == [0, 1, 2]
-    assert "2 more" not in " ".join(tally.notes(found.trials(), tally.lines(found.trials(), 2, 1), True))
+    assert [line.lost for line in sweep_table.lines(found.trials(), 2, 1)] == [0, 1, 2]
+    assert "2 more" not in " ".join(sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 1), True))
 
 
 def test_what_is_wrong_with_every_run_ends_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
@@ -264,14 +264,14 @@ def test_what_another_machine_has_begun_is_begun_again_if_asked(tmp_path: Path) 
     assert not found.work(score), "it may still be running there"
     states = [one.state for one in found.trials()]
     assert (states.count("done"), states.count("running")) == (5, 1)
-    said = tally.notes(found.trials(), tally.lines(found.trials(), 2, 2), False)
+    said = sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 2), False)
     assert said[0] == "1 run(s) have been begun elsewhere and not ended; --retake begins them again"
     assert found.work(score, retake=True)
     assert [one.state for one in found.trials()] == ["done"] * 6
 
 
 def changed(key: str, value: str) -> Callable[[], Sweep]:
-    return lambda: sweep(Path("s"), recipe=load.check(RECIPE.model_dump(), "test", [f"{key}={value}"]))
+    return lambda: sweep(Path("s"), recipe=recipe_files.check(RECIPE.model_dump(), "test", [f"{key}={value}"]))
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,9 @@ def test_another_sweep_needs_another_place(
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    from normswap import cli_recipes
+    from normswap.cli import recipes_command
 
-    monkeypatch.setattr(cli_recipes, "_trainer", lambda *given: score)
+    monkeypatch.setattr(recipes_command, "_trainer", lambda *given: score)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:

@@ -14,8 +14,8 @@ from test_schemes import ROWS, Row
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo
 from normswap.images import datasets
+from normswap.reporting import demo
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import applying
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import normswap
-from normswap.recover.engine import finetune
-from normswap.recover.recipe import Recipe
-from normswap.recover.records import Moment, Result
+from normswap.training.engine import finetune
+from normswap.training.progress_records import Moment, Result
+from normswap.training.recipe import Recipe
 
 CLASSES = [f"class{i}" for i in range(10)]
 
@@ -108,7 +108,7 @@ def main() -> None:
         time.sleep(given.nap)
 
     if given.kill and first and os.environ.get("RANK", "1") == "1":
-        from normswap.recover.engine import Run
+        from normswap.training.engine import Run
 
         update = Run._update
 

@@ -1,7 +1,8 @@
 """The gamma and beta of a LayerNorm or RMSNorm: into the linear layers that read it, as BatchNorm's go.
 
 W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be whatever treats all
-channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the beta.
+channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the
+beta.
 """
 
 from __future__ import annotations

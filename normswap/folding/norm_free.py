@@ -2,9 +2,9 @@
 
 A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692, section 3). beta, and the gamma of an
 activation, are factors of what the next convolutions read; alpha, the attention's gain and SkipInit's gain are factors
-of the branch, and go back through its gate into its last convolution. The standardized weights are baked (`reparametrized`).
-What cannot move stays: it is a number in the block, and exact where it is. The last activation keeps its gamma, since
-the features that the network returns would change.
+of the branch, and go back through its gate into its last convolution. The standardized weights are baked
+(`reparametrized`). What cannot move stays: it is a number in the block, and exact where it is. The last activation
+keeps its gamma, since the features that the network returns would change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which linear layers make what a norm reads, so that they can take it in: W' = s W, b' = s b + t.
 
 Between them and the norm there may be whatever is silent in eval mode, what treats all channels alike (reshapes,
-average pooling; `channel_axes` says where the channels are), and a concatenation of convolutions, each of which gets its part.
+average pooling; `channel_axes` says where the channels are), and a concatenation of convolutions, each of which gets
+its part.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def inspect(model: nn.Module) -> Anatomy:
     untraced = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
-    return Anatomy(tuple(blocks), norms, tuple(untraced), str(classifier.target) if classifier else None, dropout, traced)
+    return Anatomy(
+        tuple(blocks), norms, tuple(untraced), str(classifier.target) if classifier else None, dropout, traced
+    )
 
 
 class _Reader:

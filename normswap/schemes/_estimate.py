@@ -1,4 +1,4 @@
-"""On the way from GroupNorm, LayerNorm or InstanceNorm: the BatchNorm that is most like each of them (`norm_estimate`)."""
+"""On the way from GroupNorm, LayerNorm or InstanceNorm: the BatchNorm that is most like each (`norm_estimate`)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sum
 the branch's end that makes f's output of unit variance, exactly. The constant alpha = 1 / sqrt(expected variance) in
 front of a branch is part of the first convolution's gain. What is lost is each filter's mean. `--mean fit` (needs
 `--calibrate`) finds, layer by layer, the zero-sum filters that come nearest to the source on the converted network's
-own inputs (`sequential_fit`). `--mean keep` keeps the means as one more parameter per filter, and with it the function. `--stem
-keep` keeps those of the convolution that reads the image.
+own inputs (`sequential_fit`). `--mean keep` keeps the means as one more parameter per filter, and with it the function.
+`--stem keep` keeps those of the convolution that reads the image.
 """
 
 from __future__ import annotations

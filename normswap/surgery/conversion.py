@@ -125,7 +125,8 @@ def convert(
         progress: called while fitting, with the layers done and their total.
         inputs: batches (N, C, H, W) to verify on; by default N(0, 1) noise of `size`.
         size: (C, H, W); by default what the model's timm configuration says, else (3, 224, 224).
-        options: those of the scheme, and `only` and `skip`, patterns of what is converted and what is not (`selection`).
+        options: those of the scheme, and `only` and `skip`, patterns of what is converted and what is not
+        (`selection`).
 
     Raises:
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.

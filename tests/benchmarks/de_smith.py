@@ -17,7 +17,7 @@ from pathlib import Path
 import circumstances
 import trained
 
-from normswap.recover import load
+from normswap.training import recipe_files
 
 V1 = ("model.args.order=post",)
 # one bias moves every pixel of every channel: at the lr of the weights they diverge; a tenth is what Fixup gives them
@@ -48,7 +48,9 @@ def folder(work: Path, name: str, depth: int, lr: float) -> Path:
 def run(name: str, depth: int, lr: float, place: Path, overrides: Sequence[str], device: str) -> None:
     """One run."""
     recipe, own = ROWS[name]
-    plan = load.read(f"de_smith_table1_{recipe}", [*overrides, *own, f"model.args.depth={depth}", f"optim.lr={lr}"])
+    plan = recipe_files.read(
+        f"de_smith_table1_{recipe}", [*overrides, *own, f"model.args.depth={depth}", f"optim.lr={lr}"]
+    )
     trained.attempt(None, plan, place, device)
 
 

@@ -31,10 +31,10 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
+from normswap.exporting import formats
+from normswap.exporting.exported_module import Shipped
 from normswap.images import datasets
 from normswap.models.weight_files import first_line
-from normswap.ship import formats
-from normswap.ship.shipped import Shipped
 from normswap.storage.checkpoint import open_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ KEPT = ROOT / "runs" / "export.jsonl"
 TRAINED = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "demo_data",
+    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
 }
 ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
 DTYPES = ("fp32", "fp16", "bf16")

@@ -5,7 +5,7 @@
 Peers: timm's network in eager mode, torch.fx's fuser, torch.compile, TorchScript (frozen, optimize_for_inference), and
 torch's own ONNX export in ONNX Runtime and in OpenVINO. Ours: the folded network, and what `normswap.export` makes of
 it, in the same runtimes. Every contender is a process of its own, checked against eager mode and then timed in turns
-(`normswap.ship.bench`); all processes are started anew three times, as a start decides where memory lies, which alone
+(`normswap.benchmarking`); all processes are started anew three times, as a start decides where memory lies, which alone
 moves eager mode by 10 %. Weights are random, gammas positive, statistics measured.
 
 A ratio is ours over the peer in the same runtime, the median over the rounds of the ratios within a round; above 1 ours
@@ -34,13 +34,14 @@ import torch
 from torch import nn
 
 from normswap.analysis import signal_propagation
+from normswap.benchmarking import timing, timing_plot
+from normswap.benchmarking.runtimes import Settings
+from normswap.benchmarking.statistics import speedup
+from normswap.benchmarking.subjects import Group, Making, of_model
+from normswap.benchmarking.timing import Row, Say
+from normswap.exporting import checks
 from normswap.graph import inspection
 from normswap.layers import affine
-from normswap.ship import bench, bench_plot, checks
-from normswap.ship.bench import Row, Say
-from normswap.ship.bench_figures import speedup
-from normswap.ship.bench_subjects import Group, Making, of_model
-from normswap.ship.runtimes import Settings
 from normswap.storage import checkpoint
 
 FOLDABLE = ("resnet18", "resnet50", "seresnet50", "resnext50_32x4d")
@@ -90,7 +91,7 @@ def alive(name: str, side: int) -> nn.Module:
 def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
     """The rows of every network, and of the pair."""
     settings = Settings(args.device, args.dtype, args.channels_last, args.threads)
-    timing = bench.Timing(args.rounds, args.seconds)
+    turns = timing.Timing(args.rounds, args.seconds)
     found: list[Row] = []
     folded = {}
     for name in args.models:
@@ -100,7 +101,7 @@ def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
         for batch in args.batch:
             wanted = [r for r in args.runtime if batch in args.compile_batch or not r.startswith("compile")]
             found += started_anew(
-                args.starts, [group], settings, folder, batches=[batch], wanted=wanted, timing=timing, say=say
+                args.starts, [group], settings, folder, batches=[batch], wanted=wanted, timing=turns, say=say
             )
     if set(PAIR) <= folded.keys():
         subjects = []
@@ -110,7 +111,7 @@ def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
         group = Group(" and ".join(PAIR), subjects, (3, args.size, args.size))
         wanted = [r for r in args.runtime if not r.startswith(("compile", "fuse"))]
         found += started_anew(
-            args.starts, [group], settings, folder, batches=args.batch, wanted=wanted, timing=timing, say=say
+            args.starts, [group], settings, folder, batches=args.batch, wanted=wanted, timing=turns, say=say
         )
     return found
 
@@ -120,7 +121,7 @@ def started_anew(starts: int, *args: Any, **options: Any) -> list[Row]:
 
     A process keeps what it drew at its start (where its memory lies), which moves eager mode by 10 % and more.
     """
-    runs = [bench.run(*args, **options) for _ in range(starts)]
+    runs = [timing.run(*args, **options) for _ in range(starts)]
     return [together(rows) for rows in zip(*runs, strict=True)]
 
 
@@ -280,22 +281,22 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    bench.demand_device(args.device)
+    timing.demand_device(args.device)
     start = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{time.perf_counter() - start:6.0f} s  {what}", file=sys.stderr)
 
     settings = Settings(args.device, args.dtype, args.channels_last, args.threads)
-    before = bench.machine(settings)
+    before = timing.machine(settings)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder), say)
-    text = report(args, rows, before, bench.machine(settings), time.perf_counter() - start)
+    text = report(args, rows, before, timing.machine(settings), time.perf_counter() - start)
     print(text)
     if args.output:
         args.output.write_text(text)
     if args.plot:
-        bench_plot.plot([row for row in rows if row.form in ("original", "folded")], args.plot)
+        timing_plot.plot([row for row in rows if row.form in ("original", "folded")], args.plot)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

@@ -37,7 +37,7 @@ KEPT = ROOT / "runs" / "schemes_table.jsonl"
 NETWORKS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "demo_data",
+    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
 }
 Way = tuple[str, dict[str, Any]]
 RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")

@@ -16,7 +16,7 @@ import circumstances
 import trained
 from trained import CLIPPED
 
-from normswap.recover import load
+from normswap.training import recipe_files
 
 ROWS = {
     "bn": ("cifar10_recover_bn", ()),
@@ -77,7 +77,7 @@ def main() -> None:
             options = [f"data.root={given.data}", f"data.batch_size={batch}", f"optim.lr={given.lr}",
                        f"data.samples={images}", f"data.validation_samples={given.validation}"]  # fmt: skip
             recipe, own = ROWS[name]
-            trained.attempt(given.network, load.read(recipe, [*own, *PLAIN, *options]), place, given.device)
+            trained.attempt(given.network, recipe_files.read(recipe, [*own, *PLAIN, *options]), place, given.device)
             print(row(name, batch, place), flush=True)
             write()
     write()

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from normswap.errors import TrainingError
-from normswap.recover import curves
-from normswap.recover.engine import finetune
-from normswap.recover.recipe import Recipe
 from normswap.storage import checkpoint
+from normswap.training import curves
+from normswap.training.engine import finetune
+from normswap.training.recipe import Recipe
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")  # as `cifar10_recover_skipinit` does

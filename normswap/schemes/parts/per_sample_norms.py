@@ -22,7 +22,8 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
     """A GroupNorm in the seat of every BatchNorm; None: one channel per group.
 
     Args:
-        steady: see `per_sample.Gauge` and `steady_signs`; a convolution right before the norm takes the gauge in, else a
+        steady: see `per_sample.Gauge` and `steady_signs`; a convolution right before the norm takes the gauge in, else
+        a
             `ChannelAffine` in front of the norm holds it.
 
     Raises:

@@ -1,0 +1,266 @@
+"""What is timed: a network as it came, the folded one, an exported file. Each gives the file that a runtime opens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.benchmarking.runtimes import DTYPES, Settings
+from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.exporting import exporter, sidecar
+from normswap.models import zoo
+from normswap.models.weight_files import first_line, quiet
+from normswap.storage import checkpoint
+from normswap.surgery import conversion, unfolding
+
+KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
+_SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
+_NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
+Make = Callable[[], Path]
+
+
+@dataclass
+class Subject:
+    """One form of a network.
+
+    Args:
+        form: what it is called in the table.
+        make: for each kind of file it can be had as, what makes that file; a runtime opens the first kind it knows.
+        answers: what it must compute, from images (N, C, H, W); None if nobody knows.
+        raw: from images as the network takes them to images as the file does.
+        plain: whether it may still hold norms that a runtime could fold itself.
+        needs: for each kind of file, the packages that making it takes.
+    """
+
+    form: str
+    make: dict[str, Make]
+    answers: Callable[[Tensor], Tensor] | None = None
+    raw: Callable[[Tensor], Tensor] = lambda images: images
+    plain: bool = False
+    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _made: dict[str, Path | Exception] = field(default_factory=dict)
+
+    def file(self, kind: str) -> Path:
+        """The file of that kind, made when first asked for.
+
+        Raises:
+            whatever the exporter raises; again, each time it is asked for.
+        """
+        if kind not in self._made:
+            try:
+                self._made[kind] = self.make[kind]()
+            except Exception as error:  # exporters raise what they like
+                self._made[kind] = error
+        made = self._made[kind]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+
+@dataclass
+class Group:
+    """Forms of one network; in eager mode the first one is what the others' speed is measured by.
+
+    Args:
+        size: (C, H, W).
+    """
+
+    network: str
+    subjects: list[Subject]
+    size: tuple[int, int, int]
+    notes: list[str] = field(default_factory=list)
+    model: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class Making:
+    """How files are made: in `folder`, for `batches` of images of this size."""
+
+    folder: Path
+    settings: Settings
+    batches: Sequence[int]
+
+    @property
+    def dynamic(self) -> bool:
+        return any(batch != 1 for batch in self.batches)
+
+    def place(self, form: str, kind: str) -> Path:
+        return self.folder / f"{form}{_SUFFIX[kind]}"
+
+
+def of_model(network: str, model: nn.Module, making: Making, side: int | None = None) -> Group:
+    """The original, the network as given if that is another one, and the folded one.
+
+    Args:
+        side: height and width of the images; by default those of the network.
+
+    Raises:
+        OptionError: the network rejects images of that size.
+    """
+    chans, height, width = zoo.input_size(model)
+    size = (chans, side or height, side or width)
+    group = Group(network, [], size, model=model)
+    _demand_size(network, model, size)
+    making.folder.mkdir(parents=True, exist_ok=True)
+    record = provenance.of(model)
+    steps = record.plan.steps if record else ()
+    last = steps[-1].scheme if steps else "original"
+    if steps:
+        try:
+            source = unfolding.unfold(model)
+            group.subjects.append(original(source, size, making))
+        except RefusedError as why:
+            group.notes.append(f"{network} is measured by itself as it is, not by its source: {why}")
+    if last != "folded":
+        group.subjects.append(original(model, size, making, form=last))
+    group.subjects.append(folded(model, size, making))
+    return group
+
+
+def _demand_size(network: str, model: nn.Module, size: tuple[int, int, int]) -> None:
+    try:
+        with quiet(), torch.inference_mode():
+            model(torch.zeros(1, *size))
+    except Exception as error:  # torch's and timm's own, whatever does not fit
+        raise OptionError(f"{network} rejects images of {size[1]} x {size[2]}", first_line(error)) from None
+
+
+def original(model: nn.Module, size: tuple[int, int, int], making: Making, form: str = "original") -> Subject:
+    """`model` as anybody would run it: itself, or exported by torch without our help."""
+
+    def directory() -> Path:
+        return checkpoint.save(model, making.place(form, "directory"), force=True)
+
+    def onnx() -> Path:
+        file = making.place(form, "onnx")
+        shapes = ({0: torch.export.Dim("batch", min=1)},) if making.dynamic else None
+        with quiet(), torch.no_grad():
+            torch.onnx.export(_fed(model, making), _example(size, making), file, dynamo=True, verbose=False,
+                              dynamic_shapes=shapes)  # fmt: skip
+        return file
+
+    def torchscript() -> Path:
+        file = making.place(form, "torchscript")
+        with quiet(), torch.no_grad():
+            traced = torch.jit.trace(_fed(model, making), _example(size, making), check_trace=False)
+            torch.jit.save(torch.jit.freeze(traced), file)
+        return file
+
+    make: dict[str, Make] = {"directory": directory, "onnx": onnx, "torchscript": torchscript}
+    return Subject(form, make, answers=model, plain=True, needs=_NEEDS)
+
+
+def folded(model: nn.Module, size: tuple[int, int, int], making: Making) -> Subject:
+    """`model` folded, and exported by `normswap.export`."""
+
+    def directory() -> Path:
+        record = provenance.of(model)
+        done = record is not None and bool(record.plan.steps) and record.plan.steps[-1].scheme == "folded"
+        result = model if done else conversion.convert(model, "folded", size=size)
+        return checkpoint.save(result, making.place("folded", "directory"), force=True)
+
+    def export(kind: str) -> Make:
+        file = making.place("folded", kind)
+        return lambda: exporter.export(
+            model, file, dtype=making.settings.dtype, dynamic_batch=making.dynamic, input_size=size, force=True
+        ).file  # fmt: skip
+
+    make = {"directory": directory, "onnx": export("onnx"), "torchscript": export("torchscript")}
+    return Subject("folded", make, answers=model, needs=_NEEDS)
+
+
+class _Fed(nn.Module):
+    """Takes and gives float32, whatever is inside, as our own exports do."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.dtype)).float()
+
+
+def _fed(model: nn.Module, making: Making) -> nn.Module:
+    if making.settings.dtype == "fp32":
+        return model
+    import copy
+
+    dtype = getattr(torch, DTYPES[making.settings.dtype])
+    return _Fed(copy.deepcopy(model).to(dtype), dtype).eval()
+
+
+def _example(size: tuple[int, int, int], making: Making) -> tuple[Tensor]:
+    return (torch.zeros(2 if making.dynamic else 1, *size),)
+
+
+def is_file(name: str) -> bool:
+    """Whether MODEL is an exported file."""
+    return Path(name).suffix.lower() in KINDS
+
+
+def of_file(file: Path, before: Group | None, side: int | None = None) -> tuple[Subject, tuple[int, int, int]]:
+    """An exported file, as one more form of the network that was named before it, and the size it takes.
+
+    Raises:
+        OptionError: there is no such file, or it takes other images than that network.
+    """
+    if not file.is_file():
+        raise OptionError(f"{file} does not exist" if not file.exists() else f"{file} is no file")
+    body = _sidecar(file)
+    takes = tuple(body["input"]["size"]) if body else None
+    known = before.size if before else (3, side or 224, side or 224)
+    if takes and before and takes != before.size:
+        raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
+    size = takes if takes and not side else known
+    answers = before.model if before else None
+    raw: Any = lambda images: images  # noqa: E731
+    if body and answers is not None:
+        if body["normalize"] is None:
+            config = sidecar.config(answers)
+            mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+            raw = lambda images: images * std + mean  # noqa: E731
+        if body["output"]["name"] == "probabilities":
+            inner = answers
+            answers = lambda x: inner(x).softmax(-1)  # type: ignore[assignment]  # noqa: E731
+    kind = KINDS[file.suffix.lower()]
+    return Subject(file.name, {kind: lambda: file.resolve()}, answers=answers, raw=raw), size  # type: ignore[return-value]
+
+
+def _sidecar(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(sidecar.place(file).read_text(encoding="utf-8"))
+        _ = found["input"]["size"], found["normalize"], found["output"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return dict(found)
+
+
+def groups(named: Sequence[tuple[str, str, nn.Module | None]], making: Making, side: int | None = None) -> list[Group]:
+    """The groups of (MODEL, label, network or None for a file), in order.
+
+    Raises:
+        NormswapError: one of them cannot be timed at all.
+    """
+    found: list[Group] = []
+    open_group: Group | None = None
+    for i, (name, label, model) in enumerate(named):
+        if model is not None:
+            inside = Making(making.folder / str(i), making.settings, making.batches)
+            open_group = of_model(label, model, inside, side)
+            found.append(open_group)
+            continue
+        subject, size = of_file(Path(name), open_group, side)
+        if open_group is None:
+            found.append(Group(subject.form, [subject], size))
+        else:
+            open_group.subjects.append(subject)
+    if not found:
+        raise NormswapError("nothing to time")
+    return found

@@ -1,0 +1,169 @@
+"""PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from.
+
+As in `comparison`, a float32 file may be off by 1e-5 or, where float32 itself costs the source more than that (a
+network whose rounding errors grow from block to block, as random ones' do and trained ones' do not), by four times what
+the source is off from its own float64 values. That is measured only if 1e-5 is exceeded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normswap.errors import OptionError, VerificationError
+from normswap.exporting.formats import Runs
+from normswap.models.weight_files import first_line
+from normswap.surgery import comparison
+
+# relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
+# (tests/benchmarks/export.md): the bounds are two to three times that
+TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far a file is from the network it was made from.
+
+    Args:
+        relative_l2: |file - source| / |source|, over the answers to all images.
+        largest: max |file - source| / max |source|.
+        agreement: fraction of images with the same argmax; count: of how many.
+        tolerance: what relative_l2 may be.
+        inputs: what both were run on.
+    """
+
+    relative_l2: float
+    largest: float
+    agreement: float
+    count: int
+    tolerance: float
+    inputs: str
+
+
+def check(
+    source: nn.Module,
+    runs: Runs,
+    batches: Iterable[Tensor],
+    *,
+    dtype: str = "fp32",
+    softmax: bool = False,
+    raw: Callable[[Tensor], Tensor] = lambda images: images,
+    described: str = "given images",
+) -> Figures:
+    """Run both on the same images and compare.
+
+    Args:
+        batches: (N, C, H, W), preprocessed for `source`.
+        raw: from those to what the file wants.
+
+    Raises:
+        VerificationError: the file computes something else, or does not run.
+    """
+    sums = _Sums()
+    for x in batches:
+        logits = answers(source, x)
+        try:
+            got = runs(raw(x))
+        except Exception as error:  # every runtime has its own
+            raise VerificationError(f"the exported file does not run on {tuple(x.shape)}", first_line(error)) from None
+        sums.add(x, logits, logits.softmax(-1) if softmax else logits, got)
+    if not sums.count:
+        raise OptionError("no images to check the file on")
+    allowed = TOLERANCE[dtype]
+    if softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
+        allowed *= max(1.0, 2 * sums.peak)
+    if dtype == "fp32" and sums.relative_l2 > allowed:
+        allowed = max(allowed, 4 * sums.stray(source))
+    if not sums.relative_l2 <= allowed:
+        raise VerificationError(
+            f"the exported file computes something else: relative L2 error {sums.relative_l2:.1e}, "
+            f"allowed {allowed:.1e}",
+            remedy="Nothing was written",
+        )
+    return Figures(sums.relative_l2, sums.largest / sums.top, sums.same / sums.count, sums.count, allowed, described)
+
+
+class _Sums:
+    """What is gathered over the batches."""
+
+    def __init__(self) -> None:
+        self.off = self.whole = self.largest = self.top = self.peak = 0.0
+        self.same = self.count = 0
+        self.first: tuple[Tensor, Tensor] | None = None
+
+    def add(self, x: Tensor, logits: Tensor, expected: Tensor, got: Tensor) -> None:
+        self.first = self.first or (x, logits)
+        self.count += len(x)
+        self.peak = max(self.peak, float(logits.abs().max()))
+        self.top = max(self.top, float(expected.abs().max()))
+        self.whole += float(expected.double().square().sum())
+        if expected.shape != got.shape or not bool(torch.isfinite(got).all()):
+            self.off = self.largest = math.inf
+            return
+        difference = (expected - got).double()
+        self.off += float(difference.square().sum())
+        self.largest = max(self.largest, float(difference.abs().max()))
+        self.same += int((expected.flatten(1).argmax(1) == got.flatten(1).argmax(1)).sum())
+
+    @property
+    def relative_l2(self) -> float:
+        return math.sqrt(self.off / max(self.whole, 1e-300))
+
+    def stray(self, source: nn.Module) -> float:
+        """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
+        assert self.first is not None
+        x, logits = self.first
+        precise = comparison.run_double(source, x.double())
+        return float((precise - logits.flatten(1)).norm() / precise.norm())
+
+
+@torch.no_grad()
+def answers(source: nn.Module, x: Tensor) -> Tensor:
+    """What the source computes for `x`, in float32.
+
+    Raises:
+        OptionError: it does not run on that, or does not give one tensor.
+    """
+    try:
+        output = source(x)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        why = str(error).strip().split("\n")[0]
+        raise OptionError(f"the network does not run on an input of size {_size(x)}", why) from None
+    if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != len(x):
+        raise OptionError("the network does not give one tensor, a row per image", "only such networks are exported")
+    return output.float()
+
+
+def _size(x: Tensor) -> str:
+    return ",".join(map(str, x.shape[1:]))
+
+
+def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: int = 16, seed: int = 0) -> Tensor:
+    """Inputs (count, C, H, W) that are smooth as images are: noise of many scales, in 0..1, then normalized
+    by mean and std (C, 1, 1).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    channels, height, width = size
+    total = torch.zeros(count, channels, height, width)
+    side = 2
+    while side <= 2 * max(height, width):
+        grid = torch.randn(count, channels, min(side, height), min(side, width), generator=generator)
+        total += F.interpolate(grid, (height, width), mode="bilinear", align_corners=False) / side**0.5
+        side *= 2
+    return (torch.sigmoid(2 * total) - mean) / std
+
+
+def split(batches: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:
+    """The same images, `size` at a time; None: as they come, but of more than one size (a short one first)."""
+    for i, batch in enumerate(batches):
+        if size is not None:
+            yield from batch.split(size)
+        elif i == 0 and len(batch) > 1:
+            yield from (batch[:1], batch[1:])
+        else:
+            yield batch

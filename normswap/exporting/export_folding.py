@@ -1,0 +1,73 @@
+"""From any scheme to the network that is exported: folded, and nothing left that an export may take out besides.
+
+`convert --to folded` keeps the features that the classifier reads; an export need not, so there the last norm's scale
+moves into the classifier, and the shifts of pre-activation networks into the residual stream (`shift_absorption`).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from normswap import schemes
+from normswap.errors import TraceError
+from normswap.exporting import shift_absorption
+from normswap.graph import inspection
+from normswap.layers import affine, reparametrized
+from normswap.plan import Step
+from normswap.surgery import conversion
+
+
+def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = False) -> nn.Module:
+    """A folded copy, verified against `model` as every conversion is; just a copy where there is nothing to fold.
+
+    Args:
+        size: (C, H, W) of the inputs to verify on.
+        features: keep what the classifier reads as it is.
+
+    Raises:
+        TraceError, RefusedError: there is something to fold, and it cannot be.
+        VerificationError: it was folded and computes something else.
+    """
+    try:
+        seen = inspection.inspect(model)
+    except TraceError:
+        if any(affine.is_affine(module) or reparametrized.is_dressed(module) for module in model.modules()):
+            raise
+        return copy.deepcopy(model).eval()
+    if not features:
+        seen = replace(seen, classifier=None)
+    sketch = schemes.get("folded").plan(seen)
+    if not (sketch.seats or sketch.takes or sketch.refusals):
+        return copy.deepcopy(model).eval()
+    step: Step = conversion.draft(seen, "folded")[0]
+    return conversion.carry_out(model, step, seen, size=size).model.eval()
+
+
+def streamlined(folded: nn.Module, source: nn.Module, x: Tensor, dtype: torch.dtype) -> nn.Module:
+    """The folded network with its shifts absorbed, unless that costs precision in `dtype`.
+
+    A tiny gamma makes a huge shift, under which the stream of a pre-activation network loses digits.
+
+    Args:
+        x: images (N, C, H, W) to measure on.
+    """
+    twin = copy.deepcopy(folded)
+    try:
+        if not shift_absorption.absorb(twin):
+            return folded
+    except TraceError:
+        return folded
+    expected = _run(source, x, torch.float32)
+    off, twin_off = (float((_run(network, x, dtype) - expected).norm()) for network in (folded, twin))
+    slack = torch.finfo(dtype).eps * float(expected.norm())
+    return twin if twin_off <= 2 * off + slack else folded
+
+
+@torch.no_grad()
+def _run(network: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    twin = network if dtype == torch.float32 else copy.deepcopy(network).to(dtype)
+    return twin(x.to(dtype)).float()

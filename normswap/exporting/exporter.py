@@ -1,0 +1,257 @@
+"""`normswap.export`: one file that holds the folded network, proven in its own runtime before it gets its name."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.errors import OptionError
+from normswap.exporting import checks, export_folding, formats, input_normalization, rounding, sidecar
+from normswap.exporting.checks import Figures
+from normswap.exporting.exported_module import Shipped
+from normswap.images import datasets as data_room
+from normswap.storage import atomic_write
+from normswap.surgery.conversion import Conversion
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
+_ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32"}
+_BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written file.
+
+    Args:
+        file: where it is; `sidecar`: its preprocess.json.
+        format, dtype: as asked for.
+        input_size: (C, H, W); dynamic_batch: whether the number of images at a time is free.
+        figures: how far the file, in its runtime, is from the source.
+        nodes: its operators, counted by kind; plain_nodes: those of an export without folding, if asked for.
+        bytes: its size.
+        notes: what the user should know.
+        seconds: what it all took.
+    """
+
+    file: Path
+    sidecar: Path
+    format: str
+    dtype: str
+    input_size: tuple[int, int, int]
+    dynamic_batch: bool
+    figures: Figures
+    nodes: dict[str, int]
+    plain_nodes: dict[str, int] | None
+    bytes: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What shall be exported, with all that is to be known of it."""
+
+    source: nn.Module
+    file: Path
+    form: Any
+    dtype: str
+    dynamic_batch: bool
+    size: tuple[int, int, int]
+    normalize: bool
+    softmax: bool
+    config: dict[str, Any]
+    output: str
+
+
+def export(
+    model: nn.Module | Conversion,
+    path: str | Path,
+    *,
+    format: str | None = None,
+    dtype: str = "fp32",
+    dynamic_batch: bool = False,
+    input_size: Sequence[int] | None = None,
+    normalize: bool = False,
+    softmax: bool = False,
+    images: Iterable[Any] | Tensor | None = None,
+    force: bool = False,
+    count_plain: bool = False,
+    say: Callable[[str], None] = lambda what: None,
+) -> Exported:
+    """Fold `model`, which is not changed, and write it as one file for another runtime.
+
+    The file is run in that runtime against `model` before it gets its name; FILE.preprocess.json, beside it, says what
+    is to be done with an image first. Images come in and answers go out in float32, whatever `dtype` is.
+
+    Args:
+        format: onnx, pt2, torchscript or safetensors; by default what the ending of `path` says.
+        dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
+            classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change.
+        dynamic_batch: any number of images at a time, else one.
+        input_size: (C, H, W); by default the size the network was made for.
+        normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
+        softmax: the file answers with probabilities.
+        images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
+            default smooth noise.
+        force: replace a file that exists.
+        count_plain: export `model` as it is, too, and count that file's nodes.
+        say: called with what is going on.
+
+    Raises:
+        OptionError: an unknown format, a missing package, a size that the network rejects, ...
+        OutputError: the file exists, or cannot be written.
+        TraceError, RefusedError: the network cannot be folded, or the format cannot express it.
+        VerificationError: the file computes something else than `model`. Nothing was written.
+    """
+    start = time.perf_counter()
+    order = _order(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax)
+    claim(order.file, format, force=force)
+    beside = sidecar.place(order.file)
+    checks.answers(order.source, torch.zeros(1, *order.size))
+    say("folding")
+    network, notes = _prepare(order)
+    body = sidecar.body(order.source, order.size, order.output, normalize=normalize, dynamic=order.dynamic_batch)
+    body["precision"] = {"weights": dtype, "arithmetic": _ARITHMETIC[dtype]}
+    metadata = sidecar.metadata(order.source, body, dtype)
+    found: dict[str, Any] = {}
+
+    def write(aside: Path) -> None:
+        say(f"exporting to {order.form.NAME}")
+        order.form.write(network, _example(order), aside, dynamic=order.dynamic_batch, metadata=metadata)
+        say("checking")
+        found["figures"] = _check(order, order.form.open(aside), images)
+        found["nodes"] = order.form.nodes(aside)
+        sidecar.write(beside, body)
+
+    atomic_write.whole(order.file, write)
+    plain = _plain_nodes(order, say) if count_plain else None
+    size = order.file.stat().st_size
+    return Exported(
+        order.file, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"], found["nodes"],
+        plain, size, tuple(notes), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def claim(file: Path, format: str | None, *, force: bool) -> None:
+    """See, before any work, that the file can be written.
+
+    Raises:
+        OptionError: the format is not known, or a package it needs is not installed.
+        OutputError: the file, or its sidecar, exists, or its folder does not.
+    """
+    formats.choose(file, format)
+    for each in (file, sidecar.place(file)):
+        atomic_write.claim(each, force=force)
+
+
+def loader(model: nn.Module, size: Sequence[int] | None, data: str, **rest: Any) -> data_room.Loader:
+    """Images of `data` as `model` wants them, at another size (C, H, W) if one is given; `rest` as in `make_loader`.
+
+    Raises:
+        SourceError: there are none.
+    """
+    record = provenance.of(model)
+    config = {**(record.pretrained_cfg if record else {}), **sidecar.config(model)}
+    config |= {"num_classes": getattr(model, "num_classes", None)} | ({} if size is None else {"input_size": size})
+    return data_room.make_loader(config, data, **rest)
+
+
+def _example(order: _Order) -> Tensor:
+    return torch.zeros(2 if order.dynamic_batch else 1, *order.size)  # torch.export takes 1 for a constant
+
+
+def _plain_nodes(order: _Order, say: Callable[[str], None]) -> dict[str, int] | None:
+    if not order.form.GRAPH:
+        return None
+    say("exporting without folding")
+    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        file = Path(folder) / f"plain{order.file.suffix}"
+        order.form.write(Shipped(order.source).eval(), _example(order), file, dynamic=order.dynamic_batch, metadata={})
+        return dict(order.form.nodes(file))
+
+
+def _order(
+    model: nn.Module | Conversion,
+    file: Path,
+    format: str | None,
+    dtype: str,
+    dynamic_batch: bool,
+    input_size: Sequence[int] | None,
+    normalize: bool,
+    softmax: bool,
+) -> _Order:
+    form = formats.choose(file, format)
+    if dtype not in DTYPES:
+        raise OptionError(f"unknown dtype '{dtype}'", f"there are {', '.join(DTYPES)}")
+    if not form.GRAPH and (normalize or softmax):
+        option = "normalize" if normalize else "softmax"
+        raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
+    given = model.model if isinstance(model, Conversion) else model
+    dynamic_batch = dynamic_batch or not form.GRAPH
+    source = copy.deepcopy(given).cpu().float().eval()
+    config = sidecar.config(source)
+    size = tuple(config["input_size"] if input_size is None else input_size)
+    if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
+        raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
+    classes = getattr(source, "num_classes", None)
+    if softmax and classes == 0:
+        raise OptionError("the network has no classifier", "a softmax needs classes")
+    output = "probabilities" if softmax else "features" if classes == 0 else "logits"
+    return _Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, output)
+
+
+def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
+    """What goes into the file, and what the user should know of it."""
+    stored, dtype = DTYPES[order.dtype], DTYPES[_ARITHMETIC[order.dtype]]
+    notes = [_BF16 if stored != dtype else "", order.form.NOTES.get(order.dtype, "")]
+    if not order.form.GRAPH:
+        network = export_folding.undressed(order.source, order.size, features=True)
+        if stored != dtype:
+            rounding.to_bfloat16_(network)
+        return network.to(dtype), [note for note in notes if note]
+    network = export_folding.undressed(order.source, order.size)
+    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
+    network = export_folding.streamlined(network, order.source, checks.pictures(order.size, mean, std, count=4), dtype)
+    before = (
+        input_normalization.bake(network, mean, std) if order.normalize else input_normalization.Before(None, None, "")
+    )
+    if stored != dtype:
+        rounding.to_bfloat16_(network)
+    shipped = Shipped(
+        network, dtype=dtype, stored=stored, scale=before.scale, shift=before.shift, softmax=order.softmax,
+        output=order.output,
+    )  # fmt: skip
+    return shipped.eval().requires_grad_(False), [note for note in (before.note, *notes) if note]
+
+
+def _per_channel(values: Sequence[float], channels: int) -> Tensor:
+    """(C, 1, 1), from a value per channel or one for all."""
+    return torch.tensor(list(values), dtype=torch.float64).expand(channels).reshape(-1, 1, 1).float()
+
+
+def _check(order: _Order, runs: formats.Runs, images: Iterable[Any] | Tensor | None) -> Figures:
+    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
+
+    def raw(x: Tensor) -> Tensor:
+        return x * std + mean if order.normalize else x
+
+    described = "smooth noise, seed 0" if images is None else "given images"
+    batches = _tensors(checks.pictures(order.size, mean, std) if images is None else images)
+    batches = checks.split(batches, None if order.dynamic_batch else 1)
+    return checks.check(
+        order.source, runs, batches, dtype=order.dtype, softmax=order.softmax, raw=raw, described=described
+    )
+
+
+def _tensors(images: Iterable[Any] | Tensor) -> Iterator[Tensor]:
+    for batch in [images] if isinstance(images, Tensor) else images:
+        yield (batch[0] if isinstance(batch, (tuple, list)) else batch).float()

@@ -1,0 +1,97 @@
+"""The formats a network can be exported to, and which of them a file name means."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from normswap.errors import OptionError
+from normswap.models.weight_files import first_line
+
+Runs = Callable[[Tensor], Tensor]
+FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
+
+
+class Format(Protocol):
+    """What a format's module offers."""
+
+    NAME: str
+    NEEDS: tuple[str, ...]  # packages
+    GRAPH: bool  # it holds operators, not only tensors
+    NOTES: Mapping[str, str]  # what a user should know of a dtype in it
+
+    def write(self, network: Any, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+        """Write `network`, traced on `x` (N, C, H, W), to `file`; `dynamic`: for any number of images at a time.
+
+        Raises:
+            RefusedError: the format cannot hold it; says what.
+        """
+
+    def open(self, file: Path) -> Runs:
+        """The file in its own runtime: from images to what the network computes.
+
+        Raises:
+            VerificationError: the runtime does not take it.
+        """
+
+    def nodes(self, file: Path) -> dict[str, int]:
+        """How many operators of each kind the file has, the most frequent first."""
+
+
+_MODULES = {"onnx": "onnx_file", "pt2": "pt2", "torchscript": "torchscript", "safetensors": "safetensors_file"}
+_ENDINGS = {
+    ".onnx": "onnx",
+    ".pt2": "pt2",
+    ".torchscript": "torchscript",
+    ".ts": "torchscript",
+    ".safetensors": "safetensors",
+}
+
+
+def names() -> list[str]:
+    return list(_MODULES)
+
+
+def get(name: str) -> Any:
+    """The module of a format; it satisfies `Format`.
+
+    Raises:
+        OptionError: there is none of that name, or a package it needs is not installed.
+    """
+    if name not in _MODULES:
+        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_MODULES)}")
+    form: Any = importlib.import_module(f"normswap.exporting.{_MODULES[name]}")
+    for package in form.NEEDS:
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            remedy = "pip install 'normswap[export]'"
+            raise OptionError(f"{name} needs the package {package}", "it is not installed", remedy) from None
+    return form
+
+
+def choose(file: Path, name: str | None) -> Any:
+    """The format of `file`: the one that is named, or the one that its ending says.
+
+    Raises:
+        OptionError: the ending says nothing, or something else than the name.
+    """
+    meant = _ENDINGS.get(file.suffix.lower())
+    if name is None and meant is None:
+        known = ", ".join(f"{ending} ({of})" for ending, of in _ENDINGS.items())
+        what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
+        raise OptionError(f"{what} says no format", remedy=f"Known: {known}; or name it with --format")
+    if name is not None and name in _MODULES and meant not in (None, name):
+        raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
+    return get(name or str(meant))
+
+
+def reason(error: BaseException) -> str:
+    """The cause at the bottom of an exporter's error, in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

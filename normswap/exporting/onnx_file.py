@@ -1,0 +1,137 @@
+"""ONNX: the graph that torch.export sees, in torch's current opset, for ONNX Runtime and whatever else reads it.
+
+torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/benchmarks/export.md).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.errors import RefusedError, VerificationError
+from normswap.exporting import rounding
+from normswap.exporting.exported_module import INPUT, Shipped
+from normswap.exporting.formats import Runs, reason
+from normswap.layers import seats
+from normswap.models.weight_files import first_line, quiet
+
+NAME = "onnx"
+NEEDS = ("onnx", "onnxscript", "onnxruntime")
+GRAPH = True
+NOTES: Mapping[str, str] = {}
+_LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
+
+
+def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The file is complete: nothing lies beside it."""
+    import onnx
+
+    size = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
+    if size > _LIMIT:
+        raise RefusedError(
+            f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try --dtype fp16, or pt2"
+        )
+    proto = _graph(_depthwise(network), x, dynamic)
+    _strip(proto.graph)
+    if network.stored != network.dtype:
+        _store_bf16(proto.graph)
+    onnx.helper.set_model_props(proto, dict(metadata))
+    proto.producer_name = "normswap"
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
+    file.write_bytes(proto.SerializeToString())
+
+
+def _depthwise(network: Shipped) -> Shipped:
+    """A copy whose remaining scales and shifts per channel are 1 x 1 depthwise convolutions.
+
+    ONNX Runtime keeps those in its blocked layout on the CPU, and fuses the activation that follows; a broadcast
+    multiplication or addition makes it convert the layout there and back (5 % of a resnetv2_50's time).
+    """
+    twin = copy.deepcopy(network)
+    for path, module in list(twin.named_modules()):
+        if not isinstance(module, seats.ChannelAffine | seats.ChannelBias):
+            continue
+        bias = module.bias.detach()
+        scale = module.weight.detach() if isinstance(module, seats.ChannelAffine) else module.sign
+        conv = nn.Conv2d(len(bias), len(bias), 1, groups=len(bias), dtype=bias.dtype).requires_grad_(False)
+        conv.weight.copy_((torch.ones_like(bias) if scale is None else scale).view(-1, 1, 1, 1))
+        assert conv.bias is not None
+        conv.bias.copy_(bias)
+        twin.set_submodule(path, conv if module.act is None else nn.Sequential(conv, module.act))
+    return twin
+
+
+def _graph(network: Shipped, x: Tensor, dynamic: bool) -> Any:
+    shapes = ({0: torch.export.Dim("batch", min=1)},) if dynamic else None
+    try:
+        with quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                network, (x,), dynamo=True, verbose=False, dynamic_shapes=shapes,
+                input_names=[INPUT], output_names=[network.output],
+            )  # fmt: skip
+    except Exception as error:  # torch's exporter raises whatever it meets on its way
+        raise RefusedError("ONNX cannot express the network", reason(error)) from None
+    assert program is not None
+    return program.model_proto
+
+
+def _strip(graph: Any) -> None:
+    """Take out what torch notes on each node: the user's file names and lines, twice the size of the graph."""
+    for item in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer, graph):
+        del item.metadata_props[:]
+    for node in graph.node:
+        node.doc_string = ""
+
+
+def _store_bf16(graph: Any) -> None:
+    """Store every weight that bfloat16 holds exactly in it, and let the graph cast it; runtimes do so once, on loading.
+
+    Biases and what else is small stay as they are.
+    """
+    import onnx
+
+    casts = []
+    for tensor in graph.initializer:
+        if tensor.data_type != onnx.TensorProto.FLOAT:
+            continue
+        value = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+        if not rounding.is_bfloat16(value):
+            continue
+        name = tensor.name
+        data = value.bfloat16().view(torch.int16).numpy().tobytes()
+        stored = onnx.helper.make_tensor(f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True)
+        tensor.CopyFrom(stored)
+        casts.append(onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT))
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*casts, *rest])
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`; on the CPU."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its own exceptions derive from nothing else
+        raise VerificationError(f"ONNX Runtime {ort.__version__} cannot run it", first_line(error)) from None
+    return lambda x: torch.from_numpy(session.run(None, {INPUT: x.numpy()})[0])
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
+    import onnx
+
+    return dict(Counter(node.op_type for node in onnx.load(file).graph.node).most_common())

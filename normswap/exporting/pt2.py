@@ -1,0 +1,94 @@
+"""pt2: a torch.export archive. It needs torch alone: `torch.export.load(file).module()(images)`."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from normswap.errors import RefusedError, VerificationError
+from normswap.exporting import rounding
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import FP16, Runs, reason
+from normswap.graph.inspection import LINEAR
+from normswap.models.weight_files import first_line, quiet
+
+NAME = "pt2"
+NEEDS = ()
+GRAPH = True
+NOTES = {
+    "fp16": FP16,
+    "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
+}
+
+
+def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The metadata are extra files of the archive."""
+    network = _with_bf16(network) if network.stored != network.dtype else network
+    shapes = ({0: torch.export.Dim("batch", min=1)},) if dynamic else None
+    try:
+        with quiet(), torch.no_grad():
+            program = torch.export.export(network, (x,), dynamic_shapes=shapes)
+    except Exception as error:  # torch's exporter raises whatever it meets on its way
+        raise RefusedError("torch.export cannot express the network", reason(error)) from None
+    _leave_out_ones(program.graph)
+    for node in list(program.graph.nodes):
+        node.meta.pop("stack_trace", None)  # the exporting machine's file names
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
+            program.graph.erase_node(node)
+    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
+    with quiet():
+        torch.export.save(program, held, extra_files=dict(metadata))
+    file.write_bytes(held.getbuffer())
+
+
+class _Cast(nn.Module):
+    def forward(self, stored: Tensor) -> Tensor:
+        return stored.float()
+
+
+def _with_bf16(network: Shipped) -> Shipped:
+    """A copy that holds every weight in bfloat16 that it is exact in, and casts it."""
+    twin = copy.deepcopy(network)
+    for module in list(twin.modules()):
+        if isinstance(module, LINEAR) and rounding.is_bfloat16(module.weight):
+            module.weight.data = module.weight.data.bfloat16()
+            parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
+    return twin
+
+
+def _leave_out_ones(graph: fx.Graph) -> None:
+    """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
+
+    One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.mul.Tensor or not isinstance(node.args[1], float) or node.args[1] != 1:
+            continue
+        overwritten = any(str(user.target).split(".")[-2].endswith("_") for user in node.users if user.op != "output")
+        if len(node.args[0].users) == 1 or not overwritten:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`."""
+    try:
+        with quiet():
+            return torch.no_grad()(torch.export.load(file).module())
+    except Exception as error:
+        raise VerificationError("torch.export.load does not take it", first_line(error)) from None
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
+    with quiet():
+        graph = torch.export.load(file).graph
+    called = (str(node.target).removeprefix("aten.") for node in graph.nodes if node.op == "call_function")
+    return dict(Counter(called).most_common())

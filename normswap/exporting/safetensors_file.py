@@ -1,0 +1,53 @@
+"""safetensors: the folded weights in one file, whose header says how to build the network around them.
+
+Its runtime is normswap: `normswap.load(file)`, or FILE as MODEL of any command. There are no operators in it, so the
+features before the classifier stay what they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from normswap.errors import NormswapError, VerificationError
+from normswap.exporting import rounding
+from normswap.exporting.formats import FP16, Runs
+from normswap.storage import checkpoint
+
+NAME = "safetensors"
+NEEDS = ()
+GRAPH = False
+NOTES = {"fp16": FP16}
+
+
+def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The metadata are in the header."""
+    if metadata.get("dtype") == "bf16":
+        network = copy.deepcopy(network)
+        for parameter in network.parameters():
+            if rounding.is_bfloat16(parameter):
+                parameter.data = parameter.data.bfloat16()
+    try:
+        checkpoint.write_file(file, network, metadata)
+    except SafetensorError as error:  # the disk is full
+        raise OSError(str(error)) from None
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`."""
+    try:
+        network = checkpoint.load(file)
+    except NormswapError as error:
+        raise VerificationError("normswap.load does not take it", str(error)) from None
+    dtype = next(network.parameters()).dtype
+    return torch.no_grad()(lambda x: network(x.to(dtype)).float())
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`: it has none."""
+    return {}

@@ -1,0 +1,88 @@
+"""What a caller of the file has to know: FILE.preprocess.json beside it, and the same inside where the format allows.
+
+The whole name of the file is kept in the name, as exports of one folder may differ in what they leave to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from normswap import __version__, provenance
+from normswap.exporting.exported_module import INPUT
+from normswap.models import zoo
+from normswap.storage import atomic_write
+
+Body = dict[str, Any]
+
+
+def place(file: Path) -> Path:
+    """Where the sidecar of `file` is."""
+    return file.with_name(f"{file.name}.preprocess.json")
+
+
+def config(model: nn.Module) -> Body:
+    """timm's preprocessing record of a network: input_size, mean, std, interpolation, crop_pct, crop_mode."""
+    found = zoo.data_config(model)
+    if provenance.of(model) is None:  # timm does not record how many channels a network was made for
+        stem = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+        if stem is not None:
+            found["input_size"] = (stem.in_channels, *tuple(found["input_size"])[1:])
+    return found
+
+
+def body(model: nn.Module, size: tuple[int, int, int], output: str, *, normalize: bool, dynamic: bool) -> Body:
+    """What is left to do with an image before the file takes it, and what its answers mean.
+
+    Args:
+        size: (C, H, W) that the file takes.
+        output: what it answers with.
+        normalize: the file subtracts the mean and divides by std itself; dynamic: it takes any number of images.
+    """
+    known = config(model)
+    record = provenance.of(model)
+    kept = dict(record.pretrained_cfg) if record else {}
+    names = kept.get("label_names")
+    labels = list(names.values()) if isinstance(names, Mapping) else names
+    crop = {key: known[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in known}
+    return {
+        "input": {
+            "name": INPUT,
+            "dtype": "float32",
+            "layout": "NCHW",
+            "batch": None if dynamic else 1,
+            "size": list(size),
+            "channels": "RGB" if size[0] == 3 else "L" if size[0] == 1 else None,
+            "range": [0.0, 1.0],
+        },
+        "resize": {"to": [round(side / known["crop_pct"]) for side in size[1:]], **crop},
+        "normalize": None if normalize else {"mean": list(known["mean"]), "std": list(known["std"])},
+        "output": {"name": output, "dtype": "float32", "labels": labels},
+    }
+
+
+def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
+    """What goes into the file: all values are text, lists and records as JSON."""
+    record = provenance.of(model) or provenance.Provenance(source=type(model).__name__)
+    return {
+        "source": record.source,
+        "sha256": record.sha256 or "",
+        "architecture": record.arch.name if record.arch else type(model).__name__,
+        "dtype": dtype,
+        "labels": json.dumps(body["output"]["labels"]),
+        "preprocess": json.dumps(body),
+        "versions": json.dumps({"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}),
+    }
+
+
+def write(file: Path, body: Body) -> None:
+    """Raises:
+    OutputError: it cannot be written.
+    """
+    atomic_write.text(file, json.dumps(body, indent=2) + "\n")

@@ -1,0 +1,96 @@
+"""TorchScript: traced and frozen, for libtorch and what still reads it: `torch.jit.load(file)(images)`."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.errors import RefusedError, VerificationError
+from normswap.exporting import rounding
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import FP16, Runs, reason
+from normswap.models.weight_files import first_line, quiet
+
+NAME = "torchscript"
+NEEDS = ()
+GRAPH = True
+NOTES = {"fp16": FP16}
+_BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
+
+
+def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The metadata are extra files of the archive.
+
+    A trace takes any number of images anyway, unless the network computes with that number.
+    """
+    try:
+        with quiet(), torch.no_grad():
+            frozen = torch.jit.freeze(torch.jit.trace(network, x, check_trace=False))
+    except Exception as error:  # whatever tracing meets on its way
+        raise RefusedError("TorchScript cannot express the network", reason(error)) from None
+    _leave_out_ones(frozen.graph)
+    if network.stored != network.dtype:
+        _store_bf16(frozen.graph)
+    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
+    with quiet():
+        torch.jit.save(frozen, held, _extra_files=dict(metadata))
+    file.write_bytes(held.getbuffer())
+
+
+def _leave_out_ones(graph: Any) -> None:
+    """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
+
+    One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
+    """
+    for node in list(graph.nodes()):
+        factors = list(node.inputs())
+        value = factors[1].toIValue() if node.kind() == "aten::mul" else None
+        if not isinstance(value, float) or value != 1:
+            continue
+        overwritten = any(use.user.kind().endswith("_") for use in node.output().uses())
+        if len(factors[0].uses()) == 1 or not overwritten:
+            node.output().replaceAllUsesWith(factors[0])
+            node.destroy()
+
+
+def _store_bf16(graph: Any) -> None:
+    """Hold every weight in bfloat16 that it is exact in, and cast it; the runtime does so once, as it folds constants.
+
+    After freezing, which would cast them, too.
+    """
+    for node in list(graph.nodes()):
+        value = node.output().toIValue() if node.kind() == "prim::Constant" else None
+        if not isinstance(value, Tensor) or not rounding.is_bfloat16(value):
+            continue
+        node.t_("value", value.bfloat16())
+        graph.setInsertPoint(node)
+        no, default = (graph.insertConstant(other) for other in (False, None))
+        kind = graph.insertConstant(torch.float32)
+        for constant in (kind, no, default):
+            constant.node().moveBefore(node)
+        cast = graph.create("aten::to", [node.output(), kind, no, no, default], 1)
+        cast.insertAfter(node)
+        node.output().replaceAllUsesAfterNodeWith(cast, cast.output())
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`."""
+    try:
+        with quiet():
+            return torch.no_grad()(torch.jit.load(file))
+    except Exception as error:
+        raise VerificationError("torch.jit.load does not take it", first_line(error)) from None
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
+    with quiet():
+        graph: Any = torch.jit.load(file).inlined_graph
+    kinds = [node.kind() for node in graph.nodes()]
+    return dict(Counter(kind.removeprefix("aten::") for kind in kinds if kind not in _BOOKKEEPING).most_common())

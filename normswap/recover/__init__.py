@@ -1,1 +1,0 @@
-"""Recover: recipes, and the engine that trains a converted network."""

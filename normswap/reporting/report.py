@@ -1,0 +1,236 @@
+"""The report about a directory that normswap wrote: its facts as one record, which `page` lays out, and the file.
+
+The source is opened again where it is still what it was; else the network is unfolded, which brings its BatchNorm back;
+else only what the directory itself holds is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance, schemes
+from normswap.analysis import summary
+from normswap.analysis.signal_propagation import signal
+from normswap.errors import NormswapError, OutputError, SourceError
+from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import Loader
+from normswap.layers import seats
+from normswap.models import zoo
+from normswap.plan import Plan, Step
+from normswap.provenance import Provenance
+from normswap.reporting import page
+from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
+from normswap.storage import atomic_write, checkpoint
+from normswap.surgery import reverification, unfolding
+
+_BINS = 30
+_NOISE = 8
+
+
+def claim(file: Path, *, force: bool) -> None:
+    """See, before any work, that `file` may be written.
+
+    Raises:
+        OutputError: it is a directory, exists (without `force`), or is no page of HTML.
+    """
+    atomic_write.claim(file, force=force)
+    if not file.exists():
+        return
+    with file.open(errors="replace") as opened:
+        if opened.read(len(page.MARK)).lower() not in (page.MARK, ""):
+            raise OutputError(f"{file} is no HTML file", remedy="Give another -o")
+
+
+def collect(
+    directory: Path,
+    images: Callable[[nn.Module], Loader] | None = None,
+    say: Callable[[str], None] = lambda what: None,
+) -> Facts:
+    """Load, open the source, measure.
+
+    Args:
+        images: makes the loader of labelled images that both networks are evaluated on.
+        say: called with what is going on.
+
+    Raises:
+        SourceError: `directory` is not there, was not written by normswap, or is damaged.
+    """
+    if not directory.is_dir():
+        raise SourceError(f"{directory} is no directory", remedy="Name one that `normswap convert` wrote")
+    say(f"loading {directory}")
+    result = checkpoint.load(directory)
+    record = provenance.of(result)
+    assert record is not None
+    assert record.arch is not None
+    say("opening the source")
+    before, against, notes = _source(result, record)
+    bare = before or zoo.create(record.arch)
+    seen = inspection.inspect(bare)
+    norms = _norms(seen, record.plan)
+    inside = {path for block in seen.blocks for path in block.norms}
+    say("measuring")
+    return Facts(
+        source=record.source,
+        sha256=record.sha256,
+        arch=record.arch,
+        steps=tuple(_step(step) for step in record.plan.steps),
+        digest=record.plan.digest,
+        versions=checkpoint.read_header(directory).get("versions") or {},
+        report=checkpoint.read_report(directory),
+        blocks=tuple(BlockFact(b.path, b.stage, b.skip, tuple(norms[path] for path in b.norms)) for b in seen.blocks),
+        others=tuple(norm for path, norm in norms.items() if path not in inside),
+        gammas=_gammas(record, norms),
+        alphas=_alphas(result, seen, record.plan),
+        sizes={"before": _sizes(bare), "after": _sizes(result)},
+        against=against,
+        notes=tuple(notes),
+        **_measured(before, result, seen, None if images is None else images(result)),
+    )
+
+
+def write(facts: Facts, file: Path) -> None:
+    """The page, written beside, then renamed: it is there whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    atomic_write.text(file, page.render(facts))
+
+
+def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, str, list[str]]:
+    """The network before the conversion, where it is from (`source`, `unfolded`, ``), and what to say about it."""
+    notes: list[str] = []
+    if record.source and record.sha256:
+        try:
+            source = checkpoint.open_model(record.source, **reverification.how(result))
+        except (NormswapError, OSError):
+            notes.append("The recorded source cannot be opened from here any more.")
+        else:
+            if reverification.unchanged(source, result) is not False:
+                return source, "source", notes
+            notes.append("The recorded source has other tensors now than when this was made.")
+    if not _exact(record.plan):
+        notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
+        return None, "", notes
+    try:
+        return unfolding.unfold(result).eval(), "unfolded", notes
+    except NormswapError as error:
+        notes.append(f"The result cannot be unfolded: {error}")
+        return None, "", notes
+
+
+def _exact(plan: Plan) -> bool:
+    try:
+        return all(schemes.exact(step) for step in plan.steps)
+    except NormswapError:
+        return False
+
+
+def _step(step: Step) -> StepFact:
+    known = next((body for body in summary.of_schemes() if body["name"] == step.scheme), {"summary": "", "paper": ""})
+    edits = Counter(edit.layer for edit in step.edits)
+    return StepFact(step.scheme, step.options, known["summary"], known["paper"], dict(edits.most_common()))
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    return {"norms": summary.norms(model), "parameters": summary.parameters(model)}
+
+
+def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
+    """Every norm of the source by path, with what all steps together did to it."""
+    fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
+    said: dict[str, list[str]] = {path: [] for path in fates}
+    into = {"after": "folded into", "after-unit": "statistics folded into",
+            "before": "folded forward into", "before-magnitude": "scale moved on to",
+            "before-shift": "shift moved on to",
+            "norm": "statistics and gamma scale the weights of"}  # fmt: skip
+    seated = {"Vacant": ("gone", ""), "Scale": ("scalar", "a scalar alpha in its seat"),
+              "ChannelBias": ("bias", "a shift per channel stays"),
+              "ChannelAffine": ("affine", "a scale and a shift per channel stay"),
+              "BareNorm": ("replaced", "only the standardization stays")}  # fmt: skip
+    for step in plan.steps:
+        for edit in step.edits:
+            for how, path in zip(edit.args.get("takes", ()), edit.reads, strict=False):
+                if path in said:
+                    said[path].append(f"{into.get(how.split()[0], how)} {edit.path}")
+            if edit.path in fates:
+                fates[edit.path], words = seated.get(edit.layer, ("replaced", f"a {edit.layer} in its seat"))
+                said[edit.path].append(words)
+    return {
+        norm.path: NormFact(norm.path, norm.role, norm.channels, fates[norm.path], _words(said[norm.path]))
+        for norm in seen.norms
+    }
+
+
+def _words(said: list[str]) -> str:
+    return "; ".join(dict.fromkeys(words for words in said if words)) or "stays as it is"
+
+
+def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...]:
+    found: dict[str, list[np.ndarray]] = {}
+    for name, tensor in record.norms.items():
+        path, _, kind = name.rpartition(".")
+        if kind == "weight":
+            role = norms[path].role if path in norms else "other"
+            found.setdefault(role, []).append(tensor.detach().double().flatten().numpy())
+    if not found:
+        return ()
+    every = np.concatenate([values for group in found.values() for values in group])
+    edges = np.histogram_bin_edges(every, _BINS)
+    listed = []
+    for role in (role for role in ROLES if role in found):
+        values = np.concatenate(found[role])
+        counts, _ = np.histogram(values, edges)
+        signs = int((values < 0).sum()), int((values == 0).sum())
+        count = tuple(int(c) for c in counts)
+        listed.append(Gammas(role, len(found[role]), tuple(edges.tolist()), count, float(values.mean()), *signs))
+    return tuple(listed)
+
+
+def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
+    """The scalars in order of the blocks whose branches they end; others after those."""
+    planned = {edit.path: edit.args.get("alpha") for step in plan.steps for edit in step.edits if edit.layer == "Scale"}
+    blocks = {block.tail: block.path for block in seen.blocks if block.tail}
+    order = list(blocks)
+    found = []
+    for path, module in result.named_modules():
+        if isinstance(module, seats.Scale):
+            seat = path.removesuffix(".then")
+            bias = None if module.bias is None else module.bias.item()
+            found.append(Alpha(blocks.get(seat, seat), seat, module.alpha.item(), planned.get(seat), bias))
+    return tuple(sorted(found, key=lambda alpha: order.index(alpha.seat) if alpha.seat in order else len(order)))
+
+
+def _measured(before: nn.Module | None, result: nn.Module, seen: Anatomy, loader: Loader | None) -> dict[str, Any]:
+    """What the networks have to be run for."""
+    batch, described = _inputs(result, loader)
+    networks = {"before": before, "after": result} if seen.blocks else {}
+    points = {name: tuple(signal(model, batch)) for name, model in networks.items() if model is not None}
+    return {"signal": points, "signal_inputs": described, "accuracy": _accuracy(before, result, loader)}
+
+
+def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
+    """What the signal is measured on: the first batch of the images, or noise."""
+    if loader is not None:
+        batch = next(iter(loader))[0]
+        return batch, f"the first {len(batch)} images"
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(_NOISE, *zoo.input_size(result), generator=generator), f"{_NOISE} images of N(0, 1) noise"
+
+
+def _accuracy(before: nn.Module | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:
+    if loader is None:
+        return {}
+    if before is not None:
+        return reverification.on_images(before, result, loader)
+    measured = evaluate(result, loader)
+    return {"result": measured.top1, "count": measured.count}

@@ -1,0 +1,313 @@
+"""Fine-tune: one loop, on one device or many, that can be killed at any moment and continued.
+
+What it stands on: Accelerate (processes, devices, precision, accumulation, trackers), timm (transforms, optimizers,
+schedules, clipping, averaging), and a folder whose files are whole at every moment (`folder`). Random numbers are a
+function of (seed, update, process), so a continued run needs none of an interrupted one's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.errors import SourceError, TrainingError
+from normswap.provenance import Provenance
+from normswap.surgery import unfolding
+from normswap.training import assembly, filter_means, launching, stopping
+from normswap.training.assembly import Task
+from normswap.training.progress_records import FIRST_FAILED, GONE, Moment, Result
+from normswap.training.recipe import Recipe
+from normswap.training.run_folder import COLUMNS, Folder, Position, Row, flat, identify
+from normswap.training.training_images import key
+from normswap.training.validating import measure, precise, score
+
+
+def finetune(
+    model: nn.Module | None,
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: str | Path | None = None,
+    device: str = "auto",
+    track: str = "auto",
+    progress: Callable[[Moment], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Result:
+    """Train `model`, which is not changed, as the recipe says; in one process, or in each of those torchrun started.
+
+    Args:
+        model: a source or a converted network; None for the one that the recipe names.
+        out: the run's folder.
+        resume: "auto" continues the run in `out` if there is one; a folder: the run in it. None: `out` must be new.
+        device: auto, cpu, cuda or mps.
+        track: auto, none, or a list of tensorboard, wandb, mlflow.
+        progress: called now and then, in the first process.
+        say: called with what the user should know, in the first process.
+
+    Raises:
+        NormswapError: the recipe does not fit the network, the images or the machine; TrainingError: the loss is not
+            finite.
+    """
+    tracked = assembly.trackers(track)
+    engine = assembly.accelerator(recipe, device, Path(out), tracked)
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        if say is not None and engine.is_main_process:
+            say(text)
+
+    before = torch.get_rng_state()
+    try:
+        begin = assembly.start(model, recipe, tell)
+        if warning := assembly.advice(begin.model):
+            tell(warning)
+        task = Task(begin, recipe, engine)
+        folder = Folder(Path(out), identify(begin.given, recipe, task.images.digest))
+        run = Run(task, folder, _blank(begin.model), progress if engine.is_main_process else None, tell)
+        run.open(resume)
+        with stopping.on_request() as stop:
+            finished = run.train(stop)
+        engine.end_training()
+    except RuntimeError as error:
+        if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistBackendError)):
+            raise TrainingError(GONE, remedy="--resume auto continues the run") from None
+        raise
+    finally:
+        torch.set_rng_state(before)
+    at = run.at
+    return Result(
+        folder.best, folder.last, run.network(task.raw).eval(), tuple(at.rows), at.best_epoch, at.update, finished,
+        tuple(notes),
+    )  # fmt: skip
+
+
+class Run:
+    """The loop and what it leaves behind.
+
+    Args:
+        task: what is trained.
+        folder: where it is kept.
+        blank: the network as training begins, for its structure.
+        progress, tell: as in `finetune`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        folder: Folder,
+        blank: nn.Module,
+        progress: Callable[[Moment], None] | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.task, self.folder, self.blank, self.progress, self.tell = task, folder, blank, progress, tell
+        self.engine, self.recipe, self.at = task.engine, task.recipe, Position()
+        device = task.engine.device
+        self.sum = torch.zeros((), device=device, dtype=precise(device))  # of this process's losses since the last look
+        self.lr = 0.0
+        self.every = 1 if task.engine.device.type == "cpu" else 10  # a look waits for the device
+
+    def open(self, resume: str | Path | None) -> None:
+        """Begin the run, or continue one."""
+        other = None if resume in (None, "auto") else Folder(Path(str(resume)), self.folder.identity)
+        if (resume == "auto" or launching.restarted()) and self.folder.state.is_file():
+            other = self.folder
+        if other is None:
+            self._main(lambda: self.folder.begin(self.recipe))
+            self._watch()
+            self._end_epoch(began=False)
+            return
+        self.at, parts = other.read_state()
+        self.task.restore(parts)
+        if other is not self.folder and other.place.resolve() != self.folder.place.resolve():
+            self._main(lambda: self.folder.adopt(other, self.recipe))
+            self._save()
+        self._watch()
+        self.tell(f"continuing at update {self.at.update} of {self.task.updates}")
+
+    def _watch(self) -> None:
+        plain = {
+            key: value if isinstance(value, float | str) else str(value) for key, value in flat(self.recipe).items()
+        }
+        self.engine.init_trackers("normswap", plain)
+
+    def train(self, stop: stopping.Stop) -> bool:
+        """All updates that are left; False if somebody asked to stop before the end."""
+        task, every = self.task, self.recipe.train.checkpoint
+        batches = self._batches()
+        while self.at.update < task.updates:
+            start = time.perf_counter()
+            self._update(batches)
+            self.at.update += 1
+            self.at.seconds += time.perf_counter() - start
+            ends = self.at.update % task.per_epoch == 0 or self.at.update == task.updates
+            due = ends or (every is not None and self.at.update % every == 0)
+            if not due and self.at.update % self.every:
+                continue
+            finite, asked = self._agree(stop.asked)
+            if not finite or ((due or asked) and not self._sound()):
+                self._go_back()
+                batches = self._batches()
+                continue
+            self._show()
+            if ends:
+                self._end_epoch()
+            elif due or asked:
+                self._save()
+            if asked:
+                break
+        return self.at.update == task.updates
+
+    def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """One step of the optimizer, on a whole batch over all micro-batches and processes."""
+        task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
+        torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
+        self.lr = task.rate.set(update, self.at.factor)
+        task.model.train()
+        for _ in range(self.recipe.train.accumulate):
+            images, labels = self._placed(*next(batches))
+            with engine.accumulate(task.model):
+                with engine.autocast():
+                    loss = task.objective(task.model, images, labels, (seed, "mixup", update))
+                engine.backward(loss)
+                if engine.sync_gradients and task.clipping is not None:
+                    engine.unscale_gradients()
+                    task.clipping.clip()
+                task.optimizer.step()
+                task.optimizer.zero_grad()
+            self.sum += loss.detach() / self.recipe.train.accumulate
+        if task.ema is not None:
+            task.ema.update(task.raw, step=update + 1)
+        if task.means is not None:
+            task.means.step(update, task.ema.module if task.ema else None)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        pin = self.engine.device.type == "cuda"
+        return self.task.images.batches(self.task.share, self.at.update, self.task.updates, pin=pin)
+
+    def _placed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        classes = self.task.classes
+        if classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            wrong = next(label for label in labels.tolist() if not 0 <= label < classes)
+            raise SourceError(f"label {wrong} is no class of this network", f"it has {classes}")
+        device, task = self.engine.device, self.task
+        images = images.to(device, task.dtype, non_blocking=True).contiguous(memory_format=task.layout)
+        return images, labels.to(device, non_blocking=True)
+
+    def _agree(self, asked: bool) -> tuple[bool, bool]:
+        """Whether the losses since the last look are finite, and whether any process was asked to stop."""
+        told = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
+        loss, stop = self.engine.reduce(told, "sum").tolist()
+        self.at.loss += loss / self.engine.num_processes
+        self.sum.zero_()
+        return math.isfinite(loss), stop > 0
+
+    def _sound(self) -> bool:
+        """Whether the weights are finite; every process has the same."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.task.raw.parameters())
+
+    def _go_back(self) -> None:
+        """After a loss that is not finite: to the last state with half the learning rate, if the recipe says so."""
+        at, train = self.at, self.recipe.train
+        what = f"the loss is not finite at update {at.update} of {self.task.updates}"
+        done = at.rollbacks if train.not_finite == "rollback" else train.rollbacks
+        self.engine.wait_for_everyone()
+        good, parts = self.folder.read_state()
+        if done >= train.rollbacks:
+            after = f"{at.rollbacks} rollbacks did not help" if at.rollbacks else ""
+            remedy = f"The last good checkpoint is {self.folder.last}, of update {self._saved(good)}. Lower optim.lr"
+            raise TrainingError(what, after, remedy)
+        self.task.restore(parts)
+        self.sum.zero_()
+        self.at = replace(good, factor=at.factor / 2, rollbacks=at.rollbacks + 1)
+        self.tell(f"{what}: back to update {good.update}, with {self.at.factor:g} of the learning rate")
+        self._save()
+
+    def _saved(self, good: Position) -> int:
+        """The update of the network in last/."""
+        return int(good.rows[-1]["update"] or 0) if good.rows else 0
+
+    def _end_epoch(self, *, began: bool = True) -> None:
+        """Validate, write a row, the network and, if it is the best so far, the best one."""
+        at, task = self.at, self.task
+        own = measure(task.raw, task.validation, self.engine)
+        averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
+        count = (at.update - 1) % task.per_epoch + 1
+        epoch = at.update / task.per_epoch
+        row: Row = dict.fromkeys(COLUMNS)
+        row.update(epoch=int(epoch) if epoch == int(epoch) else epoch, update=at.update)
+        if began:
+            rate = count * self.recipe.data.batch_size / at.seconds
+            row.update(lr=self.lr, train_loss=at.loss / count, images_per_s=rate, seconds=at.seconds)
+        if own is not None:
+            row.update(top1=own.top1, top5=own.top5, val_loss=own.loss, ema_top1=averaged.top1 if averaged else None)
+        at.rows, at.loss, at.seconds = [*at.rows, row], 0.0, 0.0
+        points, network = score(row), task.raw
+        if task.ema is not None and averaged is not None and own is not None and averaged.top1 > own.top1:
+            network = task.ema.module
+        better = at.best is None or points > at.best
+        if better:
+            at.best, at.best_epoch = points, row["epoch"]
+        self._main(lambda: self._write(row, network if better else None))
+        self._save()
+
+    def _write(self, row: Row, best: nn.Module | None) -> None:
+        if best is not None:
+            self.folder.write_network(self.network(best), self.folder.best)
+        self.folder.write_network(self.network(self.task.raw), self.folder.last)
+        self.folder.write_metrics(self.at.rows)
+        values = {name: value for name, value in row.items() if value is not None}
+        self.engine.log(values, step=self.at.update)
+
+    def _save(self) -> None:
+        self._main(lambda: self.folder.write_state(self.at, self.task.parts()))
+
+    def _main(self, work: Callable[[], None]) -> None:
+        """Let the first process do it; the others wait, and fail if it does."""
+        problem: Exception | None = None
+        if self.engine.is_main_process:
+            try:
+                work()
+            except Exception as error:
+                problem = error
+        failed = self.engine.reduce(torch.tensor(float(problem is not None), device=self.engine.device), "sum")
+        if problem is not None:
+            raise problem
+        if failed.item():
+            raise TrainingError(FIRST_FAILED)
+
+    def _show(self) -> None:
+        at, task = self.at, self.task
+        count = (at.update - 1) % task.per_epoch + 1
+        loss = at.loss / count
+        self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
+        if self.progress is None:
+            return
+        per_update = at.seconds / count
+        top1 = at.rows[-1]["top1"] if at.rows else None
+        speed, left = self.recipe.data.batch_size / per_update, per_update * (task.updates - at.update)
+        epochs = task.updates / task.per_epoch
+        self.progress(
+            Moment(at.update, task.updates, at.update / task.per_epoch, epochs, speed, self.lr, loss, top1, left)
+        )
+
+    def network(self, trained: nn.Module) -> nn.Module:
+        """A network of the structure that training began with, on the CPU, with the tensors of `trained`."""
+        fresh = copy.deepcopy(self.blank)
+        fresh.load_state_dict(trained.state_dict())
+        return filter_means.drop(fresh)
+
+
+def _blank(model: nn.Module) -> nn.Module:
+    """A copy that knows its architecture, so that saving need not find it out each time."""
+    record = provenance.of(model) or Provenance(source=type(model).__name__)
+    return provenance.attach(copy.deepcopy(model), replace(record, arch=unfolding.architecture(model)))

@@ -1,0 +1,184 @@
+"""A run's folder: what is in it, and how it is continued. Every file in it is whole at every moment.
+
+recipe.yaml    the recipe, every key with its value
+metrics.csv    one row per epoch; the first is the network before training
+best/, last/   networks, as `normswap convert` writes them
+state/run.pt   everything that continuing needs: read by torch.load with weights_only, so nothing in it can run
+tensorboard/   and what other trackers write
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from normswap import provenance
+from normswap.errors import OptionError, OutputError, SourceError
+from normswap.models import zoo
+from normswap.models.weight_files import first_line
+from normswap.storage import atomic_write, checkpoint
+from normswap.training import recipe_files
+from normswap.training.recipe import Recipe
+
+VERSION = 1
+COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")
+Row = dict[str, float | None]
+State = dict[str, Any]
+
+
+@dataclass
+class Position:
+    """How far a run is.
+
+    Args:
+        update: updates done.
+        rows: of metrics.csv.
+        loss: sum of the losses of the epoch's updates so far.
+        seconds: the epoch's training time so far.
+        factor: what the learning rate is multiplied by, after rollbacks.
+        rollbacks: how many there were.
+        best: the best score so far, of the network in best/.
+        best_epoch: when that was.
+    """
+
+    update: int = 0
+    rows: list[Row] = field(default_factory=list)
+    loss: float = 0.0
+    seconds: float = 0.0
+    factor: float = 1.0
+    rollbacks: int = 0
+    best: float | None = None
+    best_epoch: float | None = None
+
+
+class Folder:
+    """The folder of one run.
+
+    Args:
+        place: where.
+        identity: what may not change when the run is continued: see `identify`.
+    """
+
+    def __init__(self, place: Path, identity: Mapping[str, Any]) -> None:
+        self.place, self.identity = place, dict(identity)
+        self.best, self.last, self.state = place / "best", place / "last", place / "state" / "run.pt"
+
+    def begin(self, recipe: Recipe) -> None:
+        """Make the folder.
+
+        Raises:
+            OutputError: it cannot be made, or holds something else.
+        """
+        if self.state.is_file():
+            raise OutputError(f"{self.place} holds a run", remedy="--resume auto continues it; or give another -o")
+        if self.place.is_file() or (self.place.is_dir() and set(self._names()) - {"recipe.yaml", "state"}):
+            raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another -o")
+        try:
+            self.state.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
+        atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
+
+    def adopt(self, other: Folder, recipe: Recipe) -> None:
+        """Begin with copies of what the run in another folder has written."""
+        self.begin(recipe)
+        for name in ("best", "last"):
+            if (other.place / name).is_dir():
+                shutil.copytree(other.place / name, self.place / name)
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self.place.iterdir()]
+
+    def write_state(self, position: Position, parts: State) -> None:
+        """Replace the state by this one, at once.
+
+        Raises:
+            OutputError: the disk is full; the old state is still there.
+        """
+        body = {"version": VERSION, "identity": self.identity, "position": vars(position), **parts}
+        buffer = io.BytesIO()  # torch.save on a full disk raises what no one expects, and may leave a part
+        torch.save(body, buffer)
+        atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
+
+    def read_state(self) -> tuple[Position, State]:
+        """The state, if this run may be continued from it.
+
+        Raises:
+            SourceError: there is none, or it cannot be read.
+            OptionError: it is that of another run; says what differs.
+        """
+        if not self.state.is_file():
+            raise SourceError(f"{self.place} holds no run that can be continued", f"there is no {self.state}")
+        try:
+            body = torch.load(self.state, map_location="cpu", weights_only=True)
+            version, position = body.pop("version"), Position(**body.pop("position"))
+        except Exception as error:  # torch raises what its unpickler does
+            raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
+        if version != VERSION:
+            raise SourceError(f"{self.state} has version {version}, this normswap reads {VERSION}")
+        differ = list(_differences(body.pop("identity"), self.identity))
+        if differ:
+            more = f"; and {len(differ) - 4} more" if len(differ) > 4 else ""
+            remedy = "Continue with the same recipe, network and images, or give another -o"
+            raise OptionError(f"{self.place} holds another run", "; ".join(differ[:4]) + more, remedy)
+        return position, body
+
+    def write_metrics(self, rows: list[Row]) -> None:
+        """Replace metrics.csv."""
+        text = io.StringIO()
+        table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows({name: _short(value) for name, value in row.items()} for row in rows)
+        atomic_write.text(self.place / "metrics.csv", text.getvalue())
+
+    def write_network(self, model: nn.Module, place: Path) -> None:
+        """Replace best/ or last/."""
+        for stale in self.place.glob(f".{place.name}.*"):  # of a run that was killed while it wrote
+            shutil.rmtree(stale, ignore_errors=True)
+        checkpoint.save(model, place, force=True)
+
+
+def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, Any]:
+    """What makes a run the same run: the recipe, the network it starts from, the images."""
+    record = provenance.of(model)
+    plan = record.plan.digest if record else ""
+    keys = flat(recipe)
+    for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
+        keys.pop(free, None)
+    return {"network": zoo.hash_tensors(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key of the recipe by its dotted name, as on the command line."""
+    return dict(_flat(recipe.model_dump(mode="json")))
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name, what in (("network", "the network is another"), ("plan", "it was converted otherwise"),
+                       ("images", "the training images are others")):  # fmt: skip
+        if then[name] != now[name]:
+            yield what
+    before, after = then["recipe"], now["recipe"]
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key} was {before.get(key)}, is {after.get(key)}"
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
