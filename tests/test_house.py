@@ -1,4 +1,4 @@
-"""The house rules: rooms stand on each other in one order, nobody reaches into another file, the terminal stays in `cli`.
+"""The house rules: rooms stand on each other in one order, and nobody reaches into another file.
 
 Every import counts, also those inside functions: they start a command faster, they do not make a rule void.
 """
@@ -51,8 +51,8 @@ def edges_of(texts: dict[str, str]) -> Edges:
     """Who imports whom among the files with these names; a folder's own `__init__` only if its names are asked for."""
     edges: Edges = {}
     for name, text in texts.items():
-        found = {one.removeprefix("normswap.") for one in imports(text) if one.startswith("normswap.")}
-        edges[name] = {one for one in found & texts.keys() if not any(other.startswith(f"{one}.") for other in found)}
+        found = {one.removeprefix("normswap.") for one in imports(text) if one.startswith("normswap.")} & texts.keys()
+        edges[name] = {one for one in found if not any(other.startswith(f"{one}.") for other in found)}
     return edges
 
 
