@@ -62,7 +62,7 @@ def files(folder: Path) -> dict[str, bytes | None]:
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys, time; from normswap.cli import main; code = main(['--help']);"
+        "import sys, time; from normswap.cli.app import main; code = main(['--help']);"
         "heavy = [m for m in ('torch', 'timm', 'numpy') if m in sys.modules];"
         "print(code, heavy, time.process_time(), file=sys.stderr)"
     )

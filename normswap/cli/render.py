@@ -17,18 +17,6 @@ from rich.text import Text
 
 Body = Mapping[str, Any]
 _WIDTH = 100
-# How verdicts begin, in the order they are counted in.
-# how verdicts begin, and what they are called when counted
-_OUTCOMES = {
-    "folds into": "folded back",
-    "folds forward into": "folded forward",
-    "scale moves to": "left a shift",
-    "its scale and shift move to": "scale and shift moved on",
-    "becomes an RMSNorm": "RMSNorm",
-    "keeps scale and shift": "left scale and shift",
-    "stays": "stay",
-    "never called": "never called",
-}
 
 
 def _out() -> Console:
@@ -165,7 +153,7 @@ def conversion(body: Body) -> None:
         verb = "converted" if body["output"] else "would convert"
         facts = [
             (verb, f"{body['source']} to {step['scheme']}" + (f" ({options})" if options else "")),
-            ("norms", _counts(outcomes(step["verdicts"].values()))),
+            ("norms", _counts(step["outcomes"])),
             ("edits", f"{sum(layers.values())} ({_counts(layers)})" if layers else ""),
         ]
         out.print(_facts(facts))
@@ -185,17 +173,16 @@ def conversion(body: Body) -> None:
         _line(out, "dry run: no network was written")
 
 
-def outcomes(verdicts: Iterable[str]) -> dict[str, int]:
-    """Verdicts counted by how they begin."""
-    found = Counter(next((o for o in _OUTCOMES if verdict.startswith(o)), verdict) for verdict in verdicts)
-    order = [*(outcome for outcome in _OUTCOMES if outcome in found), *(o for o in found if o not in _OUTCOMES)]
-    return {_OUTCOMES.get(outcome, outcome): found[outcome] for outcome in order}
-
-
 def _edit_row(edit: Body) -> Sequence[Any]:
     args = ", ".join(f"{name} {_cell(value) if not isinstance(value, list) else ' '.join(map(str, value))}"
                      for name, value in edit["args"].items())  # fmt: skip
-    return edit["path"], edit["layer"], args, ", ".join(edit["reads"])
+    ways = [_take(take) for take in edit["takes"]] or [""] * len(edit["reads"])
+    reads = ", ".join(f"{way} {path}".strip() for way, path in zip(ways, edit["reads"], strict=True))
+    return edit["path"], edit["layer"], args, reads
+
+
+def _take(take: Body) -> str:
+    return take["way"] + (":".join(map(str, ("", *take["part"]))) if take["part"] else "")
 
 
 def _say(out: Console, label: str, lines: Iterable[str], most: int = 20) -> None:
