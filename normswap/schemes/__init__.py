@@ -30,7 +30,7 @@ def names() -> list[str]:
 
 def _files() -> list[str]:
     return sorted(info.name if info.name.startswith("_") else info.name.replace("_", "-")
-                  for info in pkgutil.iter_modules(__path__))  # fmt: skip
+                  for info in pkgutil.iter_modules(__path__) if not info.ispkg)  # fmt: skip
 
 
 def get(name: str) -> ModuleType:
