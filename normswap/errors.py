@@ -21,6 +21,12 @@ class NormswapError(Exception):
         return text + (f". {self.remedy}" if self.remedy else "")
 
 
+def first_line(error: BaseException) -> str:
+    """The error's message cut to one line, or its class when it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class SourceError(NormswapError):
     """A model, file or dataset cannot be found, read or understood."""
 

@@ -359,7 +359,7 @@ def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_file_that_grows_too_large_is_said_in_a_line(form: str, tmp_path: Path) -> None:
     """As on a full disk; torch's own writers end the process then, so that it takes a process of its own to see."""
-    program = "import resource, sys; from normswap.cli import main\n"
+    program = "import resource, sys; from normswap.cli.app import main\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "export", str(demo.FOLDER), "-o", f"net.{ENDINGS[form]}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -300,9 +300,9 @@ def test_another_sweep_needs_another_place(
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    from normswap.cli import recipes_command
+    from normswap.cli.commands import sweep_command
 
-    monkeypatch.setattr(recipes_command, "_trainer", lambda *given: score)
+    monkeypatch.setattr(sweep_command, "trainer", lambda *given: score)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:

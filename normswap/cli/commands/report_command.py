@@ -1,0 +1,50 @@
+"""`normswap report`: a page about a directory that `normswap convert` wrote."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Images, Json
+from normswap.cli.printing import show
+
+ORDER = 140
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report")(spread(run))
+
+
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
+    *,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Page to write [default: ./DIR.html].")
+    ] = None,
+    images: Images,
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that exists.")] = False,
+    json: Json = False,
+) -> int:
+    """Write what was done and measured as one HTML page.
+
+    It loads nothing from anywhere. With --data both networks are evaluated, and the signal is measured on those images.
+
+    The keys of --json: output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of
+    blocks), gammas (histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded
+    or nothing), notes, signal (of before and after, a point per block), signal_inputs and accuracy.
+    """
+    with progress.stages() as say:
+        say("starting")
+        from normswap.reporting import report
+
+        file = output or Path(f"{directory.resolve().name}.html")
+        report.claim(file, force=force)
+        facts = report.collect(directory, None if images.data is None else images.loader, say)
+        report.write(facts, file)
+    show({"output": file, **asdict(facts)}, json, lambda body: print(f"written to {body['output']}"))
+    return 0
