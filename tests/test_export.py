@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
-from normswap.exporting import formats
+from normswap.exporting import formats, sidecar
+from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.reporting import demo
 from normswap.storage import checkpoint
@@ -106,7 +107,7 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
 
     model = checkpoint.open_model(str(demo.FOLDER))
     file = tmp_path / "demo.onnx"
-    images = torch.randn(3, *normswap.exporting.sidecar.config(model)["input_size"])
+    images = torch.randn(3, *sidecar.config(model)["input_size"])
     done = normswap.export(model, file, dynamic_batch=True, images=images)
     assert done.figures.count == 3
     assert done.nodes["Conv"] == sum(isinstance(module, nn.Conv2d) for module in model.modules())
@@ -200,7 +201,7 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
         file = tar.extractfile(member)
         assert file is not None
         image = Image.open(io.BytesIO(file.read())).convert("RGB").resize((90, 70))
-    expected = run(model, create_transform(**normswap.zoo.data_config(model))(image)[None])
+    expected = run(model, create_transform(**zoo.data_config(model))(image)[None])
     for normalize in (False, True):
         place = tmp_path / f"{normalize}.ts"
         done = normswap.export(model, place, normalize=normalize)

@@ -76,7 +76,7 @@ def run(
     if not recipe:
         raise OptionError("no recipe is given", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
-    plan = recipe_files.read(recipe, overrides)
+    plan = recipe_files.load_recipe(recipe, overrides)
     if data is not None:
         plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
     name = model or (plan.model.name if plan.model else "")

@@ -43,7 +43,7 @@ def run(context: typer.Context, json: Json = False) -> int | None:
 def _row(name: str) -> Body:
     from normswap.training import recipe_files
 
-    recipe = recipe_files.read(name)
+    recipe = recipe_files.load_recipe(name)
     return {
         "name": name,
         "summary": recipe.summary,
@@ -66,7 +66,7 @@ def show_one(name: Name, json: Json = False) -> int:
     from normswap.training import recipe_files
 
     text = recipe_files.text(name)
-    body = {"name": name, "text": text, "recipe": recipe_files.read(name).model_dump(mode="json")}
+    body = {"name": name, "text": text, "recipe": recipe_files.load_recipe(name).model_dump(mode="json")}
     show(body, json, lambda found: print(found["text"], end=""))
     return 0
 

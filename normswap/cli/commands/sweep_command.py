@@ -66,7 +66,7 @@ def run(
     if not lr:
         raise OptionError("no --lr", "which learning rates?", _LR)
     model, overrides = recipe_files.split(words or [])
-    plan, lrs, kept = recipe_files.read(recipe, overrides), number_grid.parse(lr), sweep_table.keep(seeds, best)
+    plan, lrs, kept = recipe_files.load_recipe(recipe, overrides), number_grid.parse(lr), sweep_table.keep(seeds, best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
