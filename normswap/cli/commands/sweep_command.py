@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
 ORDER = 130
 _LR = "Numbers and powers: 2^-4..2^1 (every power), or 0.05,0.1."
 _BEST = "Of each lr's runs the best N count [default: all, or all but two of more than four]."
-_STORAGE = "Optuna storage that several machines share [default: a journal file in the output]."
+_STORAGE = "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +46,7 @@ def run(
     ] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     retake: Annotated[
-        bool, typer.Option("--retake", help="Begin again what another machine has begun and not ended.")
+        bool, typer.Option("--retake", help="Begin again at once what has been begun and not ended.")
     ] = False,
     device: Device = "auto",
     weights: Weights = "pretrained",
@@ -55,8 +55,8 @@ def run(
     """Try learning rates, each with several seeds; say which is best.
 
     Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
-    the next run that no one has begun. Killed, it continues where it was. A run that diverges is a row of the table.
-    Writes runs.csv and sweep.png beside the runs.
+    the next run that no one has begun. What a killed one has begun is continued a minute later. A run that diverges is
+    a row of the table. Writes runs.csv and sweep.png beside the runs.
 
     The keys of --json: recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std,
     counted, lost, full, best), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files.
