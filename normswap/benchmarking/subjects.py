@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.benchmarking.runtimes import DTYPES, Settings
-from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.errors import NormswapError, OptionError, RefusedError, first_line
 from normswap.models import zoo
-from normswap.models.weight_files import first_line, quiet
+from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
 
