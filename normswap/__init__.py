@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from normswap.surgery.conversion import Conversion as Conversion
     from normswap.surgery.conversion import convert as convert
     from normswap.training.engine import finetune as finetune
+    from normswap.training.progress_records import Result as Result
+    from normswap.training.recipe import Recipe as Recipe
+    from normswap.training.recipe_files import load_recipe as load_recipe
 
 __version__ = "0.1.0"
 
@@ -39,12 +42,15 @@ _HOMES = {
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",
+    "Recipe": "training.recipe",
     "Report": "surgery.comparison",
+    "Result": "training.progress_records",
     "convert": "surgery.conversion",
     "export": "exporting.exporter",
     "finetune": "training.engine",
     "inspect": "graph.inspection",
     "load": "storage.checkpoint",
+    "load_recipe": "training.recipe_files",
     "param_groups": "analysis.weight_decay",
     "register_norm": "layers.known_norms",
     "register_scheme": "schemes",

@@ -26,6 +26,8 @@ from normswap.benchmarking.timing import Row, Timing
 from normswap.benchmarking.worker import Job, Worker
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
+from normswap.exporting import exporter
+from normswap.exporting import sidecar as sidecars
 from normswap.models import zoo
 from normswap.reporting import demo
 from normswap.storage import checkpoint
@@ -54,6 +56,11 @@ def run_json(capfd: Capture, *arguments: str) -> Any:
     out, err = capfd.readouterr()
     assert err == ""
     return json.loads(out, parse_constant=pytest.fail)
+
+
+def making(folder: Path, settings: Settings, batches: list[int]) -> Making:
+    """As the command hands it in."""
+    return Making(folder, settings, batches, exporter.export, sidecars.read)
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
@@ -220,11 +227,10 @@ def test_sizes_and_devices_that_are_not_there(capfd: Capture, monkeypatch: pytes
 def test_files_that_do_not_fit(here: Path) -> None:
     (here / "a.onnx").write_text("no graph")
     sidecar = {"input": {"size": [3, 48, 48]}, "normalize": {}, "output": {"name": "logits"}}
-    (here / "a.onnx.preprocess.json").write_text(json.dumps(sidecar))
     group = Group("net", [], (3, 32, 32))
     with pytest.raises(OptionError, match=r"takes images of \(3, 48, 48\).*net is timed on \(3, 32, 32\)"):
-        of_file(Path("a.onnx"), group)
-    assert of_file(Path("a.onnx"), None)[1] == (3, 48, 48)
+        of_file(Path("a.onnx"), group, sidecar, None)
+    assert of_file(Path("a.onnx"), None, sidecar, None)[1] == (3, 48, 48)
 
 
 # --- what is not timed ------------------------------------------------------------------------------------------------
@@ -319,7 +325,7 @@ def test_a_network_that_cannot_be_folded(here: Path, monkeypatch: pytest.MonkeyP
         raise RefusedError("nothing to convert to folded", "the network has no norm")
 
     monkeypatch.setattr(conversion, "convert", refuse)
-    group = of_model("demo", checkpoint.open_model(MODEL), Making(here / "files", Settings(), [1]))
+    group = of_model("demo", checkpoint.open_model(MODEL), making(here / "files", Settings(), [1]))
     rows = timing.run([group], Settings(), here, wanted=["eager"], timing=Timing(1, 0.01))
     assert [(row.form, row.status) for row in rows] == [("original", "ok"), ("folded", "failed")]
     assert rows[1].reason == "RefusedError: nothing to convert to folded: the network has no norm"
@@ -348,7 +354,7 @@ def two_threads() -> Iterator[Settings]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="OpenVINO takes no more threads than there are cores")
 def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings) -> None:
     model = checkpoint.open_model(MODEL)
-    made = original(model, zoo.input_size(model), Making(here, two_threads, [1]))
+    made = original(model, zoo.input_size(model), making(here, two_threads, [1]))
     runtimes.RUNTIMES["eager"].start(made.file("directory"), "directory", two_threads, "")
     assert torch.get_num_threads() == 2
     in_ort: Any = runtimes.RUNTIMES["onnxruntime"].start(made.file("onnx"), "onnx", two_threads, "")
@@ -373,7 +379,7 @@ def test_runtimes_are_found_by_name() -> None:
 def test_half_precision(here: Path, dtype: str, wanted: list[str]) -> None:
     settings = Settings(dtype=dtype, channels_last=True)
     model = checkpoint.open_model(MODEL)
-    found = groups([(MODEL, "demo", model)], Making(here, settings, [2]))
+    found = groups([(MODEL, "demo", model)], making(here, settings, [2]))
     rows = timing.run(found, settings, here, batches=[2], wanted=wanted, timing=Timing(1, 0.01))
     assert [row.status for row in rows] == ["ok"] * 2 * len(wanted)
     assert all(1e-5 < (row.error or 0) < timing.BOUNDS[dtype] for row in rows)  # it was no float32 that ran
@@ -408,5 +414,5 @@ def test_original_is_exported_by_torch_alone(here: Path, monkeypatch: pytest.Mon
     onnx = pytest.importorskip("onnx")
     torch.manual_seed(0)
     model = checkpoint.open_model("nf_resnet26", weights="random", arch_args={"num_classes": 2})
-    file = original(model, (3, 32, 32), Making(here, Settings(), [1])).file("onnx")
+    file = original(model, (3, 32, 32), making(here, Settings(), [1])).file("onnx")
     assert any(node.op_type == "BatchNormalization" for node in onnx.load(file, load_external_data=False).graph.node)

@@ -16,12 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from normswap.cli import commands
 from normswap.cli.app import main
+from normswap.cli.commands import schemes_command
+from normswap.cli.naming import last_part
+from normswap.cli.options import parse
+from normswap.plan import VERSION
 from normswap.reporting import demo
 from normswap.storage import checkpoint
 
-COMMANDS = ("inspect", "convert", "verify", "evaluate", "schemes", "demo")
+COMMANDS = (
+    "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "finetune",
+    "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
+)  # fmt: skip
 MODEL = str(demo.FOLDER)
 IMAGES = str(demo.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
@@ -77,6 +83,27 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
 def test_help_of_every_command(command: str, capfd: Capture) -> None:
     assert main([command, "--help"]) == 0
     assert capfd.readouterr().out.startswith(f"Usage: normswap {command}")
+
+
+def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
+    assert main(["--help"]) == 0
+    listed = capfd.readouterr().out.partition("Commands:")[2].splitlines()
+    assert tuple(line.split()[0] for line in listed if line) == COMMANDS
+
+
+def test_a_new_command_is_one_file(here: Path) -> None:
+    (here / "greet_command.py").write_text(
+        "ORDER = 15\ndef run(name: str) -> int:\n    print('hello', name)\n    return 3\n"
+        "def register(app):\n    app.command('greet')(run)\n"
+    )
+    code = (
+        f"import sys; from normswap.cli import commands; commands.__path__.append({str(here)!r});"
+        "from normswap.cli.app import main; main(['--help']); sys.exit(main(['greet', 'you']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (3, "hello you")
+    places = [done.stdout.index(f"\n  {name}") for name in ("inspect", "greet", "convert")]
+    assert places == sorted(places)
 
 
 def test_no_command_shows_help(capfd: Capture) -> None:
@@ -206,7 +233,7 @@ def test_a_plan_of_two_steps(here: Path) -> None:
             == 0
         )
         steps += json.loads(Path(f"{scheme}.json").read_text())["steps"]
-    Path("both.json").write_text(json.dumps({"version": 1, "steps": steps}))
+    Path("both.json").write_text(json.dumps({"version": VERSION, "steps": steps}))
     assert main(["convert", MODEL, "--from-plan", "both.json", "-o", "both"]) == 0
     two, both = (load_file(here / name / "model.safetensors") for name in ("two", "both"))
     assert two.keys() == both.keys()
@@ -235,7 +262,7 @@ def test_force_replaces(here: Path) -> None:
     ],
 )  # fmt: skip
 def test_values_of_arch_arg(text: str, value: Any) -> None:
-    assert commands.parse(text) == value
+    assert parse(text) == value
 
 
 @pytest.mark.parametrize(
@@ -251,7 +278,7 @@ def test_default_output_is_named_after_the_source(
     (here / "here" / "x").mkdir(parents=True)
     (here / "here" / "x" / "file.safetensors").touch()
     monkeypatch.chdir(here / "here")
-    assert commands.last_part(source) == name
+    assert last_part(source) == name
 
 
 # --- verify and evaluate ----------------------------------------------------------------------------------------------
@@ -514,20 +541,20 @@ def test_a_full_disk_leaves_nothing(here: Path, capfd: Capture, monkeypatch: pyt
 def test_what_the_system_throws(
     error: BaseException, code: int, said: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(as_json: bool) -> int:
+    def fail(*given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "schemes", fail)
+    monkeypatch.setattr(schemes_command, "show", fail)
     assert main(["schemes"]) == code
     out, err = capfd.readouterr()
     assert (out, err.strip("\n")) == ("", said)  # older typer ends the line that ^C stands on
 
 
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(as_json: bool) -> int:
+    def fail(*given: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(commands, "schemes", fail)
+    monkeypatch.setattr(schemes_command, "show", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["schemes"])
 
@@ -536,12 +563,11 @@ def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.Monkey
     import logging
     import warnings
 
-    def noisy(as_json: bool) -> int:
+    def noisy(*given: Any) -> None:
         warnings.warn("a warning")
         logging.getLogger("timm").error("a log line")
-        return 0
 
-    monkeypatch.setattr(commands, "schemes", noisy)
+    monkeypatch.setattr(schemes_command, "show", noisy)
     assert main(["schemes"]) == 0
     assert capfd.readouterr() == ("", "")
     assert logging.root.manager.disable == 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from normswap.analysis import summary
 from normswap.cli.app import main
+from normswap.cli.printing import plain
 from normswap.reporting import demo
 from normswap.storage import checkpoint
 
@@ -63,7 +63,7 @@ def test_command(result: demo.Demo, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert main(["demo", "--json"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert json.loads(out) == json.loads(json.dumps(summary.plain(dataclasses.asdict(result))))
+    assert json.loads(out) == json.loads(json.dumps(plain(dataclasses.asdict(result))))
     assert main(["demo"]) == 0
     out, err = capfd.readouterr()
     assert err == ""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
 from normswap.exporting import formats, sidecar
+from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.reporting import demo
 from normswap.storage import checkpoint
@@ -200,7 +201,7 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
         file = tar.extractfile(member)
         assert file is not None
         image = Image.open(io.BytesIO(file.read())).convert("RGB").resize((90, 70))
-    expected = run(model, create_transform(**normswap.zoo.data_config(model))(image)[None])
+    expected = run(model, create_transform(**zoo.data_config(model))(image)[None])
     for normalize in (False, True):
         place = tmp_path / f"{normalize}.ts"
         done = normswap.export(model, place, normalize=normalize)
@@ -359,7 +360,7 @@ def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_file_that_grows_too_large_is_said_in_a_line(form: str, tmp_path: Path) -> None:
     """As on a full disk; torch's own writers end the process then, so that it takes a process of its own to see."""
-    program = "import resource, sys; from normswap.cli import main\n"
+    program = "import resource, sys; from normswap.cli.app import main\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "export", str(demo.FOLDER), "-o", f"net.{ENDINGS[form]}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -68,7 +68,7 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     rows = list(csv.DictReader((tmp_path / "run/metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert tuple(rows[0]) == COLUMNS
-    assert recipe_files.read(tmp_path / "run/recipe.yaml").train.epochs == 1
+    assert recipe_files.load_recipe(tmp_path / "run/recipe.yaml").train.epochs == 1
     found = evaluate(last, make_loader(last, str(images / "val"), workers=0))  # what `normswap evaluate` says
     assert float(rows[-1]["top1"]) == pytest.approx(found.top1)
     assert float(rows[-1]["val_loss"]) == pytest.approx(found.loss, rel=1e-5)
@@ -79,6 +79,24 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     assert body["finished"]
     assert body["updates"] == 5
     assert main(["convert", str(tmp_path / "run/best"), "--to", "folded", "-o", str(tmp_path / "folded")]) == 0
+
+
+def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
+    """What a user's script does: nothing that is not a name of `normswap` itself."""
+    (tmp_path / "mine.yaml").write_text("summary: mine\ndata: {batch_size: 8, workers: 0}\ntrain: {epochs: 1}\n")
+    given = [f"data.root={images}", "optim.lr=0.01"]
+    read = normswap.load_recipe(tmp_path / "mine.yaml", given)
+    same = normswap.Recipe.model_validate(read.model_dump())
+    assert isinstance(read, normswap.Recipe)
+    assert same == read
+    result = normswap.finetune(network("skipinit"), read, tmp_path / "run", device="cpu", track="none")
+    assert isinstance(result, normswap.Result)
+    assert (result.updates, result.finished) == (5, True)
+    assert not normswap.inspect(normswap.load(result.best)).norms
+    assert normswap.param_groups(result.model)
+    assert normswap.load_recipe(result.best.parent / "recipe.yaml").optim.lr == 0.01
+    with pytest.raises(normswap.NormswapError, match=r"unknown key optim\.lrr"):
+        normswap.load_recipe("demo_train", ["optim.lrr=1"])
 
 
 def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_read_by_the_rules_of_yaml_1_2(file: Path) -> None:
-    recipe = recipe_files.read(file)
+    recipe = recipe_files.load_recipe(file)
     assert recipe.optim.lr == 1e-4
     assert recipe.train.precision == "no"
     assert recipe.model is not None
@@ -98,16 +98,17 @@ def test_what_is_dumped_is_read_again(value: object) -> None:
 
 
 def test_a_recipe_is_dumped_and_read_again(file: Path, tmp_path: Path) -> None:
-    recipe = recipe_files.read(file, ["optim.clip.value=0.02", "data.augment.scale=[0.25, 1]", "convert.to=skipinit"])
+    given = ["optim.clip.value=0.02", "data.augment.scale=[0.25, 1]", "convert.to=skipinit"]
+    recipe = recipe_files.load_recipe(file, given)
     copy = tmp_path / "copy.yaml"
     copy.write_text(recipe_files.dump(recipe))
-    assert recipe_files.read(copy) == recipe
+    assert recipe_files.load_recipe(copy) == recipe
     assert "epochs" in copy.read_text(), "defaults are written down as well"
 
 
 def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
     given = ["optim.lr=0.05", "train.epochs=10", "data.root=/a=b", "convert.to=skipinit", "convert.options.alpha=0"]
-    recipe = recipe_files.read(
+    recipe = recipe_files.load_recipe(
         file, [*given, "optim.clip.mode=norm", "data.augment.scale=[0.1,1]", "model.name=resnet34"]
     )
     assert (recipe.optim.lr, recipe.train.epochs, recipe.data.root) == (0.05, 10.0, "/a=b")
@@ -117,7 +118,7 @@ def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
     assert recipe.data.augment.scale == (0.1, 1.0)
     assert recipe.model is not None
     assert (recipe.model.name, recipe.model.args) == ("resnet34", {"channels": [8, 16, 32, 64]}), "the rest stays"
-    assert recipe_files.read(file, ["optim.clip.value=1", "optim.clip=null"]).optim.clip is None
+    assert recipe_files.load_recipe(file, ["optim.clip.value=1", "optim.clip=null"]).optim.clip is None
 
 
 WRONG = [
@@ -149,7 +150,7 @@ WRONG = [
 @pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
 def test_errors_name_the_key_and_the_file(file: Path, override: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        recipe_files.read(file, [override])
+        recipe_files.load_recipe(file, [override])
     assert str(caught.value).startswith(f"{file}: {message}")
     assert "\n" not in str(caught.value)
 
@@ -157,12 +158,12 @@ def test_errors_name_the_key_and_the_file(file: Path, override: str, message: st
 @pytest.mark.parametrize("override", ["x", "=1", "a..b=1", "optim.lr=[1", "optim.lr.x=1"])
 def test_overrides_that_make_no_sense_name_themselves(file: Path, override: str) -> None:
     with pytest.raises(RecipeError, match=override.replace("[", r"\[").replace(".", r"\.")):
-        recipe_files.read(file, [override])
+        recipe_files.load_recipe(file, [override])
 
 
 def test_every_error_of_a_recipe_is_told(file: Path) -> None:
     with pytest.raises(RecipeError, match=r"optim\.lr is no number \(it is 'x'\); train\.seed is no whole number"):
-        recipe_files.read(file, ["optim.lr=x", "train.seed=y"])
+        recipe_files.load_recipe(file, ["optim.lr=x", "train.seed=y"])
 
 
 @pytest.mark.parametrize(
@@ -179,18 +180,18 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) 
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
     with pytest.raises(RecipeError) as caught:
-        recipe_files.read(file)
+        recipe_files.load_recipe(file)
     assert str(file) in str(caught.value)
     assert message in str(caught.value)
 
 
 def test_files_and_names_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"cannot read the recipe .*none\.yaml: No such file"):
-        recipe_files.read(tmp_path / "none.yaml")
+        recipe_files.load_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match=r"cannot read the recipe .*: Is a directory"):
-        recipe_files.read(tmp_path)
+        recipe_files.load_recipe(tmp_path)
     with pytest.raises(RecipeError, match=r"no recipe is called 'demo_trian'\. Did you mean demo_train"):
-        recipe_files.read("demo_trian")
+        recipe_files.load_recipe("demo_trian")
     with pytest.raises(RecipeError, match="`normswap recipes` lists them"):
         recipe_files.text("zzzzzz")
 
@@ -201,8 +202,9 @@ def test_a_shipped_name_wins_over_a_file_and_a_file_over_nothing(
     monkeypatch.chdir(tmp_path)
     for name in (recipe_files.names()[0], "mine"):
         Path(name).write_text("summary: My own\n")
-    assert recipe_files.read(recipe_files.names()[0]).summary != "My own"
-    assert recipe_files.read("mine").summary == recipe_files.read(f"./{recipe_files.names()[0]}").summary == "My own"
+    assert recipe_files.load_recipe(recipe_files.names()[0]).summary != "My own"
+    for name in ("mine", f"./{recipe_files.names()[0]}"):
+        assert recipe_files.load_recipe(name).summary == "My own"
 
 
 def test_every_key_is_explained() -> None:
@@ -213,14 +215,15 @@ def test_every_key_is_explained() -> None:
 
 def test_recipes_are_read_without_torch() -> None:
     code = (
-        "import sys; from normswap.training import recipe_files; [recipe_files.read(n) for n in recipe_files.names()]; "
+        "import sys; from normswap.training import recipe_files\n"
+        "for name in recipe_files.names(): recipe_files.load_recipe(name)\n"
         "sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_recipe_does_not_change(file: Path) -> None:
-    recipe = recipe_files.read(file)
+    recipe = recipe_files.load_recipe(file)
     with pytest.raises(ValueError, match="frozen"):
         recipe.optim.lr = 1.0
     assert isinstance(recipe, Recipe)

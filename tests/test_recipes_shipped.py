@@ -51,7 +51,7 @@ def test_all_are_there() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_where_it_comes_from_and_what_to_expect(name: str) -> None:
-    recipe = recipe_files.read(name)
+    recipe = recipe_files.load_recipe(name)
     assert recipe.source
     assert len(recipe.summary) < 80
     assert re.search(r"^(Expect|Measured): ", header(name), re.MULTILINE)
@@ -72,7 +72,7 @@ def test_the_commands_of_a_header_are_right(name: str) -> None:
         free = [word for word in words if not word.startswith("-") and word not in values]
         assert name in words
         model, overrides = recipe_files.split([word for word in free if word != name])
-        recipe = recipe_files.read(name, overrides)
+        recipe = recipe_files.load_recipe(name, overrides)
         assert model or recipe.model, "something to train"
         assert recipe.data.root
         if command == "sweep":
@@ -104,19 +104,19 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
     given = [f"data.root={FOLDER / 'images.tar'}", f"data.validation={FOLDER / 'images.tar'}", "data.batch_size=16",
              "data.samples=32", "data.validation_samples=16", "data.workers=0", "data.input_size=32",
              "train.epochs=1", "schedule.warmup=0.5", "optim.lr=1e-4"]  # fmt: skip
-    recipe = recipe_files.read(name)
+    recipe = recipe_files.load_recipe(name)
     if recipe.convert and recipe.convert.calibrate:  # takes its time; once is enough
         given.append("convert.samples=20" if "cifar10" in name else "convert.calibrate=false")
     result = finetune(
         None,
-        recipe_files.read(name, [*SMALL[name.split("_")[0]], *given]),
+        recipe_files.load_recipe(name, [*SMALL[name.split("_")[0]], *given]),
         tmp_path / "run",
         device="cpu",
         track="none",
     )
     assert result.updates == 2
     assert result.rows[-1]["train_loss"] is not None
-    assert recipe_files.read(tmp_path / "run" / "recipe.yaml").summary == recipe.summary
+    assert recipe_files.load_recipe(tmp_path / "run" / "recipe.yaml").summary == recipe.summary
     again = normswap.load(result.last)
     assert recipe.convert is None or recipe.convert.to in ("groupnorm", "folded") or not has_batchnorm(again)
 
@@ -150,7 +150,7 @@ def test_recipes_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["recipe"]["data"]["batch_size"] == 128
     file = tmp_path / "mine.yaml"
     assert main(["recipes", "copy", "demo_train", str(file)]) == 0
-    assert recipe_files.read(file) == recipe_files.read("demo_train")
+    assert recipe_files.load_recipe(file) == recipe_files.load_recipe("demo_train")
     file.write_text("mine")
     assert main(["recipes", "copy", "demo_train", str(file)]) == 2
     assert file.read_text() == "mine"

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
 from normswap.training import number_grid, recipe_files, sweep_table
+from normswap.training import sweep as sweeps
 from normswap.training.recipe import Recipe
 from normswap.training.sweep import Grid, Sweep
 from normswap.training.sweep_table import Trial
@@ -236,37 +238,61 @@ def test_a_run_that_is_asked_to_stop_stops_the_worker(tmp_path: Path) -> None:
     assert len(first.trials()) == 6
 
 
-def die(place: Path, host: str | None = None) -> None:
-    """A worker that is killed in its second run."""
+def start(place: Path, first: str, then: str) -> subprocess.Popen[str]:
+    """A worker in another process with a quick pulse, that does this in its first run and that in its second."""
     code = (
-        "import os, sys, socket; from pathlib import Path; import test_sweep as t; left = [2]\n"
-        "if len(sys.argv) > 2: socket.gethostname = lambda: sys.argv[2]\n"
+        "import os, sys, time; from pathlib import Path; import test_sweep as t; t.sweeps.BEAT, t.sweeps.GRACE = 1, 3\n"
+        "left = [2]\n"
         "def train(recipe, folder):\n"
         "    left[0] -= 1\n"
-        "    return t.score(recipe, folder) if left[0] else os.kill(os.getpid(), 9)\n"
+        f"    {first} if left[0] else {then}\n"
+        "    print('ran', folder.name, flush=True)\n"
+        "    return t.score(recipe, folder)\n"
         "t.sweep(Path(sys.argv[1])).work(train)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(place), *([host] if host else [])]
-    assert subprocess.run(command, cwd=Path(__file__).parent, check=False).returncode == -9
+    command = [sys.executable, "-W", "ignore", "-c", code, str(place)]
+    return subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
 
 
-def test_what_a_killed_worker_had_begun_is_begun_again(tmp_path: Path) -> None:
-    die(tmp_path / "s")
+def kill(place: Path) -> None:
+    """A worker that is killed in its second run."""
+    with start(place, "None", "os.kill(os.getpid(), 9)") as worker:
+        worker.communicate()
+    assert worker.returncode == -9
+
+
+@pytest.fixture
+def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "BEAT", 1)
+    monkeypatch.setattr(sweeps, "GRACE", 3)
+
+
+def test_what_a_killed_worker_had_begun_is_begun_again(tmp_path: Path, pulse: None) -> None:
+    kill(tmp_path / "s")
     found = sweep(tmp_path / "s")
     assert [one.state for one in found.trials()].count("running") == 1
     assert found.work(score)
     assert [one.state for one in found.trials()] == ["done"] * 6
 
 
-def test_what_another_machine_has_begun_is_begun_again_if_asked(tmp_path: Path) -> None:
-    die(tmp_path / "s", "elsewhere")
+def test_or_at_once_if_asked(tmp_path: Path) -> None:
+    kill(tmp_path / "s")
     found = sweep(tmp_path / "s")
-    assert not found.work(score), "it may still be running there"
+    assert found.work(score, retake=True)
+    assert [one.state for one in found.trials()] == ["done"] * 6
+
+
+def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) -> None:
+    """It takes longer than a dead one is waited for."""
+    worker = start(tmp_path / "s", "time.sleep(8)", "time.sleep(9)")
+    while not (tmp_path / "s" / "sweep.db").is_file() or not (found := sweep(tmp_path / "s")).trials():
+        time.sleep(0.1)
+    assert not found.work(score)
     states = [one.state for one in found.trials()]
     assert (states.count("done"), states.count("running")) == (5, 1)
     said = sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 2), False)
     assert said[0] == "1 run(s) have been begun elsewhere and not ended; --retake begins them again"
-    assert found.work(score, retake=True)
+    assert str(worker.communicate()[0]).count("ran") == 1
     assert [one.state for one in found.trials()] == ["done"] * 6
 
 
@@ -300,9 +326,9 @@ def test_another_sweep_needs_another_place(
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    from normswap.cli import recipes_command
+    from normswap.cli.commands import sweep_command
 
-    monkeypatch.setattr(recipes_command, "_trainer", lambda *given: score)
+    monkeypatch.setattr(sweep_command, "trainer", lambda *given: score)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:

@@ -167,7 +167,7 @@ EDITS: dict[str, Callable[[Edit], Edit | None]] = {
     "norm taken without gamma": lambda e: dataclasses.replace(e, takes=tuple(Take(Way.AFTER_UNIT) for _ in e.takes)),
     "norm not taken": lambda e: dataclasses.replace(e, args={}, reads=(), takes=()) if e.layer == "Folded" else e,
     "norm not removed": lambda e: None if e.path.endswith("bn1") else e,
-    "norm removed twice": lambda e: Edit(e.path, "Vacant") if e.layer == "Folded" else e,
+    "norm removed twice": lambda e: dataclasses.replace(e, layer="Vacant", args={}) if e.layer == "Folded" else e,
     "another's norm": lambda e: dataclasses.replace(e, reads=tuple(r.replace("bn1", "bn2") for r in e.reads)),
     "norm kept as an affine map too": lambda e: dataclasses.replace(e, layer="ChannelAffine")
     if e.layer == "Vacant" else e,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.benchmarking.runtimes import DTYPES, Settings
-from normswap.errors import NormswapError, OptionError, RefusedError
-from normswap.exporting import exporter, sidecar
+from normswap.errors import NormswapError, OptionError, RefusedError, first_line
 from normswap.models import zoo
-from normswap.models.weight_files import first_line, quiet
+from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
 
@@ -24,6 +22,7 @@ KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
 _NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
 Make = Callable[[], Path]
+Size = tuple[int, int, int]
 
 
 @dataclass
@@ -74,18 +73,33 @@ class Group:
 
     network: str
     subjects: list[Subject]
-    size: tuple[int, int, int]
+    size: Size
     notes: list[str] = field(default_factory=list)
     model: nn.Module | None = None
 
 
+class Export(Protocol):
+    """`normswap.export`; this room does not know the one next door."""
+
+    def __call__(
+        self, model: nn.Module, path: Path, /, *, dtype: str, dynamic_batch: bool, input_size: Size, force: bool
+    ) -> object: ...
+
+
 @dataclass(frozen=True)
 class Making:
-    """How files are made: in `folder`, for `batches` of images of this size."""
+    """How files are made: in `folder`, for `batches` of images of this size.
+
+    Args:
+        export: writes a folded network to a file.
+        sidecar: what is written beside an exported file, if there is anything.
+    """
 
     folder: Path
     settings: Settings
     batches: Sequence[int]
+    export: Export
+    sidecar: Callable[[Path], Mapping[str, Any] | None]
 
     @property
     def dynamic(self) -> bool:
@@ -124,7 +138,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     return group
 
 
-def _demand_size(network: str, model: nn.Module, size: tuple[int, int, int]) -> None:
+def _demand_size(network: str, model: nn.Module, size: Size) -> None:
     try:
         with quiet(), torch.inference_mode():
             model(torch.zeros(1, *size))
@@ -132,7 +146,7 @@ def _demand_size(network: str, model: nn.Module, size: tuple[int, int, int]) -> 
         raise OptionError(f"{network} rejects images of {size[1]} x {size[2]}", first_line(error)) from None
 
 
-def original(model: nn.Module, size: tuple[int, int, int], making: Making, form: str = "original") -> Subject:
+def original(model: nn.Module, size: Size, making: Making, form: str = "original") -> Subject:
     """`model` as anybody would run it: itself, or exported by torch without our help."""
 
     def directory() -> Path:
@@ -157,8 +171,8 @@ def original(model: nn.Module, size: tuple[int, int, int], making: Making, form:
     return Subject(form, make, answers=model, plain=True, needs=_NEEDS)
 
 
-def folded(model: nn.Module, size: tuple[int, int, int], making: Making) -> Subject:
-    """`model` folded, and exported by `normswap.export`."""
+def folded(model: nn.Module, size: Size, making: Making) -> Subject:
+    """`model` folded, and exported by us."""
 
     def directory() -> Path:
         record = provenance.of(model)
@@ -166,13 +180,12 @@ def folded(model: nn.Module, size: tuple[int, int, int], making: Making) -> Subj
         result = model if done else conversion.convert(model, "folded", size=size)
         return checkpoint.save(result, making.place("folded", "directory"), force=True)
 
-    def export(kind: str) -> Make:
-        file = making.place("folded", kind)
-        return lambda: exporter.export(
-            model, file, dtype=making.settings.dtype, dynamic_batch=making.dynamic, input_size=size, force=True
-        ).file  # fmt: skip
+    def export(kind: str) -> Path:
+        file, dtype = making.place("folded", kind), making.settings.dtype
+        making.export(model, file, dtype=dtype, dynamic_batch=making.dynamic, input_size=size, force=True)
+        return file
 
-    make = {"directory": directory, "onnx": export("onnx"), "torchscript": export("torchscript")}
+    make = {"directory": directory, "onnx": lambda: export("onnx"), "torchscript": lambda: export("torchscript")}
     return Subject("folded", make, answers=model, needs=_NEEDS)
 
 
@@ -196,7 +209,7 @@ def _fed(model: nn.Module, making: Making) -> nn.Module:
     return _Fed(copy.deepcopy(model).to(dtype), dtype).eval()
 
 
-def _example(size: tuple[int, int, int], making: Making) -> tuple[Tensor]:
+def _example(size: Size, making: Making) -> tuple[Tensor]:
     return (torch.zeros(2 if making.dynamic else 1, *size),)
 
 
@@ -205,41 +218,43 @@ def is_file(name: str) -> bool:
     return Path(name).suffix.lower() in KINDS
 
 
-def of_file(file: Path, before: Group | None, side: int | None = None) -> tuple[Subject, tuple[int, int, int]]:
+def of_file(file: Path, before: Group | None, body: Mapping[str, Any] | None, side: int | None) -> tuple[Subject, Size]:
     """An exported file, as one more form of the network that was named before it, and the size it takes.
+
+    Args:
+        body: what is written beside it.
 
     Raises:
         OptionError: there is no such file, or it takes other images than that network.
     """
     if not file.is_file():
         raise OptionError(f"{file} does not exist" if not file.exists() else f"{file} is no file")
-    body = _sidecar(file)
     takes = tuple(body["input"]["size"]) if body else None
     known = before.size if before else (3, side or 224, side or 224)
     if takes and before and takes != before.size:
         raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
-    size = takes if takes and not side else known
-    answers = before.model if before else None
-    raw: Any = lambda images: images  # noqa: E731
-    if body and answers is not None:
-        if body["normalize"] is None:
-            config = sidecar.config(answers)
-            mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
-            raw = lambda images: images * std + mean  # noqa: E731
-        if body["output"]["name"] == "probabilities":
-            inner = answers
-            answers = lambda x: inner(x).softmax(-1)  # type: ignore[assignment]  # noqa: E731
-    kind = KINDS[file.suffix.lower()]
-    return Subject(file.name, {kind: lambda: file.resolve()}, answers=answers, raw=raw), size  # type: ignore[return-value]
+    subject = Subject(file.name, {KINDS[file.suffix.lower()]: lambda: file.resolve()})
+    if before and before.model:
+        subject.answers = before.model
+        if body:
+            subject.raw, subject.answers = _unprepared(before.model, body), _answering(before.model, body)
+    return subject, takes if takes and not side else known
 
 
-def _sidecar(file: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(sidecar.place(file).read_text(encoding="utf-8"))
-        _ = found["input"]["size"], found["normalize"], found["output"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return dict(found)
+def _unprepared(model: nn.Module, body: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """From images as `model` takes them to images as the file does."""
+    if body["normalize"] is not None:
+        return lambda images: images
+    config = zoo.data_config(model)
+    mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    return lambda images: images * std + mean
+
+
+def _answering(model: nn.Module, body: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """What the file must compute."""
+    if body["output"]["name"] != "probabilities":
+        return model
+    return lambda images: model(images).softmax(-1)
 
 
 def groups(named: Sequence[tuple[str, str, nn.Module | None]], making: Making, side: int | None = None) -> list[Group]:
@@ -252,11 +267,11 @@ def groups(named: Sequence[tuple[str, str, nn.Module | None]], making: Making, s
     open_group: Group | None = None
     for i, (name, label, model) in enumerate(named):
         if model is not None:
-            inside = Making(making.folder / str(i), making.settings, making.batches)
+            inside = replace(making, folder=making.folder / str(i))
             open_group = of_model(label, model, inside, side)
             found.append(open_group)
             continue
-        subject, size = of_file(Path(name), open_group, side)
+        subject, size = of_file(Path(name), open_group, making.sidecar(Path(name)), side)
         if open_group is None:
             found.append(Group(subject.form, [subject], size))
         else:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from normswap.calibration.least_squares import checked
-from normswap.errors import SourceError, VerificationError
+from normswap.errors import SourceError, VerificationError, first_line
 from normswap.graph.tracing import Traced
-from normswap.models.weight_files import first_line
 
 Values = dict[str, Any]
 MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.calibration.least_squares import checked
-from normswap.errors import RefusedError, SourceError, VerificationError
+from normswap.errors import RefusedError, SourceError, VerificationError, first_line
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import evaluating
-from normswap.models.weight_files import first_line
 
 Progress = Callable[[int, int], None]
 _FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}

@@ -1,1 +1,4 @@
-"""The command line, one file per command. Only here are typer and rich. Imports: anything."""
+"""The command line: `app` finds the files of `commands`; what they share is beside it. typer and rich live only here.
+
+Imports: anything.
+"""

@@ -1,10 +1,21 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, alone or as records (see `grouped_options`)."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from normswap.cli import progress
+from normswap.errors import OptionError
+
+if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from torch import nn
+
+    from normswap.images.datasets import Loader
 
 Model = Annotated[
     str,
@@ -15,22 +26,106 @@ Model = Annotated[
         "or a .safetensors/.pth file with --arch.",
     ),
 ]
-Weights = Annotated[str, typer.Option(metavar="pretrained|random", help="Random: the bare architecture.")]
-ArchName = Annotated[str | None, typer.Option("--arch", metavar="NAME", help="timm architecture of a weights file.")]
-ArchArgs = Annotated[
-    list[str] | None,
-    typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of the architecture, e.g. channels=16,32,64,128."),
-]
-NumClasses = Annotated[int | None, typer.Option(min=0, metavar="N", help="Another head than the source's.")]
-InChans = Annotated[int | None, typer.Option(min=1, metavar="N", help="Another number of input channels.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH", show_default=False, help="Class folders, a tar of them, or timm's PREFIX/NAME[:ROOT]."
-    ),
+Picture = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
 ]
-BatchSize = Annotated[int, typer.Option(min=1, metavar="N")]
-Workers = Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")]
-Samples = Annotated[int | None, typer.Option(min=1, metavar="N", help="Take this many images, drawn by a fixed seed.")]
-Split = Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where to train.")]
+Weights = Annotated[str, typer.Option(metavar="pretrained|random", help="Random: the bare architecture.")]
+Value = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a MODEL is opened."""
+
+    weights: Weights = "pretrained"
+    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="timm architecture of a weights file.")] = (
+        None
+    )
+    arch_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arch-arg", metavar="KEY=VALUE", help="Argument of the architecture, e.g. channels=16,32,64,128."
+        ),
+    ] = None
+    num_classes: Annotated[int | None, typer.Option(min=0, metavar="N", help="Another head than the source's.")] = None
+    in_chans: Annotated[int | None, typer.Option(min=1, metavar="N", help="Another number of input channels.")] = None
+
+    def weights_of(self, name: str) -> str:
+        """Which weights that MODEL gets."""
+        return self.weights
+
+    def open(self, name: str) -> nn.Module:
+        """The network of that name.
+
+        Raises:
+            SourceError, OptionError: it cannot be had.
+        """
+        args = dict(_pair(text) for text in self.arch_arg or [])
+        return open_model(
+            name, weights=self.weights_of(name), arch=self.arch, arch_args=args,
+            num_classes=self.num_classes, in_chans=self.in_chans,
+        )  # fmt: skip
+
+
+def open_model(name: str, **options: object) -> nn.Module:
+    """`checkpoint.open_model`, and on a terminal something to look at meanwhile."""
+    # downloads show a bar of their own
+    local = Path(name.removeprefix("local-dir:")).exists() or options.get("weights") == "random"
+    with progress.working(f"opening {name}", spin=local):
+        from normswap.storage import checkpoint
+
+        return checkpoint.open_model(name, **options)  # type: ignore[arg-type]
+
+
+def _pair(text: str) -> tuple[str, Value | list[Value]]:
+    key, sign, value = text.partition("=")
+    if not sign or not key.isidentifier():
+        raise OptionError(f"--arch-arg {text!r} is not KEY=VALUE", remedy="For instance channels=16,32,64,128")
+    return key, parse(value)
+
+
+def parse(text: str) -> Value | list[Value]:
+    """An option's value: int, float, true, false, none, a comma list of those, or the text itself."""
+    return [_one(part.strip()) for part in text.split(",") if part.strip()] if "," in text else _one(text)
+
+
+def _one(text: str) -> Value:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images, perhaps, and how to load them."""
+
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", show_default=False, help="Class folders, a tar of them, or timm's PREFIX/NAME[:ROOT]."
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 64
+    workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 2
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Take this many images, drawn by a fixed seed.")
+    ] = None
+    split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "validation"
+
+    def loader(self, model: nn.Module | Mapping[str, object], *, seed: int = 0) -> Loader:
+        """Batches as the network, or its preprocessing record, wants them.
+
+        Raises:
+            SourceError, OptionError: there are none, or none for this network.
+        """
+        from normswap.images.datasets import make_loader
+
+        return make_loader(
+            model, str(self.data), batch_size=self.batch_size, workers=self.workers, samples=self.samples,
+            split=self.split, seed=seed,
+        )  # fmt: skip

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normswap.errors import OptionError, VerificationError
+from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
-from normswap.models.weight_files import first_line
 from normswap.surgery import comparison
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
@@ -132,7 +131,7 @@ def answers(source: nn.Module, x: Tensor) -> Tensor:
     try:
         output = source(x)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        why = str(error).strip().split("\n")[0]
+        why = first_line(error)
         raise OptionError(f"the network does not run on an input of size {_size(x)}", why) from None
     if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != len(x):
         raise OptionError("the network does not give one tensor, a row per image", "only such networks are exported")

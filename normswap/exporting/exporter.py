@@ -18,7 +18,6 @@ from normswap.errors import OptionError
 from normswap.exporting import checks, export_folding, formats, input_normalization, rounding, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import Shipped
-from normswap.images import datasets as data_room
 from normswap.storage import atomic_write
 from normswap.surgery.conversion import Conversion
 
@@ -153,16 +152,13 @@ def claim(file: Path, format: str | None, *, force: bool) -> None:
         atomic_write.claim(each, force=force)
 
 
-def loader(model: nn.Module, size: Sequence[int] | None, data: str, **rest: Any) -> data_room.Loader:
-    """Images of `data` as `model` wants them, at another size (C, H, W) if one is given; `rest` as in `make_loader`.
-
-    Raises:
-        SourceError: there are none.
-    """
+def preprocessing(model: nn.Module, size: Sequence[int] | None) -> dict[str, Any]:
+    """The record by which images are made for `model`, at another size (C, H, W) if one is given."""
     record = provenance.of(model)
     config = {**(record.pretrained_cfg if record else {}), **sidecar.config(model)}
-    config |= {"num_classes": getattr(model, "num_classes", None)} | ({} if size is None else {"input_size": size})
-    return data_room.make_loader(config, data, **rest)
+    return (
+        config | {"num_classes": getattr(model, "num_classes", None)} | ({} if size is None else {"input_size": size})
+    )
 
 
 def _example(order: _Order) -> Tensor:

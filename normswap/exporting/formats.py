@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from normswap.errors import OptionError
-from normswap.models.weight_files import first_line
+from normswap.errors import OptionError, first_line
 
 Runs = Callable[[Tensor], Tensor]
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import RefusedError, VerificationError
+from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import INPUT, Shipped
 from normswap.exporting.formats import Runs, reason
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
-from normswap.models.weight_files import first_line, quiet
+from normswap.models.weight_files import quiet
 
 NAME = "onnx"
 NEEDS = ("onnx", "onnxscript", "onnxruntime")

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from normswap.errors import RefusedError, VerificationError
+from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import FP16, Runs, reason
 from normswap.graph.inspection import LINEAR
-from normswap.models.weight_files import first_line, quiet
+from normswap.models.weight_files import quiet
 
 NAME = "pt2"
 NEEDS = ()

@@ -86,3 +86,13 @@ def write(file: Path, body: Body) -> None:
     OutputError: it cannot be written.
     """
     atomic_write.text(file, json.dumps(body, indent=2) + "\n")
+
+
+def read(file: Path) -> Body | None:
+    """What is written beside an exported file, if that is a sidecar."""
+    try:
+        found = json.loads(place(file).read_text(encoding="utf-8"))
+        _ = found["input"]["size"], found["normalize"], found["output"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return dict(found)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap.errors import RefusedError, VerificationError
+from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import FP16, Runs, reason
-from normswap.models.weight_files import first_line, quiet
+from normswap.models.weight_files import quiet
 
 NAME = "torchscript"
 NEEDS = ()

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from normswap import provenance
-from normswap.errors import OptionError, SourceError
+from normswap.errors import OptionError, SourceError, first_line
 from normswap.models import zoo
-from normswap.models.weight_files import first_line, quiet, some
+from normswap.models.weight_files import quiet, some
 
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
 _PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".txz": lzma.open}

@@ -11,8 +11,8 @@ import huggingface_hub as client
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
 
-from normswap.errors import SourceError
-from normswap.models.weight_files import first_line, quiet
+from normswap.errors import SourceError, first_line
+from normswap.models.weight_files import quiet
 
 _PATIENCE = 2  # give up once a transfer has brought this many times the size of the file
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from normswap.errors import SourceError
-from normswap.models.weight_files import first_line
+from normswap.errors import SourceError, first_line
 
 Cfg = dict[str, Any]
 

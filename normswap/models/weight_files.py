@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError
+from normswap.errors import SourceError, first_line
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
@@ -47,12 +47,6 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def first_line(error: BaseException) -> str:
-    """The error's message cut to one line, or its class when it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def some(items: Iterable[str]) -> str:

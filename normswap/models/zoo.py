@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normswap import provenance
-from normswap.errors import OptionError, PlanError, SourceError
+from normswap.errors import OptionError, PlanError, SourceError, first_line
 from normswap.models import (
     hub,
     wide_resnet,  # noqa: F401 (adds its network to timm's registry)
 )
 from normswap.models.hub_config import Cfg, read_config, record, shape_of
-from normswap.models.weight_files import SUFFIXES, check_finite, first_line, hash_tensors, load_into, quiet, read
+from normswap.models.weight_files import SUFFIXES, check_finite, hash_tensors, load_into, quiet, read
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 

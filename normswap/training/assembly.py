@@ -16,10 +16,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import OptionError
+from normswap.errors import OptionError, first_line
 from normswap.images import datasets
 from normswap.models import zoo
-from normswap.models.weight_files import first_line
 from normswap.storage import checkpoint
 from normswap.surgery import conversion
 from normswap.training import launching, synced_batchnorm, teachers

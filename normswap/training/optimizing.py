@@ -15,9 +15,9 @@ from torch import nn
 
 from normswap import provenance, schemes
 from normswap.analysis.weight_decay import param_groups
-from normswap.errors import OptionError, TraceError
+from normswap.errors import OptionError, TraceError, first_line
 from normswap.graph import inspection
-from normswap.models.weight_files import first_line, quiet
+from normswap.models.weight_files import quiet
 from normswap.training.recipe import Clip, Optim, Schedule
 
 

@@ -1,6 +1,6 @@
 """What a recipe may say. Every key has a type, a range and a line that explains it; anything else is an error.
 
-A recipe is one YAML file (`recipes/`); `load.py` finds and reads them and applies overrides such as `optim.lr=0.05`.
+A recipe is one YAML file (`recipes/`); `recipe_files` finds them, reads them and applies overrides (`optim.lr=0.05`).
 No torch here: recipes are listed and checked without it.
 """
 

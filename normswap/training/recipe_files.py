@@ -78,7 +78,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return (models[0] if models else None), overrides
 
 
-def read(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name, or in that file, with `KEY=VALUE` overrides such as `optim.lr=0.05`.
 
     A name without a slash or a YAML suffix is a shipped recipe's, if there is one.
@@ -101,7 +101,7 @@ def check(tree: Any, label: str, overrides: Sequence[str] = ()) -> Recipe:
         label: what errors call it.
 
     Raises:
-        RecipeError: as `read`.
+        RecipeError: as `load_recipe`.
     """
     if not isinstance(tree, Mapping):
         raise RecipeError(f"{label} is no recipe", "expected keys such as `summary`, `model`, `data`, `optim`")
@@ -114,7 +114,7 @@ def check(tree: Any, label: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML that `read` takes back, every key with its value: defaults may change, a record must not."""
+    """The recipe as YAML for `load_recipe`, every key with its value: defaults may change, a record must not."""
     return strict_yaml.dump(recipe.model_dump(mode="json"))
 
 

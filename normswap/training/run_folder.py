@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import OptionError, OutputError, SourceError
+from normswap.errors import OptionError, OutputError, SourceError, first_line
 from normswap.models import zoo
-from normswap.models.weight_files import first_line
 from normswap.storage import atomic_write, checkpoint
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe

@@ -1,8 +1,9 @@
 """Sweeps as the papers do them: every learning rate with several seeds, on one machine or several.
 
-Optuna's grid sampler deals out the points, and its storage is all that workers share: the same command may run in
-several processes, on several machines. What a killed worker has begun is begun again (its run is continued where its
-folder is in reach). A run that diverges or fails is a row of the table.
+Optuna's storage is all that workers share, and its queue is the list of what is left: the same command may run in
+several processes, on several machines; each takes the next waiting trial. A trial whose worker gives no heartbeat any
+more is given up by Optuna and offered again here (its run is continued where its folder is in reach). A run that
+diverges or fails is a row of the table.
 
 What it came to is `sweep_table`'s. Source: De & Smith 2020, arXiv:2002.10444, which tunes the lr by powers of two and
 reports mean and deviation of the best runs.
@@ -11,23 +12,32 @@ reports mean and deviation of the best runs.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from normswap.errors import OptionError, OutputError, SourceError, TrainingError
+from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line
 from normswap.training.recipe import Recipe
 from normswap.training.sweep_table import Trial
 
+if TYPE_CHECKING:  # an optional package
+    import optuna
+
 Objective = Callable[[Recipe, Path], float | None]
 """Trains by the recipe into the folder: top-1 in percent at the end, or None if it was asked to stop before."""
+Point = tuple[float, int]
+Say = Callable[[str], None]
 
+BEAT, GRACE = 15, 60  # seconds between a worker's signs of life, and without one until it counts as dead
 _ATTEMPTS = 5  # at opening the storage
-_PATIENCE = 100  # looks at a rival, before it counts as dead
+
+
+class _StoppedError(Exception):
+    """Somebody asked the run to stop."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Grid:
     lrs: Sequence[float]
     seeds: Sequence[int]
 
-    def points(self) -> list[tuple[float, int]]:
+    def points(self) -> list[Point]:
         return [(lr, seed) for lr in self.lrs for seed in self.seeds]
 
 
@@ -48,7 +58,7 @@ class Sweep:
         recipe: what every run is trained by, but for its lr and seed.
         subject: what else must be the same in all workers: the network, for instance.
         place: where this machine's runs go.
-        storage: an Optuna storage URL; by default a journal file in `place`.
+        storage: the URL of a database; by default an SQLite file in `place`.
 
     Raises:
         OptionError: Optuna is not installed; the storage holds another sweep of that name.
@@ -67,24 +77,30 @@ class Sweep:
         self.study = self._open(storage)
         self._agree(subject)
 
-    def _open(self, url: str | None) -> Any:
-        sampler = _dealer(self.optuna, {"lr": list(self.grid.lrs), "seed": list(self.grid.seeds)})
+    def _open(self, url: str | None) -> optuna.Study:
+        name, url = f"normswap {self.place.resolve().name}", url or f"sqlite:///{self.place / 'sweep.db'}"
         for attempt in range(_ATTEMPTS):
             try:
+                storage = self._storage(url)
                 return self.optuna.create_study(
-                    study_name=f"normswap {self.place.resolve().name}", storage=self._storage(url),
-                    sampler=sampler, direction="maximize", load_if_exists=True,
-                )  # fmt: skip
+                    study_name=name, storage=storage, direction="maximize", load_if_exists=True
+                )
             except Exception as error:  # whatever the database's driver raises, for one if two workers make its tables
-                why = (str(error).splitlines() or [type(error).__name__])[0]
+                why = first_line(error)
             time.sleep(attempt * 0.2)
-        raise SourceError(f"{url or self.place} is no storage of sweeps", why)
+        raise SourceError(f"{url} is no storage of sweeps", why)
 
-    def _storage(self, url: str | None) -> Any:
-        if url is not None:
-            return url
-        journal = self.optuna.storages.journal
-        return self.optuna.storages.JournalStorage(journal.JournalFileBackend(str(self.place / "journal.log")))
+    def _storage(self, url: str) -> optuna.storages.RDBStorage:
+        """The database; SQLite, where a read locks nothing, is told to lock it, or two workers get the same trial."""
+        with self._quiet():
+            storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
+        if storage.engine.name == "sqlite":  # as SQLAlchemy's documentation has it
+            from sqlalchemy import event
+
+            storage.engine.dispose()
+            event.listen(storage.engine, "connect", lambda driver, _: setattr(driver, "isolation_level", None))
+            event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        return storage
 
     def _agree(self, subject: Mapping[str, Any]) -> None:
         """Write down what this sweep is of, or see that it is what is written there."""
@@ -100,146 +116,126 @@ class Sweep:
         if differ:
             raise OptionError(f"{self.place} holds another sweep", "; ".join(differ[:3]), "Give another -o")
 
-    def work(
-        self, objective: Objective, *, retake: bool = False, say: Callable[[str], None] = lambda text: None
-    ) -> bool:
+    def work(self, objective: Objective, *, retake: bool = False, say: Say = lambda text: None) -> bool:
         """Run points until none is left to begin; returns whether all of them are done.
 
         Args:
-            retake: also begin again what workers of other machines have begun and not ended.
+            retake: do not wait for signs of life, but begin again at once whatever has been begun and not ended.
             say: told what is being run.
 
         Raises:
             NormswapError: what is wrong with every run: its input.
         """
-        self._forget(retake)
-        while left := self._left():
-            self._offer(left)
-            trial = self.study.ask()
-            lr, seed = trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)  # from the grid
-            if not self._claim(trial, (lr, seed)):
-                self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
-                continue
-            say(f"lr {lr:g}, seed {seed} ({len(self.grid.points()) - len(left) + 1} of {len(self.grid.points())})")
-            if not self._run(trial, lr, seed, objective):
-                return False
-        return all(one.state != "running" for one in self.trials()) and not self._left()
+        states = self.optuna.trial.TrialState
+        for one in self._of(states.RUNNING) if retake else ():
+            self.study.tell(one.number, state=states.FAIL, skip_if_finished=True)
+        waited = 0.0
+        while True:
+            self._offer()
+            if self._of(states.WAITING):
+                if not self._next(objective, say):
+                    return False
+                waited = 0.0
+            elif not self._of(states.RUNNING):
+                return True
+            elif waited > GRACE + BEAT:
+                return False  # whoever has begun them is alive
+            else:
+                time.sleep(1)
+                waited += 1
+                with self._quiet():
+                    self.optuna.storages.fail_stale_trials(self.study)
 
-    def _run(self, trial: Any, lr: float, seed: int, objective: Objective) -> bool:
-        """One point; returns False if the run was asked to stop."""
+    def _offer(self) -> None:
+        """Put into the queue what no one does, has done or is about to do."""
+        owned = {_point(one) for one in self._trials() if self._counts(one)}
+        for point in self.grid.points():
+            if point not in owned:
+                self.study.enqueue_trial(dict(zip(("lr", "seed"), point, strict=True)))
+
+    def _next(self, objective: Objective, say: Say) -> bool:
+        """Take one trial from the queue, Optuna sees to it that no one else has it; False if asked to stop."""
+
+        def run(trial: optuna.Trial) -> float:
+            point = self._mine(trial.number)
+            if point is None:
+                raise self.optuna.TrialPruned
+            trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)  # as queued; for Optuna's tools
+            return self._run(trial, *point, objective, say)
+
+        try:
+            with self._quiet():
+                self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
+        except _StoppedError:
+            return False
+        return True
+
+    def _mine(self, number: int) -> Point | None:
+        """The point that a trial of this number runs; None if the queue was empty, or an earlier trial has it."""
+        trials = self._trials()
+        point = next(_point(one) for one in trials if one.number == number)
+        rivals = [one for one in trials if one.number < number and _point(one) == point and self._counts(one)]
+        return None if rivals else point
+
+    def _run(self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say) -> float:
         folder = self._folder(lr, seed)
+        trial.set_user_attr("folder", str(folder))
+        points = self.grid.points()
+        begun = {_point(one) for one in self._trials() if self._counts(one) and one.state.name != "WAITING"}
+        say(f"lr {lr:g}, seed {seed} ({len(begun.intersection(points))} of {len(points)})")
         recipe = self.recipe.model_copy(update={
             "optim": self.recipe.optim.model_copy(update={"lr": lr}),
             "train": self.recipe.train.model_copy(update={"seed": seed}),
         })  # fmt: skip
-        begun = time.monotonic()
-        top1, state, note = None, "", ""
+        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
             top1 = objective(recipe, folder)
-            state = "done" if top1 is not None else ""
-        except TrainingError as error:
-            state, note = "diverged", str(error)
-        except RuntimeError as error:  # out of memory, for one
-            state, note = "failed", (str(error).splitlines() or [type(error).__name__])[0]
-        finally:  # without a state the point is begun again
-            if state:
-                trial.set_user_attr("seconds", time.monotonic() - begun)
-                trial.set_user_attr("note", note)
-                trial.set_user_attr("top1", top1)
-                trial.set_user_attr("state", state)
-            states = self.optuna.trial.TrialState
-            self.study.tell(trial, top1, state=states.COMPLETE if state == "done" else states.FAIL)
-        return bool(state)
+        except (TrainingError, RuntimeError) as error:  # out of memory, for one
+            trial.set_user_attr("note", str(error) if isinstance(error, TrainingError) else first_line(error))
+            trial.set_user_attr("lost", "diverged" if isinstance(error, TrainingError) else "failed")
+            raise
+        if top1 is None:  # the trial fails without a word, so that it is offered again
+            raise _StoppedError
+        return top1
 
-    def _forget(self, retake: bool) -> None:
-        """Give up what was begun by workers that are no more."""
-        for one in self._frozen():
-            if one.state != self.optuna.trial.TrialState.RUNNING:
-                continue
-            here = one.user_attrs.get("host") == socket.gethostname()
-            if (here and not _alive(one.user_attrs.get("pid"))) or (not here and retake):
-                self.study.tell(one.number, state=self.optuna.trial.TrialState.FAIL, skip_if_finished=True)
+    def _trials(self) -> list[optuna.trial.FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
 
-    def _offer(self, left: Sequence[tuple[float, int]]) -> None:
-        """If the sampler has dealt out all that is left before (to workers that stopped), put it back."""
-        dealt = {_point(one) for one in self._frozen() if one.state.is_finished()}
-        waiting = any(one.state == self.optuna.trial.TrialState.WAITING for one in self._frozen())
-        if not waiting and dealt.issuperset(left):
-            self.study.enqueue_trial(dict(zip(("lr", "seed"), left[0], strict=True)))
+    def _of(self, state: optuna.trial.TrialState) -> list[optuna.trial.FrozenTrial]:
+        return [one for one in self._trials() if one.state == state]
 
-    def _frozen(self) -> list[Any]:
-        return list(self.study.get_trials(deepcopy=False))
+    def _counts(self, one: optuna.trial.FrozenTrial) -> bool:
+        """Whether it is waiting, running, or has ended, well or not; one that was given up does not."""
+        return one.state.name in ("WAITING", "RUNNING", "COMPLETE") or "lost" in one.user_attrs
 
-    def _counts(self, one: Any) -> bool:
-        return one.state == self.optuna.trial.TrialState.RUNNING or "state" in one.user_attrs
-
-    def _left(self) -> list[tuple[float, int]]:
-        """Points that no one has done or is doing."""
-        owned = {_point(one) for one in self._frozen() if self._counts(one)}
-        return [point for point in self.grid.points() if point not in owned]
-
-    def _claim(self, trial: Any, point: tuple[float, int]) -> bool:
-        """Whether this worker has the point: workers that ask at the same moment may be given the same one.
-
-        Every worker has written down its point before it looks for rivals, so of two at least one sees the other. The
-        later trial gives way; the earlier one waits until the other has done so, unless that has claimed already.
-        """
-        for _ in range(_PATIENCE):
-            rivals = [one for one in self._frozen()
-                      if one.number != trial.number and _point(one) == point and self._counts(one)]  # fmt: skip
-            if any(one.number < trial.number or "host" in one.user_attrs for one in rivals):
-                return False
-            if not rivals:
-                break
-            time.sleep(0.05)
-        claim = {"folder": str(self._folder(*point)), "pid": os.getpid(), "host": socket.gethostname()}
-        for key, value in claim.items():
-            trial.set_user_attr(key, value)
-        return True
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Without the warning that Optuna's heartbeat is new (it is from 2021)."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
+            yield
 
     def _folder(self, lr: float, seed: int) -> Path:
         return self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
 
     def trials(self) -> list[Trial]:
         """Every point that was begun, by lr and seed; one that is still running has the state `running`."""
-        found: dict[tuple[float, int], Trial] = {}
-        for one in self._frozen():
+        found: dict[Point, Trial] = {}
+        for one in self._trials():
             point = _point(one)
-            if point is None or not self._counts(one):
+            if point is None or not self._counts(one) or one.state.name == "WAITING":
                 continue
-            known = {name: one.user_attrs.get(name) for name in ("top1", "note", "folder", "seconds")}
-            trial = Trial(*point, one.user_attrs.get("state", "running"), **known)
-            found.setdefault(point, trial)
+            state = {"COMPLETE": "done", "RUNNING": "running"}.get(one.state.name) or one.user_attrs["lost"]
+            seconds = None if one.duration is None else one.duration.total_seconds()
+            note, folder = one.user_attrs.get("note", ""), one.user_attrs.get("folder")
+            found.setdefault(point, Trial(*point, state, one.value, note, folder, seconds))
         return sorted(found.values(), key=lambda trial: (trial.lr, trial.seed))
 
 
-def _dealer(optuna: Any, space: dict[str, Any]) -> Any:
-    """Optuna's grid sampler, which would stop a study that it does not run."""
-
-    class Dealer(optuna.samplers.GridSampler):  # type: ignore[misc, name-defined]
-        def after_trial(self, *given: Any) -> None:
-            pass
-
-    return Dealer(space, seed=0)
-
-
-def _point(one: Any) -> tuple[float, int] | None:
+def _point(one: optuna.trial.FrozenTrial) -> Point | None:
     """What a trial runs, or is about to run."""
-    params = one.params or one.system_attrs.get("fixed_params", {})
-    return (params["lr"], params["seed"]) if {"lr", "seed"} <= params.keys() else None
-
-
-def _alive(pid: Any) -> bool:
-    if not isinstance(pid, int):  # killed before it could say who it is
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    queued = one.system_attrs.get("fixed_params", {})
+    return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
 
 
 def _differences(then: Any, now: Any, above: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -48,7 +48,7 @@ def folder(work: Path, name: str, depth: int, lr: float) -> Path:
 def run(name: str, depth: int, lr: float, place: Path, overrides: Sequence[str], device: str) -> None:
     """One run."""
     recipe, own = ROWS[name]
-    plan = recipe_files.read(
+    plan = recipe_files.load_recipe(
         f"de_smith_table1_{recipe}", [*overrides, *own, f"model.args.depth={depth}", f"optim.lr={lr}"]
     )
     trained.attempt(None, plan, place, device)

@@ -52,7 +52,7 @@ HOW = (
 def run(name: str, network: Path, place: Path, overrides: Sequence[str], device: str) -> float:
     """One row; returns the processor seconds it took (of this process)."""
     recipe, own = ROWS[name]
-    plan = recipe_files.read(recipe, [*own, *overrides])
+    plan = recipe_files.load_recipe(recipe, [*own, *overrides])
     before = time.process_time()
     trained.run(network, plan, place, device)
     return time.process_time() - before
@@ -105,7 +105,7 @@ def made(place: Path) -> dict[int, Rows]:
 def finished(place: Path) -> Rows:
     """The rows of a run that is at its end; none of another."""
     rows = trained.rows(place)
-    return rows if rows and rows[-1]["epoch"] == recipe_files.read(place / "recipe.yaml").train.epochs else ()
+    return rows if rows and rows[-1]["epoch"] == recipe_files.load_recipe(place / "recipe.yaml").train.epochs else ()
 
 
 def end(rows: Rows) -> float:

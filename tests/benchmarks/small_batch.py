@@ -77,7 +77,8 @@ def main() -> None:
             options = [f"data.root={given.data}", f"data.batch_size={batch}", f"optim.lr={given.lr}",
                        f"data.samples={images}", f"data.validation_samples={given.validation}"]  # fmt: skip
             recipe, own = ROWS[name]
-            trained.attempt(given.network, recipe_files.read(recipe, [*own, *PLAIN, *options]), place, given.device)
+            plan = recipe_files.load_recipe(recipe, [*own, *PLAIN, *options])
+            trained.attempt(given.network, plan, place, given.device)
             print(row(name, batch, place), flush=True)
             write()
     write()

@@ -21,7 +21,7 @@ class Option:
 
     Args:
         name: as Python spells it.
-        kind: int, float, bool or str; a number or a word is a str.
+        kind: int, float, bool, str, or object: a number or a word.
         default: where the schemes have it in common.
         metavar: what stands for its value: the text in `Annotated[kind, "..."]`, or the kind.
         help: the line about it in the docstring of `plan`.
@@ -70,7 +70,7 @@ def _annotated(annotation: ast.expr | None) -> tuple[type, str]:
         annotation, word = annotation.slice.elts[:2]
         metavar = str(ast.literal_eval(word))
     words = set(re.findall(r"\w+", ast.unparse(annotation))) if annotation else set()
-    kind = _KINDS[words.pop()] if len(words) == 1 and words <= _KINDS.keys() else str
+    kind = _KINDS[words.pop()] if len(words) == 1 and words <= _KINDS.keys() else object
     return kind, metavar or kind.__name__.upper()
 
 

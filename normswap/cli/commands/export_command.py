@@ -1,21 +1,39 @@
-"""`normswap export`: a network as one file for another runtime. `cli` imports this file to register it."""
+"""`normswap export`: a network as one file for another runtime."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from normswap.cli import progress
-from normswap.cli.app import app
-from normswap.cli.options import ArchArgs, ArchName, Data, InChans, Json, Model, NumClasses, Split, Weights, Workers
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Images, Json, Model, Opening
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import size
 from normswap.errors import OptionError
 
+ORDER = 90
 
-@app.command("export")
-def export(
+
+@dataclass(frozen=True)
+class Checked(Images):
+    """What the file is checked on."""
+
+    batch_size: int = field(default=64, init=False)
+    workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 0
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Check on this many images of --data.")] = 64
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export")(spread(run))
+
+
+def run(
     model: Model,
+    *,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")],
     format: Annotated[
         str | None,
@@ -35,16 +53,9 @@ def export(
     count_plain: Annotated[
         bool, typer.Option("--count-plain", help="Also count the nodes of an export without folding.")
     ] = False,
-    data: Data = None,
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Check on this many images of --data.")] = 64,
-    workers: Workers = 0,
-    split: Split = "validation",
+    images: Checked,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    weights: Weights = "pretrained",
-    arch: ArchName = None,
-    arch_arg: ArchArgs = None,
-    num_classes: NumClasses = None,
-    in_chans: InChans = None,
+    opening: Opening,
     json: Json = False,
 ) -> int:
     """Fold a network into one file for another runtime.
@@ -59,16 +70,23 @@ def export(
     agreement, count, tolerance, inputs), nodes (counts by kind), plain_nodes (null without --count-plain), bytes, notes
     and seconds.
     """
-    from normswap.cli import commands
+    wanted = _sides(input_size)
+    with progress.working("starting"):
+        from normswap.exporting import exporter
 
-    source = commands.Source(model, weights, arch, arch_arg or [], num_classes, in_chans)
-    options = {"format": format, "dtype": dtype, "dynamic_batch": dynamic_batch, "input_size": _size(input_size)}
-    options |= {"normalize": normalize, "softmax": softmax, "force": force, "count_plain": count_plain}
-    images = None if data is None else {"data": data, "samples": samples, "workers": workers, "split": split}
-    return _run(source, output, options, images, as_json=json)
+        exporter.claim(output, format, force=force)
+    net = opening.open(model)
+    with progress.stages() as say:
+        loader = None if images.data is None else images.loader(exporter.preprocessing(net, wanted))
+        done = exporter.export(
+            net, output, format=format, dtype=dtype, dynamic_batch=dynamic_batch, input_size=wanted,
+            normalize=normalize, softmax=softmax, images=loader, force=force, count_plain=count_plain, say=say,
+        )  # fmt: skip
+    show({"source": model, **asdict(done)}, json, _say)
+    return 0
 
 
-def _size(text: str | None) -> tuple[int, ...] | None:
+def _sides(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
@@ -77,40 +95,20 @@ def _size(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def _run(source: Any, file: Path, options: dict[str, Any], images: dict[str, Any] | None, *, as_json: bool) -> int:
-    import dataclasses
-    import json
-
-    with progress.working("starting"):
-        from normswap.exporting import exporter
-
-        exporter.claim(file, options["format"], force=options["force"])
-    model = source.open()
-    with progress.stages() as say:
-        loader = None if images is None else exporter.loader(model, options["input_size"], **images)
-        done = exporter.export(model, file, images=loader, say=say, **options)
-    if as_json:
-        from normswap.analysis import summary
-
-        body = summary.plain({"source": source.name, **dataclasses.asdict(done)})
-        print(json.dumps({**body, "file": str(done.file), "sidecar": str(done.sidecar)}, indent=2, allow_nan=False))
-    else:
-        _show(done)
-    return 0
-
-
-def _show(done: Any) -> None:
-    figures = done.figures
-    same = round(figures.agreement * figures.count)
+def _say(body: Body) -> None:
+    figures = body["figures"]
     lines = [
-        ("file", f"{done.file} ({done.bytes / 1e6:.1f} MB), {done.sidecar.name} beside it"),
-        ("format", f"{done.format}, {done.dtype}"),
-        ("takes", f"{'images' if done.dynamic_batch else 'one image'} of {'x'.join(map(str, done.input_size))}"),
-        ("nodes", _counts(done.nodes)),
-        ("plain export", _counts(done.plain_nodes)),
-        ("relative L2", f"{figures.relative_l2:.1e} of the answers, allowed {figures.tolerance:.1e}"),
-        ("same answer", f"{same} of {figures.count} ({figures.inputs})"),
-        *(("note", note) for note in done.notes),
+        ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {body['sidecar'].name} beside it"),
+        ("format", f"{body['format']}, {body['dtype']}"),
+        ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
+        ("nodes", _counts(body["nodes"])),
+        ("plain export", _counts(body["plain_nodes"])),
+        ("relative L2", f"{figures['relative_l2']:.1e} of the answers, allowed {figures['tolerance']:.1e}"),
+        (
+            "same answer",
+            f"{round(figures['agreement'] * figures['count'])} of {figures['count']} ({figures['inputs']})",
+        ),
+        *(("note", note) for note in body["notes"]),
     ]
     for name, text in lines:
         if text:

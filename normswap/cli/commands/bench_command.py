@@ -1,0 +1,220 @@
+"""`normswap bench`: how fast networks run, as they are and folded."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.grouped_options import spread
+from normswap.cli.naming import label, last_part
+from normswap.cli.options import Json, Opening, Picture
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import facts, line, listing, table
+from normswap.errors import OptionError
+from normswap.storage import atomic_write
+
+if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from torch import nn
+
+ORDER = 80
+_COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "ready s", "error")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is timed how."""
+
+    batch: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8"
+    size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Images of N x N [default: the model's].")
+    ] = None
+    runtime: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Also fuse, torchscript, compile:reduce-overhead|max-autotune.")
+    ] = "eager,compile,onnxruntime,openvino"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda|mps")] = "cpu"
+    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Of weights and arithmetic.")] = "fp32"
+    channels_last: Annotated[bool, typer.Option("--channels-last", help="NHWC in the runtimes of torch.")] = False
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
+    ] = None
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each contender.")] = 15
+    seconds: Annotated[float, typer.Option(metavar="S", help="Time each for about so long, all turns together.")] = 3.0
+
+    @property
+    def batches(self) -> list[int]:
+        parts = [part.strip() for part in self.batch.split(",")]
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise OptionError(f"--batch {self.batch}", "it is a list of whole numbers from 1 up", "For instance 1,8")
+        return list(dict.fromkeys(int(part) for part in parts))
+
+    @property
+    def runtimes(self) -> list[str]:
+        return list(dict.fromkeys(part.strip() for part in self.runtime.split(",")))
+
+    def check(self) -> None:
+        """Raises:
+        OptionError: something in it is not known.
+        """
+        from normswap.benchmarking import runtimes
+
+        _ = self.batches
+        for name in self.runtimes:
+            runtimes.find(name)
+        if self.device not in runtimes.DEVICES:
+            raise OptionError(f"unknown device '{self.device}'", f"there are {', '.join(runtimes.DEVICES)}")
+        if self.dtype not in runtimes.DTYPES:
+            raise OptionError(f"unknown dtype '{self.dtype}'", f"there are {', '.join(runtimes.DTYPES)}")
+        if not (self.seconds > 0 and math.isfinite(self.seconds)):
+            raise OptionError(f"--seconds {self.seconds:g}", "it is a positive number")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench")(spread(run))
+
+
+def run(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...", show_default=False, help="As in `inspect`, or a file that `normswap export` wrote."
+        ),
+    ],
+    *,
+    setting: Setting,
+    output: Picture = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="Table, a line per contender.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    opening: Opening,
+    json: Json = False,
+) -> int:
+    """Time a network as it is and folded, in each runtime.
+
+    Each contender is a process of its own; all take turns, with the same number of threads. The outputs of each are
+    compared with eager mode first: a wrong one is reported, not timed. Speed is relative to the unmodified network in
+    eager mode, the median over the rounds. An exported file is timed with the MODEL before it.
+
+    The keys of --json: rows (network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error,
+    ms, ms_low, ms_high: median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high,
+    memory_mib, ready_s, runs, rounds: seconds of each run), settings, machine, notes and files.
+    """
+    setting.check()
+    if output is not None:
+        from normswap.analysis.plots import check_format
+
+        check_format(output)
+    for file in (output, csv):
+        if file is not None:
+            atomic_write.claim(file, force=force)
+    with progress.stages() as say:
+        say("starting")
+        body = _bench(models, opening, setting, (output, csv), say)
+    show(body, json, _say)
+    return 0
+
+
+def _bench(
+    names: Sequence[str], opening: Opening, setting: Setting, files: tuple[Path | None, Path | None],
+    say: Callable[[str], None],
+) -> Body:  # fmt: skip
+    import torch
+
+    from normswap.benchmarking import subjects, timing, timing_plot
+    from normswap.benchmarking.runtimes import Settings
+    from normswap.exporting import exporter, sidecar
+
+    timing.demand_device(setting.device)
+    threads = setting.threads or torch.get_num_threads()
+    settings = Settings(setting.device, setting.dtype, setting.channels_last, threads)
+    before, turns = timing.machine(settings), timing.Timing(setting.rounds, setting.seconds)
+    with tempfile.TemporaryDirectory(prefix="normswap-bench-") as name:
+        folder = Path(name)
+        named = _open(names, opening, say)
+        say("folding")
+        making = subjects.Making(folder, settings, setting.batches, exporter.export, sidecar.read)
+        groups = subjects.groups(named, making, setting.size)
+        rows = timing.run(
+            groups, settings, folder, batches=setting.batches, wanted=setting.runtimes, timing=turns, say=say
+        )
+    body: dict[str, Any] = {
+        "rows": [asdict(row) for row in rows],
+        "settings": {**asdict(settings), **asdict(turns), "sizes": {g.network: list(g.size) for g in groups}},
+        "machine": {**before, "load_after": timing.machine(settings)["load"]},
+        "notes": [note for group in groups for note in group.notes],
+    }
+    picture, csv = files
+    written = [timing_plot.plot(rows, picture, _title(body))] if picture else []
+    return {**body, "files": written + ([timing_plot.write_csv(rows, csv)] if csv else [])}
+
+
+def _open(
+    names: Sequence[str], opening: Opening, say: Callable[[str], None]
+) -> list[tuple[str, str, nn.Module | None]]:
+    """(MODEL, label, network or None for a file)"""
+    import torch
+
+    from normswap.analysis import signal_propagation
+    from normswap.benchmarking import subjects
+
+    named: list[tuple[str, str, nn.Module | None]] = []
+    for name in names:
+        if subjects.is_file(name):
+            named.append((name, name, None))
+            continue
+        say(f"opening {name}")
+        torch.manual_seed(0)
+        model = opening.open(name)
+        # the branches of fresh networks begin at zero, and would hide anything that is wrong in them
+        model = signal_propagation.awake(model) if opening.weights == "random" else model
+        named.append((name, label(last_part(name), [taken for _, taken, _ in named]), model))
+    return named
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _title(body: Body) -> str:
+    known, machine = body["settings"], body["machine"]
+    form = ", channels last" if known["channels_last"] else ""
+    threads = f"{known['threads']} thread{'s' if known['threads'] > 1 else ''}"
+    return f"{machine['processor']} ({known['device']}), {known['dtype']}{form}, {threads}"
+
+
+def _say(body: Body) -> None:
+    """A table per network and batch size, then what was not timed."""
+    known, machine = body["settings"], body["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    load = f"{machine['load'][0]:.2f} before, {machine['load_after'][0]:.2f} after" if machine["load"] else None
+    turns = f"{known['rounds']} rounds of about {known['seconds'] / known['rounds']:.2g} s each"
+    facts(("machine", _title(body)), ("load", load), ("versions", versions), ("turns", turns))
+    for (network, batch), group in groupby(body["rows"], lambda row: (row["network"], row["batch"])):
+        rows = list(group)
+        size = " x ".join(str(side) for side in known["sizes"][network])
+        timed = [_row(row) for row in rows if row["status"] == "ok"]
+        table(f"{network}, batch {batch} of {size}", _COLUMNS, timed, right=_COLUMNS[1:])
+        others = [row for row in rows if row["status"] != "ok"]
+        listing("not timed", (f"{row['form']} in {row['runtime']}: {row['status']}: {row['reason']}" for row in others))
+    listing("note", body["notes"])
+    for file in body["files"]:
+        line(f"written to {file}")
+
+
+def _row(row: Body) -> Sequence[object]:
+    memory = None if row["memory_mib"] is None else f"{row['memory_mib']:.0f}"
+    quartiles = f"{_figure(row['ms_low'])} .. {_figure(row['ms_high'])}"
+    speeds = (f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}")
+    name = f"{row['form']}, {row['runtime']}"
+    return name, _figure(row["ms"]), quartiles, *speeds, memory, f"{row['ready_s']:.1f}", f"{row['error']:.0e}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,114 @@
+"""`normswap decay`: which parameters weight decay applies to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Json, Model, Opening
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import facts, table
+from normswap.errors import OptionError
+
+if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from torch import nn
+
+ORDER = 160
+_COLUMNS = ("group", "tensors", "values", "weight decay", "lr scale")
+
+
+@dataclass(frozen=True)
+class ByStructure(Opening):
+    """Weights do not matter here."""
+
+    weights: Annotated[
+        str,
+        typer.Option(metavar="pretrained|random", show_default=False, help="[default: random, unless MODEL is a path]"),
+    ] = ""
+
+    def weights_of(self, name: str) -> str:
+        there = Path(name.removeprefix("local-dir:")).exists()
+        return self.weights or ("pretrained" if there else "random")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("decay")(spread(run))
+
+
+def run(
+    model: Model,
+    *,
+    policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only", help="Who decays.")] = "kim2022",
+    weight_decay: Annotated[float, typer.Option("--weight-decay", metavar="X", help="Of those who do.")] = 1e-4,
+    layer_decay: Annotated[
+        float | None, typer.Option(metavar="X", show_default=False, help="Learning rate factor per layer, in (0, 1].")
+    ] = None,
+    each: Annotated[bool, typer.Option("--each", help="List every parameter.")] = False,
+    opening: ByStructure,
+    json: Json = False,
+) -> int:
+    """Show which parameters weight decay applies to, and why.
+
+    The groups are those of `normswap.param_groups`; kim2022 sorts the gammas by their place in the network (Kim et al.
+    2022), timm spares whatever is 1-D.
+
+    The keys of --json: source, policy, groups (name, weight_decay, lr_scale, tensors, values), roles (role, decay,
+    reason, tensors, values), parameters (path, role, decay, reason) and frozen (how many tensors).
+    """
+    from normswap.analysis.weight_decay import POLICIES, param_groups, roles
+
+    if policy not in POLICIES:
+        raise OptionError(f"--policy {policy!r} is none of {', '.join(POLICIES)}")
+    net = opening.open(model)
+    groups = param_groups(net, weight_decay, policy, layer_decay=layer_decay)
+    assigned = [asdict(one) for one in roles(net, policy)]
+    body = {
+        "source": model,
+        "policy": policy,
+        "groups": [_group(group) for group in groups],
+        "roles": _by_role(net, assigned),
+        "parameters": assigned,
+        "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
+    }
+    show(body, json, lambda found: _say(found, each=each))
+    return 0
+
+
+def _group(group: Body) -> Body:
+    values = sum(parameter.numel() for parameter in group["params"])
+    named = {"name": group["name"], "weight_decay": group["weight_decay"], "lr_scale": group.get("lr_scale", 1.0)}
+    return {**named, "tensors": len(group["params"]), "values": values}
+
+
+def _by_role(model: nn.Module, assigned: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from normswap.analysis.weight_decay import ROLES
+
+    sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
+    rows: dict[tuple[str, bool], dict[str, Any]] = {}
+    for one in assigned:
+        new = {"role": one["role"], "decay": one["decay"], "reason": one["reason"], "tensors": 0, "values": 0}
+        row = rows.setdefault((one["role"], one["decay"]), new)
+        row["tensors"] += 1
+        row["values"] += sizes[one["path"]]
+    return sorted(rows.values(), key=lambda row: ROLES.index(row["role"]))
+
+
+def _say(body: Body, *, each: bool) -> None:
+    """Which parameters decay, by role, or one by one."""
+    facts(("network", body["source"]), ("policy", body["policy"]), ("frozen tensors", body["frozen"] or None))
+    groups = [(g["name"], g["tensors"], f"{g['values']:,}", f"{g['weight_decay']:g}", g["lr_scale"])
+              for g in body["groups"]]  # fmt: skip
+    table("Groups", _COLUMNS, groups, right=_COLUMNS[1:])
+    roles = [(r["role"], r["tensors"], f"{r['values']:,}", _yes(r), r["reason"]) for r in body["roles"]]
+    table("Roles", ("role", "tensors", "values", "decays", "why"), roles, right=("tensors", "values"))
+    if each:
+        rows = [(one["path"], one["role"], _yes(one)) for one in body["parameters"]]
+        table("Parameters", ("parameter", "role", "decays"), rows)
+
+
+def _yes(one: Body) -> str:
+    return "yes" if one["decay"] else "no"

@@ -1,0 +1,50 @@
+"""`normswap demo`: the whole way, offline, on a network that ships with the package."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.network_table import network
+from normswap.cli.options import Json
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import line, small, table
+
+ORDER = 60
+_COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2", "speed")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("demo")(run)
+
+
+def run(json: Json = False) -> int:
+    """Convert a shipped network; measure it before and after.
+
+    Offline, in seconds. The exit code is 1 if any figure disagrees.
+    The keys of --json: passed, seconds, images (how many), anatomy (as `inspect` gives it, without blocks and sites)
+    and rows, each with network, norms, parameters, top1, agreement, relative_l2 and speed (relative to the source).
+    """
+    with progress.working("starting"):
+        from normswap.reporting import demo
+    with progress.stages() as say:
+        result = demo.run(say)
+    show(asdict(result), json, _say)
+    return 0 if result.passed else 1
+
+
+def _say(body: Body) -> None:
+    network(body["anatomy"])
+    rows = [
+        (
+            row["network"], row["norms"], f"{row['parameters']:,}", f"{row['top1']:.2f} %",
+            f"{100 * row['agreement']:.2f} %", small(row["relative_l2"]), f"{row['speed']:.2f} x",
+        )
+        for row in body["rows"]
+    ]  # fmt: skip
+    title = f"Converted, saved, loaded again, and measured on {body['images']} images"
+    table(title, _COLUMNS, rows, right=_COLUMNS[1:])
+    done = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
+    line(f"{done}; {body['seconds']:.0f} s")

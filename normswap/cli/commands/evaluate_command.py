@@ -1,0 +1,55 @@
+"""`normswap evaluate`: accuracy, loss and speed on labelled images."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Images, Json, Model, Opening
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import facts
+
+ORDER = 40
+
+
+@dataclass(frozen=True)
+class Labelled(Images):
+    """Images that must be named."""
+
+    data: Annotated[str, typer.Option(metavar="PATH", help="Class folders, a tar of them, or PREFIX/NAME[:ROOT].")] = (
+        field()
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("evaluate")(spread(run))
+
+
+def run(model: Model, *, images: Labelled, opening: Opening, json: Json = False) -> int:
+    """Accuracy, loss and speed on labelled images.
+
+    The keys of --json: source, data, top1, top5 (percent), loss, count, images_per_s.
+    """
+    net = opening.open(model)
+    from normswap.images.accuracy import evaluate
+
+    loader = images.loader(net)
+    with progress.bar(f"evaluating {model}") as advance:
+        result = evaluate(net, loader, progress=advance)
+    show({"source": model, "data": images.data, **asdict(result)}, json, _say)
+    return 0
+
+
+def _say(body: Body) -> None:
+    facts(
+        ("network", body["source"]),
+        ("images", f"{body['count']} of {body['data']}"),
+        ("top-1", f"{body['top1']:.2f} %"),
+        ("top-5", f"{body['top5']:.2f} %"),
+        ("loss", f"{body['loss']:.4f}"),
+        ("speed", f"{body['images_per_s']:.0f} images/s"),
+    )

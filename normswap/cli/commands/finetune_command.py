@@ -1,0 +1,143 @@
+"""`normswap finetune`: train a network by a recipe."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.grouped_options import spread
+from normswap.cli.naming import last_part
+from normswap.cli.options import Device, Json, Opening
+from normswap.cli.printing import Body, show
+from normswap.errors import NormswapError, OptionError
+
+if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
+    from torch import nn
+
+    from normswap.training.recipe import Recipe
+
+ORDER = 100
+_WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train, but for what the recipe says."""
+
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto|DIR", help="Continue the run in the output, or in DIR.")
+    ] = None
+    nproc: Annotated[str, typer.Option(metavar="N|auto", help="Processes on this machine; auto: one per GPU.")] = "1"
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="With --nproc: start again so often when a process dies.")
+    ] = 0
+    device: Device = "auto"
+    track: Annotated[
+        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard,wandb,mlflow; auto: those that are set up.")
+    ] = "auto"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("finetune")(spread(run))
+
+
+def run(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", help=_WORDS)] = None,
+    *,
+    recipe: Annotated[
+        str, typer.Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="The run's folder [default: ./MODEL-RECIPE].")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
+    ] = None,
+    training: Training,
+    opening: Opening,
+    json: Json = False,
+) -> int:
+    """Train a network, converted or not, by a recipe; the recipe may convert it first.
+
+    SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun it takes part in the common run.
+
+    The keys of --json: output, best, last (directories), best_epoch, updates, finished (false after SIGTERM), notes
+    and rows (metrics.csv).
+    """
+    from normswap.training import launching, recipe_files
+    from normswap.training.training_images import Share
+
+    if not recipe:
+        raise OptionError("no recipe is given", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
+    model, overrides = recipe_files.split(words or [])
+    plan = recipe_files.load_recipe(recipe, overrides)
+    if data is not None:
+        plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
+    name = model or (plan.model.name if plan.model else "")
+    place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
+    processes = 1 if launching.is_worker() else launching.count(training.nproc)
+    if processes == 1:
+        return _train(model, plan, place, training, opening, json)
+    Share(world=processes, accumulate=plan.train.accumulate).micro(plan.data.batch_size)
+    again = [*_arguments(training, opening), f"--recipe={recipe}", f"--output={place}", *["--json"] * json]
+    again += [f"--data={data}"] if data is not None else []
+    code = launching.run(processes, ["finetune", *(words or []), *again], restarts=training.max_restarts)
+    return 0 if code == 143 and (place / "state/run.pt").is_file() else code  # SIGTERM, and it can be continued
+
+
+def _arguments(training: Training, opening: Opening) -> list[str]:
+    """What each process is told of these."""
+    options = {"resume": training.resume, "device": training.device, "track": training.track,
+               "weights": opening.weights, "arch": opening.arch, "num-classes": opening.num_classes,
+               "in-chans": opening.in_chans}  # fmt: skip
+    told = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    return told + [f"--arch-arg={pair}" for pair in opening.arch_arg or []]
+
+
+def _train(name: str | None, recipe: Recipe, place: Path, training: Training, opening: Opening, json: bool) -> int:
+    """Train in this process, alone or as one of several."""
+    from normswap.training import launching, progress_records
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        body = _run(opening.open(name) if name else None, recipe, place, training, quiet=not first)
+    except NormswapError as error:
+        if error.what == progress_records.FIRST_FAILED or (error.what == progress_records.GONE and launching.is_ours()):
+            return 2
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
+        raise
+    if first:
+        show(body, json, _say)
+    return 0
+
+
+def _run(model: nn.Module | None, recipe: Recipe, place: Path, training: Training, *, quiet: bool) -> Body:
+    from normswap.training.engine import finetune
+
+    with progress.training(quiet=quiet) as (show_moment, say):
+        result = finetune(
+            model, recipe, place, resume=training.resume, device=training.device, track=training.track,
+            progress=show_moment, say=say,
+        )  # fmt: skip
+    return {"output": place, "best": result.best, "last": result.last, "best_epoch": result.best_epoch,
+            "updates": result.updates, "finished": result.finished, "notes": result.notes,
+            "rows": result.rows}  # fmt: skip
+
+
+def _say(body: Body) -> None:
+    rows = body["rows"]
+    if not body["finished"]:
+        print(f"stopped at update {body['updates']}, nothing is lost: --resume auto continues")
+    if rows and rows[-1]["top1"] is not None:
+        best = max(value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None)
+        now = rows[-1]
+        print(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after epoch {now['epoch']:g}, "
+              f"best {best:.2f} (epoch {body['best_epoch']:g})")  # fmt: skip
+    print(f"written to {body['output']}: best, last, metrics.csv")

@@ -1,0 +1,79 @@
+"""`normswap recalibrate`: BatchNorm statistics of a new domain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.grouped_options import spread
+from normswap.cli.naming import last_part
+from normswap.cli.options import Images, Json, Model, Opening
+from normswap.cli.printing import Body, show
+from normswap.cli.proof_table import proof
+from normswap.cli.tables import facts, line
+
+ORDER = 110
+
+
+@dataclass(frozen=True)
+class Domain(Images):
+    """Images of the new domain; their labels are not looked at."""
+
+    data: Annotated[str, typer.Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")] = field()
+    split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "train"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("recalibrate")(spread(run))
+
+
+def run(
+    model: Model,
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-recalibrated]."),
+    ] = None,
+    images: Domain,
+    seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
+    opening: Opening,
+    json: Json = False,
+) -> int:
+    """Estimate BatchNorm's population statistics anew, on other images.
+
+    Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased variance. Labels are not
+    needed; weights, gamma and beta stay.
+
+    The keys of --json: source, data, output, notes (how much was read) and report (how much
+    the outputs change, on noise).
+    """
+    place = output or Path(f"{last_part(model)}-recalibrated")
+    from normswap.analysis import summary
+    from normswap.models import zoo
+    from normswap.storage import checkpoint
+    from normswap.surgery.recalibration import recalibrate
+
+    checkpoint.claim(place, force=force)
+    net = opening.open(model)
+    loader = images.loader(zoo.data_config(net), seed=seed)
+    with progress.bar("estimating statistics") as advance:
+        done = recalibrate(
+            net, loader, seed=seed, progress=advance,
+            data=images.data, samples=images.samples, batch_size=images.batch_size,
+        )  # fmt: skip
+    checkpoint.save(done, place, force=force)
+    body = {"source": model, "data": images.data, "output": place, "notes": list(done.notes),
+            "report": summary.of_report(done.report)}  # fmt: skip
+    show(body, json, _say)
+    return 0
+
+
+def _say(body: Body) -> None:
+    facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
+    proof(body["report"])
+    line(f"written to {body['output']}")

@@ -1,0 +1,90 @@
+"""`normswap recipes`: what to train by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normswap.cli.options import Json
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import line, table
+from normswap.storage import atomic_write
+
+ORDER = 170
+_COLUMNS = ("name", "summary", "source")
+Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As `normswap recipes` lists it.")]
+
+
+def register(app: typer.Typer) -> None:
+    recipes = typer.Typer(name="recipes", invoke_without_command=True, rich_markup_mode=None)
+    recipes.callback()(run)
+    recipes.command("show")(show_one)
+    recipes.command("copy")(copy)
+    app.add_typer(recipes)
+
+
+def run(context: typer.Context, json: Json = False) -> int | None:
+    """List the recipes that `normswap finetune` knows; show or copy one.
+
+    The keys of --json: one object per recipe with name, summary, source, model and convert (null where the recipe
+    leaves them open).
+    """
+    if context.invoked_subcommand is not None:
+        return None
+    from normswap.training import recipe_files  # pydantic takes a moment, and --help needs none
+
+    show([_row(name) for name in recipe_files.names()], json, _say)
+    return 0
+
+
+def _row(name: str) -> Body:
+    from normswap.training import recipe_files
+
+    recipe = recipe_files.load_recipe(name)
+    return {
+        "name": name,
+        "summary": recipe.summary,
+        "source": recipe.source,
+        "model": recipe.model and recipe.model.name,
+        "convert": recipe.convert and recipe.convert.to,
+    }
+
+
+def _say(rows: Sequence[Body]) -> None:
+    table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
+    line("normswap recipes show NAME prints one; normswap recipes copy NAME FILE makes it yours")
+
+
+def show_one(name: Name, json: Json = False) -> int:
+    """Print a recipe as it is written.
+
+    The keys of --json: name, text (the file) and recipe (every key with its value, defaults too).
+    """
+    from normswap.training import recipe_files
+
+    text = recipe_files.text(name)
+    body = {"name": name, "text": text, "recipe": recipe_files.load_recipe(name).model_dump(mode="json")}
+    show(body, json, lambda found: print(found["text"], end=""))
+    return 0
+
+
+def copy(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A .yaml file to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    json: Json = False,
+) -> int:
+    """Write a recipe to a file of your own: `normswap finetune --recipe FILE` takes it.
+
+    The keys of --json: name and file.
+    """
+    from normswap.training import recipe_files
+
+    text = recipe_files.text(name)
+    atomic_write.claim(file, force=force)
+    atomic_write.text(file, text)
+    show({"name": name, "file": file}, json, lambda body: line(f"written to {body['file']}"))
+    return 0

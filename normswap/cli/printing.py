@@ -1,0 +1,31 @@
+"""The one way in which a command says what it found: as JSON, or for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Body = Mapping[str, Any]
+Said = TypeVar("Said", Body, Sequence[Body])
+
+
+def show(body: Said, as_json: bool, human: Callable[[Said], None]) -> None:
+    """Print `body` as strict JSON, or let `human` print it."""
+    if as_json:
+        print(json.dumps(plain(body), indent=2, allow_nan=False))
+    else:
+        human(body)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: numbers that are not finite become null, paths text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

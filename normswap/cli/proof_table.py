@@ -1,0 +1,25 @@
+"""A report of the proof, as `convert`, `verify` and `recalibrate` print it."""
+
+from __future__ import annotations
+
+from normswap.cli.printing import Body
+from normswap.cli.tables import listing, size, small, table
+
+_COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
+
+
+def proof(body: Body) -> None:
+    """The measurements, one row per precision and input size."""
+    exact = body["exact"]
+    rows = [
+        (
+            error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"]),
+            f"{100 * error['agreement']:.4g} %" if error["agreement"] is not None else None,
+            small(body["tolerance"].get(error["precision"])) if exact else None,
+            ("ok" if error["within"] else "FAILED") if exact else "not exact",
+        )
+        for error in body["logits"]
+    ]  # fmt: skip
+    title = f"Verification on {body['inputs']}: {'the function is kept' if exact else 'the function changes'}"
+    table(title, _COLUMNS, rows, right=_COLUMNS[2:6])
+    listing("vacuous", body["vacuous"], most=5)
