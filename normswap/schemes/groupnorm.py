@@ -34,7 +34,7 @@ def plan(anatomy: Anatomy, *, groups: Annotated[int, "N"] = 1, steady: Annotated
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise OptionError(f"--groups {groups} is not a whole number >= 1")
-    return dress_per_sample(anatomy, groups, steady)
+    return dress_per_sample(anatomy, lambda channels: groups, steady)
 
 
 def fit(
