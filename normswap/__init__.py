@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from normswap.exporting.exporter import export as export
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
+    from normswap.layers.known_norms import register_norm as register_norm
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
+    from normswap.schemes import Scheme as Scheme
+    from normswap.schemes import register_scheme as register_scheme
     from normswap.storage.checkpoint import load as load
     from normswap.storage.checkpoint import save as save
     from normswap.surgery.comparison import Report as Report
@@ -38,6 +41,7 @@ _HOMES = {
     "Exported": "exporting.exporter",
     "NormswapError": "errors",
     "Plan": "plan",
+    "Scheme": "schemes",
     "Recipe": "training.recipe",
     "Report": "surgery.comparison",
     "Result": "training.progress_records",
@@ -48,6 +52,8 @@ _HOMES = {
     "load": "storage.checkpoint",
     "load_recipe": "training.recipe_files",
     "param_groups": "analysis.weight_decay",
+    "register_norm": "layers.known_norms",
+    "register_scheme": "schemes",
     "save": "storage.checkpoint",
     "verify": "surgery.comparison",
 }

@@ -10,11 +10,13 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from normswap.errors import PlanError
 
-VERSION = 1
+VERSION = 2
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,47 @@ class Arch:
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Way(str, Enum):
+    """How a linear layer y = W x + b takes in a neighbour s x + t (s, t per channel).
+
+    AFTER: it is followed by it: W' = s W, b' = s b + t. AFTER_UNIT: the same with gamma = 1, beta = 0.
+    BEFORE: it precedes the layer, with no padding in between: W' = W s per input channel, b' = b + W t.
+    BEFORE_MAGNITUDE: of that |s| alone. BEFORE_SHIFT: t alone. NORM: as a norm that lives on in the layer (tune mode).
+    """
+
+    AFTER = "after"
+    AFTER_UNIT = "after-unit"
+    BEFORE = "before"
+    BEFORE_MAGNITUDE = "before-magnitude"
+    BEFORE_SHIFT = "before-shift"
+    NORM = "norm"
+
+    @property
+    def precedes(self) -> bool:
+        """Whether the neighbour stands before the layer."""
+        return self in (Way.BEFORE, Way.BEFORE_MAGNITUDE, Way.BEFORE_SHIFT)
+
+
+@dataclass(frozen=True)
+class Take:
+    """How a layer takes in a neighbour, and by which of the neighbour's channels: from, up to; None: by all."""
+
+    way: Way
+    part: tuple[int, int] | None = None
+
+    @property
+    def channels(self) -> slice:
+        return slice(None) if self.part is None else slice(*self.part)
+
+
+@dataclass(frozen=True)
+class Then:
+    """One more layer of the same seat, after the newcomer."""
+
+    layer: str
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,12 +77,34 @@ class Edit:
         layer: name of the class in `normswap.layers` whose `replacing(old, *reads, **args)` builds the newcomer.
         args: JSON-able keyword arguments; every number that the surgery needs.
         reads: paths of the modules whose values the newcomer is built from.
+        takes: how each of `reads` is taken in, for a layer that takes in its neighbours.
+        keep: what sits in the seat stays, and the newcomer comes after it; its tensors are then called `inner.*`.
+        then: further layers after the newcomer, which is then called `inner`.
+        out_of_place: nothing in the newcomer writes into its input.
     """
 
     path: str
     layer: str
     args: dict[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
+    takes: tuple[Take, ...] = ()
+    keep: bool = False
+    then: tuple[Then, ...] = ()
+    out_of_place: bool = False
+
+    def __post_init__(self) -> None:
+        if self.takes and len(self.takes) != len(self.reads):
+            raise PlanError(f"the edit of {self.path} has {len(self.reads)} reads and {len(self.takes)} takes")
+
+    @property
+    def taken(self) -> tuple[tuple[str, Take], ...]:
+        """(path, how) of every neighbour that is taken in."""
+        return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
+
+    @property
+    def depth(self) -> int:
+        """How many times `inner` stands between the seat and what sat, or was seated, there first."""
+        return self.keep + len(self.then)
 
 
 @dataclass(frozen=True)
@@ -70,7 +135,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: two plans with the same digest do the same thing."""
-        return hashlib.sha256(json.dumps(self._body(), sort_keys=True).encode()).hexdigest()
+        return digest_of(self._body())
 
     def _body(self) -> dict[str, Any]:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
@@ -89,26 +154,87 @@ class Plan:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{origin} is not JSON", str(error)) from None
-        if not isinstance(body, dict) or body.get("version") != VERSION:
-            found = body.get("version") if isinstance(body, dict) else type(body).__name__
-            raise PlanError(f"{origin} has plan version {found!r}, this normswap reads {VERSION}")
+        found = body.get("version") if isinstance(body, dict) else type(body).__name__
+        if found not in (1, VERSION):
+            raise PlanError(f"{origin} has plan version {found!r}, this normswap reads 1 and {VERSION}")
         _only(body, {"version", "steps", "digest"}, origin)
-        return Plan(tuple(_step(item, f"{origin}: steps[{i}]") for i, item in enumerate(_list(body, "steps", origin))))
+        steps = _list(body, "steps", origin)
+        return Plan(tuple(_step(item, f"{origin}: steps[{i}]", old=found == 1) for i, item in enumerate(steps)))
 
 
-def _step(item: Any, where: str) -> Step:
+def digest_of(body: dict[str, Any]) -> str:
+    """The digest of a plan as it stands in JSON, of whatever version; a digest that stands with it does not count."""
+    kept = {key: value for key, value in body.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _step(item: Any, where: str, *, old: bool) -> Step:
     _only(item, {"scheme", "options", "edits"}, where)
-    edits = [_edit(edit, f"{where}.edits[{i}]") for i, edit in enumerate(_list(item, "edits", where))]
+    read = _edit_of_version_1 if old else _edit
+    edits = [read(edit, f"{where}.edits[{i}]") for i, edit in enumerate(_list(item, "edits", where))]
     return Step(_get(item, "scheme", str, where), _get(item, "options", dict, where), tuple(edits))
 
 
 def _edit(item: Any, where: str) -> Edit:
+    _only(item, {"path", "layer", "args", "reads", "takes", "keep", "then", "out_of_place"}, where)
+    takes = tuple(_take(one, f"{where}.takes[{i}]") for i, one in enumerate(_maybe(item, "takes", list, where, [])))
+    then = tuple(_then(one, f"{where}.then[{i}]") for i, one in enumerate(_maybe(item, "then", list, where, [])))
+    return Edit(
+        *_seat(item, where),
+        reads=_paths(item, where),
+        takes=takes,
+        keep=_maybe(item, "keep", bool, where, False),
+        then=then,
+        out_of_place=_maybe(item, "out_of_place", bool, where, False),
+    )
+
+
+def _edit_of_version_1(item: Any, where: str) -> Edit:
+    """What version 1 wrote into `args`: takes as words (`after 16:32`), and what became of the seat."""
     _only(item, {"path", "layer", "args", "reads"}, where)
+    path, layer, args = _seat(item, where)
+    args = dict(args)
+    words = [str(word).partition(" ") for word in args.pop("takes", [])]
+    takes = [{"way": way, "part": [int(end) for end in part.split(":")] if part else None} for way, _, part in words]
+    scalar, copied = args.pop("then", None), args.pop("copied", False)
+    then = (() if scalar is None else (Then("Scale", scalar),)) + ((Then("Copy"),) if copied else ())
+    return Edit(
+        path,
+        "Copy" if layer == "Copied" else layer,
+        args,
+        reads=_paths(item, where),
+        takes=tuple(_take(take, f"{where}.takes[{i}]") for i, take in enumerate(takes)),
+        keep=bool(args.pop("keep", False)),
+        then=then,
+        out_of_place=bool(args.pop("out_of_place", False)),
+    )
+
+
+def _seat(item: Any, where: str) -> tuple[str, str, dict[str, Any]]:
+    return _get(item, "path", str, where), _get(item, "layer", str, where), _maybe(item, "args", dict, where, {})
+
+
+def _paths(item: Any, where: str) -> tuple[str, ...]:
     reads = item.get("reads", [])
     if not isinstance(reads, list) or not all(isinstance(read, str) for read in reads):
         raise PlanError(f"{where}.reads must be a list of module paths")
-    args = _get(item, "args", dict, where) if "args" in item else {}
-    return Edit(_get(item, "path", str, where), _get(item, "layer", str, where), args, tuple(reads))
+    return tuple(reads)
+
+
+def _take(item: Any, where: str) -> Take:
+    _only(item, {"way", "part"}, where)
+    way, part = _get(item, "way", str, where), item.get("part")
+    known = [one.value for one in Way]
+    if way not in known:
+        raise PlanError(f"{where}.way is {way!r}", f"it is one of {', '.join(known)}")
+    if part is not None and not (isinstance(part, list) and [type(end) for end in part] == [int, int]):
+        raise PlanError(f"{where}.part must be null or two whole numbers")
+    return Take(Way(way), None if part is None else (part[0], part[1]))
+
+
+def _then(item: Any, where: str) -> Then:
+    _only(item, {"layer", "args"}, where)
+    return Then(_get(item, "layer", str, where), _maybe(item, "args", dict, where, {}))
 
 
 def _only(item: Any, known: Iterable[str], where: str) -> None:
@@ -119,10 +245,15 @@ def _only(item: Any, known: Iterable[str], where: str) -> None:
         raise PlanError(f"{where} has unknown keys {unknown}", remedy=f"Known: {sorted(known)}.")
 
 
-def _get(item: dict[str, Any], key: str, kind: type, where: str) -> Any:
-    if not isinstance(item.get(key), kind):
+def _get(item: dict[str, Any], key: str, kind: type[_Kind], where: str) -> _Kind:
+    value = item.get(key)
+    if not isinstance(value, kind):
         raise PlanError(f"{where}.{key} must be of type {kind.__name__}")
-    return item[key]
+    return value
+
+
+def _maybe(item: dict[str, Any], key: str, kind: type[_Kind], where: str, default: _Kind) -> _Kind:
+    return _get(item, key, kind, where) if key in item else default
 
 
 def _list(item: dict[str, Any], key: str, where: str) -> list[Any]:

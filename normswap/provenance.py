@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from normswap.plan import Arch, Plan
@@ -34,6 +35,19 @@ class Provenance:
     pretrained_cfg: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     norms: dict[str, Tensor] = field(default_factory=dict)
+
+    def moments(self, path: str) -> tuple[Tensor, Tensor]:
+        """Mean and deviation per channel of the output of the norm that stood at `path`: its beta and |gamma|."""
+        mean, gamma, beta = (self.norms.get(f"{path}.{name}") for name in ("running_mean", "weight", "bias"))
+        assert mean is not None
+        return output_moments(mean, gamma, beta)
+
+
+def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and deviation (C,), float64, of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy 2015, section 3)."""
+    zeros = torch.zeros_like(running_mean, dtype=torch.float64)
+    mean = zeros if beta is None else beta.detach().double()
+    return mean, zeros + 1 if gamma is None else gamma.detach().double().abs()
 
 
 def attach(model: nn.Module, record: Provenance) -> nn.Module:

@@ -12,7 +12,8 @@ from lived import distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, RefusedError
-from normswap.layers.seats import Chain, Scale
+from normswap.layers.placeholders import Chain
+from normswap.layers.scalars import Scale
 
 SMALL: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},

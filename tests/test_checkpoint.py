@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import normswap
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch
@@ -241,3 +243,28 @@ def test_a_new_process_computes_the_same(saved: Path, tmp_path: Path) -> None:
         "assert torch.equal(normswap.load(sys.argv[1])(io['x']), io['y'])"
     )
     subprocess.run([sys.executable, "-c", program, str(saved), str(tmp_path / "io.safetensors")], check=True)
+
+
+OLD = Path(__file__).parent / "data" / "checkpoint_version_1"
+
+
+def test_a_directory_of_the_version_before_still_loads() -> None:
+    """Written at commit 79445dd: a ResNet with squeeze-excite, regularized SkipInit, then what Opacus needs."""
+    model = normswap.load(OLD)
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), load_file(OLD / "answers.safetensors")["answers"])
+    record = provenance.of(model)
+    assert record is not None
+    assert {edit.layer for step in record.plan.steps for edit in step.edits} >= {"Folded", "Scale", "Copy", "Vacant"}
+
+
+def test_an_old_plan_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["normswap"])
+    header["plan"]["steps"][0]["edits"][0]["args"]["takes"] = ["before"]
+    save_file(load_file(file), file, {"format": "pt", "normswap": json.dumps(header)})
+    with pytest.raises(PlanError, match="digest"):
+        normswap.load(tmp_path / "old")

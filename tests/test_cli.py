@@ -20,6 +20,7 @@ from normswap.cli.app import main
 from normswap.cli.commands import schemes_command
 from normswap.cli.naming import last_part
 from normswap.cli.options import parse
+from normswap.plan import VERSION
 from normswap.reporting import demo
 from normswap.storage import checkpoint
 
@@ -232,7 +233,7 @@ def test_a_plan_of_two_steps(here: Path) -> None:
             == 0
         )
         steps += json.loads(Path(f"{scheme}.json").read_text())["steps"]
-    Path("both.json").write_text(json.dumps({"version": 1, "steps": steps}))
+    Path("both.json").write_text(json.dumps({"version": VERSION, "steps": steps}))
     assert main(["convert", MODEL, "--from-plan", "both.json", "-o", "both"]) == 0
     two, both = (load_file(here / name / "model.safetensors") for name in ("two", "both"))
     assert two.keys() == both.keys()

@@ -53,7 +53,7 @@ BAD: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
     ("one sample", "", None, (*DEMO, "nf", "--calibrate", "noise", "--samples", "1"), ("--samples",)),
     ("no picture", "d", broken, (*DEMO, "groupnorm", "--calibrate", "d"), ("2-a.png cannot be read",)),
     ("no pictures", "d", lambda folder: folder.mkdir(), (*DEMO, "nf", "--calibrate", "d"), ("d", "images")),
-    ("purpose", "", None, (*DEMO, "groupnorm", "--for", "opacs"), ("unknown purpose 'opacs'", "opacus|federated")),
+    ("purpose", "", None, (*DEMO, "groupnorm", "--for", "opacs"), ("unknown purpose 'opacs'", "federated|opacus")),
     ("a purpose is no scheme", "", None, (*DEMO, "opacus"), ("--for opacus",)),
     ("purpose of unfold", "", None, (*DEMO, "unfold", "--for", "opacus"), ("purpose",)),
     ("private BatchNorm", "", None, (*DEMO, "batchnorm", "--ghost-batch", "4", "--for", "opacus"), ("from the batch",)),

@@ -274,7 +274,7 @@ def test_networks_that_cannot_be_traced_are_read_by_name(name: str, monkeypatch:
     def refuse(model: nn.Module) -> None:
         raise TraceError("no")
 
-    monkeypatch.setattr(weight_decay.anatomy, "inspect", refuse)
+    monkeypatch.setattr(weight_decay.inspection, "inspect", refuse)
     model = skeleton(name)
     found = counts(roles(model))
     check(model, param_groups(model))

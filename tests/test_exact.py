@@ -17,7 +17,8 @@ from torch.nn.utils import parametrize
 
 import normswap
 from normswap.errors import OptionError, RefusedError
-from normswap.layers import reparametrized, scalars, seats, site_norm
+from normswap.layers import reparametrized, scalars, site_norm
+from normswap.layers.scalars import Scale
 from normswap.plan import Plan
 from normswap.surgery import applying
 
@@ -48,7 +49,7 @@ def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
         model, x, reference = source(arch)
         back = to(to(model, scheme, **options), "folded")
         assert distance(reference, run(back, x)) <= 1e-12
-        ours = (seats.Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.Shifted)
+        ours = (Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.Shifted)
         assert not batchnorms(back)
         assert not has_layers(back, *ours)
         assert not any(parametrize.is_parametrized(module) for module in back.modules())

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from normswap.exporting import export_folding, input_normalization, rounding, shift_absorption
 from normswap.graph import inspection
-from normswap.layers import seats
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
+from normswap.layers.placeholders import Vacant
 
 V2: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
 SIZE = (3, 64, 64)
@@ -36,7 +37,7 @@ def v2(*, positive: bool, name: str = "resnetv2_18", **args: Any) -> tuple[nn.Mo
 
 
 def left(model: nn.Module) -> list[str]:
-    kinds = (seats.ChannelBias, seats.ChannelAffine)
+    kinds = (ChannelBias, ChannelAffine)
     return [path for path, module in model.named_modules() if isinstance(module, kinds)]
 
 
@@ -63,7 +64,7 @@ def test_a_shift_with_a_sign_stays() -> None:
     folded = export_folding.undressed(model, SIZE)
     before = left(folded)
     gone = shift_absorption.absorb(folded)
-    signed = [path for path in before if folded.get_submodule(path).__class__ is seats.ChannelBias]
+    signed = [path for path in before if folded.get_submodule(path).__class__ is ChannelBias]
     assert left(folded) == signed
     assert [path for path in before if path not in gone] == signed
     assert signed
@@ -93,7 +94,7 @@ def _stream(m: Any, x: Tensor) -> Tensor:
 def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorbed: bool) -> None:
     torch.manual_seed(0)
     parts = {"stem": nn.Conv2d(3, 4, 3), "conv": nn.Conv2d(4, 4, 3, padding=1), "other": other}
-    parts["bias"] = seats.ChannelBias(torch.randn(4), None, nn.ReLU(inplace=True))
+    parts["bias"] = ChannelBias(torch.randn(4), None, nn.ReLU(inplace=True))
     model: nn.Module = Net(_stream, **parts).double().eval()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     expected = run(model, x)
@@ -102,10 +103,10 @@ def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorb
 
 
 def test_an_inplace_activation_does_not_overwrite_the_stream() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), seats.ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
     shift_absorption.absorb(model)
     vacant: Any = model[1]
-    assert isinstance(vacant, seats.Vacant)
+    assert isinstance(vacant, Vacant)
     assert vacant.act.inplace is False
 
 

@@ -14,7 +14,7 @@ import torch
 from lived import batchnorms, distance, lived_in, run, step
 from torch import Tensor, nn
 
-from normswap.layers.seats import Scale
+from normswap.layers.scalars import Scale
 from normswap.surgery import applying
 
 # Residual branches, and the norm that ends each, from the papers (how they are counted: test_anatomy_families.py;

@@ -22,8 +22,8 @@ LONGEST = 320
 TERMINAL = {"typer", "rich", "click"}
 # From the ground up. Each room may import those before it; those of one line know nothing of each other.
 ORDER = (
-    ("errors",), ("plan",), ("provenance",), ("layers",), ("models",), ("graph",), ("images",), ("calibration",),
-    ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
+    ("errors",), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",), ("images",),
+    ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
     ("training", "exporting", "benchmarking", "reporting"), ("cli",),
 )  # fmt: skip
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}

@@ -91,7 +91,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, s
 
 
 def test_hub_from_the_environment(repos: dict[str, Path], tmp_path: Path) -> None:
-    code = "import sys; from normswap.zoo import open_source; open_source(sys.argv[1]); print('opened')"
+    code = "import sys; from normswap.models.zoo import open_source; open_source(sys.argv[1]); print('opened')"
     with hub_server(repos) as url:
         env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path)}
         command = [sys.executable, "-W", "error", "-c", code, "hf-hub:some/small"]

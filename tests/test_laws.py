@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import RefusedError
 from normswap.graph import inspection
-from normswap.layers import seats
+from normswap.layers.scalars import Scale
 from normswap.plan import Plan, Step
 from normswap.surgery import applying, conversion
 
@@ -238,7 +238,7 @@ def test_conversions_chain(arch: str, row: Row) -> None:
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
     result = twin(arch, row)
-    scalars = [module for module in result.modules() if isinstance(module, seats.Scale)]
+    scalars = [module for module in result.modules() if isinstance(module, Scale)]
     with torch.no_grad():
         for parameter in result.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import RefusedError
-from normswap.layers import seats
+from normswap.layers.scalars import Scale
 
 
 class PreAct(nn.Module):
@@ -72,7 +72,7 @@ def test_exact_with_one_scalar_per_block(block: type[nn.Module], to: str, tmp_pa
         a, b = source(x), done.model(x)
     assert (a - b).norm() <= 1e-10 * a.norm()
     assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
-    assert sum(isinstance(module, seats.Scale) for module in done.model.modules()) == (3 if to == "skipinit" else 0)
+    assert sum(isinstance(module, Scale) for module in done.model.modules()) == (3 if to == "skipinit" else 0)
     loaded = normswap.load(normswap.save(done, tmp_path / "out"), skeleton=Net(block).double())
     assert torch.equal(loaded(x), done.model(x))
     names = dict(done.renames)
@@ -81,4 +81,4 @@ def test_exact_with_one_scalar_per_block(block: type[nn.Module], to: str, tmp_pa
         folded = normswap.convert(loaded, "folded", size=(3, 33, 33)).model
         with torch.no_grad():
             assert (folded(x) - a).norm() <= 1e-10 * a.norm()
-        assert not any(isinstance(module, seats.Scale) for module in folded.modules())
+        assert not any(isinstance(module, Scale) for module in folded.modules())

@@ -18,7 +18,7 @@ from torch import nn
 import normswap
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.graph import selection
-from normswap.layers import seats
+from normswap.layers.scalars import Scale
 
 SIZE = (3, 33, 33)
 ARCHITECTURES = ("resnet18", "resnetv2_18", "seresnet18")
@@ -80,7 +80,7 @@ def test_exact_and_the_rest_stays(arch: str, row: Row, given: dict[str, Any]) ->
     assert set(outside) <= {path.replace(".inner", "") for path in left}
     if not row.norms:
         assert not set(inside) & set(left)
-    scalars = [path for path, module in done.model.named_modules() if isinstance(module, seats.Scale)]
+    scalars = [path for path, module in done.model.named_modules() if isinstance(module, Scale)]
     assert all(chosen(path.removesuffix(".then"), only=part.get("only", [])) for path in scalars)
     assert done.plan.steps[-1].options == {**done.plan.steps[-1].options, **part}
 

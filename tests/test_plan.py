@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normswap.errors import PlanError
-from normswap.plan import VERSION, Edit, Plan, Step
+from normswap.plan import VERSION, Edit, Plan, Step, Take, Then, Way
 from normswap.surgery import applying
 
 paths = st.lists(st.text("abc019_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
@@ -26,7 +26,13 @@ values = st.recursive(
     max_leaves=6,
 )
 records = st.dictionaries(words, values, max_size=3)
-edits = st.builds(Edit, paths, words, records, st.lists(paths, max_size=3).map(tuple))
+parts = st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))
+taken = st.lists(st.tuples(paths, st.builds(Take, st.sampled_from(Way), parts)), max_size=3)
+thens = st.lists(st.builds(Then, words, records), max_size=2).map(tuple)
+edits = st.builds(Edit, paths, words, records, st.lists(paths, max_size=3).map(tuple), keep=st.booleans(), then=thens,
+                  out_of_place=st.booleans()) | st.builds(
+    lambda path, layer, args, reads: Edit(path, layer, args, *(tuple(part) for part in zip(*reads, strict=True))),
+    paths, words, records, taken)  # fmt: skip
 steps = st.builds(Step, words, records, st.lists(edits, max_size=5, unique_by=lambda e: e.path).map(tuple))
 plans = st.builds(Plan, st.lists(steps, max_size=3).map(tuple))
 
@@ -83,7 +89,7 @@ def _step(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown key": (lambda body: body.update(extra=1), r"unknown keys \['extra'\].*Known:"),
     "no version": (lambda body: body.pop("version"), "version None"),
-    "next version": (lambda body: body.update(version=VERSION + 1), f"version {VERSION + 1}.*reads {VERSION}"),
+    "next version": (lambda body: body.update(version=VERSION + 1), f"version {VERSION + 1}.*reads 1 and {VERSION}"),
     "version as text": (lambda body: body.update(version=str(VERSION)), "version"),
     "no steps": (lambda body: body.pop("steps"), "steps must be of type list"),
     "steps as record": (lambda body: body.update(steps={}), "steps must be of type list"),
@@ -93,7 +99,14 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "options as list": (_step(options=[]), r"steps\[1\]\.options must be of type dict"),
     "no edits": (lambda body: body["steps"][1].pop("edits"), r"steps\[1\]\.edits must be of type list"),
     "edit as list": (lambda body: body["steps"][1]["edits"].append([]), r"edits\[2\] must be an object, not list"),
-    "unknown key in an edit": (_edit(keep=True), EDIT + r" has unknown keys \['keep'\].*Known:.*'layer'"),
+    "unknown key in an edit": (_edit(kept=True), EDIT + r" has unknown keys \['kept'\].*Known:.*'layer'"),
+    "keep as number": (_edit(keep=1), EDIT + r"\.keep must be of type bool"),
+    "then as record": (_edit(then={}), EDIT + r"\.then must be of type list"),
+    "then without a layer": (_edit(then=[{}]), EDIT + r"\.then\[0\]\.layer must be of type str"),
+    "unknown way": (_edit(takes=[{"way": "sideways"}], reads=["a"]), r"takes\[0\]\.way is 'sideways'.*before-shift"),
+    "take as text": (_edit(takes=["after"], reads=["a"]), r"takes\[0\] must be an object"),
+    "a part of one end": (_edit(takes=[{"way": "after", "part": [1]}], reads=["a"]), "part must be null or two"),
+    "more takes than reads": (_edit(takes=[{"way": "after"}]), r"a\.c has 0 reads and 1 takes"),
     "no path": (lambda body: body["steps"][1]["edits"][1].pop("path"), EDIT + r"\.path must be of type str"),
     "path as number": (_edit(path=3), EDIT + r"\.path must be of type str"),
     "layer as null": (_edit(layer=None), EDIT + r"\.layer must be of type str"),
@@ -126,6 +139,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 5, 1)))
 
 
+AFTER = Take(Way.AFTER)
 UNFIT: dict[str, tuple[Edit, str]] = {
     "unknown layer": (Edit("1", "Scales", {"alpha": 1.0}), "edit of 1 seats an unknown layer 'Scales'.*Vacant"),
     "private layer": (Edit("1", "Chain"), "unknown layer 'Chain'"),
@@ -133,14 +147,15 @@ UNFIT: dict[str, tuple[Edit, str]] = {
     "path of a tensor": (Edit("1.weight", "Vacant"), "no module but a Parameter"),
     "path of a method": (Edit("1.forward", "Vacant"), "no module but a method"),
     "empty path": (Edit("", "Vacant"), "names ''"),
-    "unknown read": (Edit("0", "Folded", {"takes": ["after"]}, ("9",)), "edit of 0 names '9'"),
+    "unknown read": (Edit("0", "Folded", {}, ("9",), (AFTER,)), "edit of 0 names '9'"),
     "missing argument": (Edit("1", "Scale"), "edit of 1 does not fit.*Scale.replacing.*alpha"),
     "unknown argument": (Edit("1", "Vacant", {"alpha": 1.0}), "edit of 1 does not fit.*alpha"),
     "argument of another type": (Edit("1", "Scale", {"alpha": "much"}), "edit of 1 does not fit"),
-    "more ways than reads": (Edit("0", "Folded", {"takes": ["after", "after"]}, ("1",)), "edit of 0 does not fit"),
-    "unknown way": (Edit("0", "Folded", {"takes": ["sideways"]}, ("1",)), "edit of 0 does not fit.*sideways"),
-    "read of no norm": (Edit("0", "Folded", {"takes": ["after"]}, ("2",)), "edit of 0 does not fit"),
-    "read of other channels": (Edit("3.0", "Folded", {"takes": ["after"]}, ("1",)), r"edit of 3\.0 does not fit"),
+    "a read that is not taken": (Edit("0", "Folded", {}, ("1",)), "edit of 0 does not fit"),
+    "takes of a layer that takes nothing": (Edit("1", "Vacant", {}, ("0",), (AFTER,)), "edit of 1 does not fit"),
+    "read of no norm": (Edit("0", "Folded", {}, ("2",), (AFTER,)), "edit of 0 does not fit"),
+    "read of other channels": (Edit("3.0", "Folded", {}, ("1",), (AFTER,)), r"edit of 3\.0 does not fit"),
+    "then an unknown layer": (Edit("1", "Vacant", then=(Then("Scales"),)), "unknown layer 'Scales'"),
     "fold of no convolution": (Edit("2", "Folded", {"gain": 2.0}), "edit of 2 does not fit"),
     "affine of no norm": (Edit("2", "ChannelAffine"), "edit of 2 does not fit"),
 }
@@ -155,7 +170,7 @@ def test_plans_that_do_not_fit_say_where(name: str) -> None:
 
 
 def test_a_fitting_plan_is_carried_out() -> None:
-    good = Edit("0", "Folded", {"takes": ["after"]}, ("1",)), Edit("1", "Vacant")
+    good = Edit("0", "Folded", {}, ("1",), (AFTER,)), Edit("1", "Vacant")
     source = model().eval()
     result = applying.apply(source, Plan((Step("mine", {}, good),)))
     x = torch.randn(2, 3, 6, 6)

@@ -16,6 +16,7 @@ from lived import batchnorms, distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError
+from normswap.folding.verdict import Fate
 from normswap.surgery import applying
 
 C = 4
@@ -106,7 +107,7 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     assert not draft.refusals
     result = applying.apply_step(model, planned)
     assert distance(reference, run(result, x.clone())) <= 1e-10
-    assert batchnorms(result) == [path for path, why in draft.verdicts.items() if why == "never called by forward"]
+    assert batchnorms(result) == [path for path, why in draft.verdicts.items() if why.fate is Fate.NEVER_CALLED]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -20,7 +20,8 @@ import normswap
 from normswap import provenance
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.images import datasets
-from normswap.layers import seats
+from normswap.layers.channelwise import ChannelBias
+from normswap.layers.placeholders import Copy
 from normswap.reporting import demo
 from normswap.schemes.parts import purposes
 from normswap.storage.checkpoint import open_model
@@ -155,7 +156,7 @@ def test_the_function_is_that_of_the_scheme(arch: str, purpose: str, to: str, op
     assert distance(run(plain.model, x), run(done.model, x)) <= 1e-12
     assert [step.scheme for step in done.plan.steps] == [to, purpose]
     assert done.report.exact is plain.report.exact
-    assert not any(isinstance(m, seats.ChannelBias) and m.sign is not None for m in done.model.modules())
+    assert not any(isinstance(m, ChannelBias) and m.sign is not None for m in done.model.modules())
     names = done.model.state_dict()
     assert all(new in names and old in model.state_dict() for old, new in done.renames)
     record = provenance.of(done.model)
@@ -203,11 +204,11 @@ def test_sums_in_place_of_other_peoples_networks() -> None:
     torch.manual_seed(0)
     model = lived_in(Net(PreAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
     done = normswap.convert(model, "skipinit", purpose="opacus", size=(3, 33, 33))
-    assert sum(isinstance(module, seats.Copy) for module in done.model.modules()) == 3
+    assert sum(isinstance(module, Copy) for module in done.model.modules()) == 3
     x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
     GradSampleModule(copy.deepcopy(done.model).train())(x).sum().backward()
     again = normswap.convert(done.model, "skipinit", alpha=0.5, purpose="opacus", size=(3, 33, 33)).model
-    assert sum(isinstance(module, seats.Copy) for module in again.modules()) == 3
+    assert sum(isinstance(module, Copy) for module in again.modules()) == 3
 
 
 def test_without_copies_opacus_fails() -> None:

@@ -16,7 +16,7 @@ from timm.layers import ScaledStdConv2d
 from torch import nn
 
 import normswap
-from normswap.layers import seats
+from normswap.layers.scalars import Scale
 
 Hop = tuple[str, dict[str, Any]]
 TRIPS: dict[str, tuple[Hop, ...]] = {
@@ -86,4 +86,4 @@ def test_norm_free_to_skipinit_in_one_step(arch: str) -> None:
     assert distance(run(model, x), run(done.model, x)) <= 1e-12
     assert not any(isinstance(module, ScaledStdConv2d) for module in done.model.modules())
     blocks = len(normswap.inspect(model).blocks)
-    assert sum(isinstance(module, seats.Scale) for module in done.model.modules()) == blocks > 0
+    assert sum(isinstance(module, Scale) for module in done.model.modules()) == blocks > 0

@@ -139,14 +139,14 @@ def test_every_scheme_has_a_row() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_rows_say_what_the_scheme_says(row: Row) -> None:
-    assert schemes.get(row.scheme).exact(schemes.resolve(row.scheme, row.options)) is row.exact
+    assert schemes.get(row.scheme).is_exact(schemes.resolve(row.scheme, row.options)) is row.exact
 
 
 @pytest.mark.parametrize("name", schemes.names())
 def test_schemes_document_themselves(name: str) -> None:
     scheme = schemes.get(name)
     assert (scheme.__doc__ or "").strip()
-    assert scheme.PAPER.strip()
+    assert scheme.paper.strip()
 
 
 @pytest.mark.parametrize("harm", ["eps", "one gamma", "one channel", "mean", "alpha"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normswap.errors import NormswapError, PlanError, VerificationError
 from normswap.graph import inspection
-from normswap.plan import Edit, Step
+from normswap.plan import Edit, Step, Take, Way
 from normswap.surgery import applying, comparison, conversion
 from normswap.surgery.comparison import Error, Report
 
@@ -164,8 +164,8 @@ def test_measured_figures_are_the_oracles() -> None:
 EDITS: dict[str, Callable[[Edit], Edit | None]] = {
     "alpha off by 1 %": lambda e: _with(e, "Scale", alpha=lambda a: a * 1.01),
     "gain off": lambda e: _with(e, "Folded", gain=lambda g: g * 0.99),
-    "norm taken without gamma": lambda e: _with(e, "Folded", takes=lambda t: ["after-unit" for _ in t]),
-    "norm not taken": lambda e: dataclasses.replace(e, args={}, reads=()) if e.layer == "Folded" else e,
+    "norm taken without gamma": lambda e: dataclasses.replace(e, takes=tuple(Take(Way.AFTER_UNIT) for _ in e.takes)),
+    "norm not taken": lambda e: dataclasses.replace(e, args={}, reads=(), takes=()) if e.layer == "Folded" else e,
     "norm not removed": lambda e: None if e.path.endswith("bn1") else e,
     "norm removed twice": lambda e: dataclasses.replace(e, layer="Vacant", args={}) if e.layer == "Folded" else e,
     "another's norm": lambda e: dataclasses.replace(e, reads=tuple(r.replace("bn1", "bn2") for r in e.reads)),

@@ -32,7 +32,10 @@ from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.own import GAMMA, OwnLayer
+from normswap.layers.placeholders import Vacant
+from normswap.layers.scalars import Scale
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
@@ -115,15 +118,20 @@ def expected_nf(seen: Anatomy, alpha: float | None = None) -> list[float] | None
     return found
 
 
+def _multipliers(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters whose zero would put what follows to sleep."""
+    if isinstance(module, OwnLayer):
+        return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
+    return ("weight",) if affine.is_norm(module) else ("gain", "skipinit_gain")
+
+
 def awake(model: nn.Module) -> nn.Module:
     """A copy whose branches are alive: timm zeroes the last gamma, gain or `skipinit_gain` of every fresh branch, and
     SkipInit may start from alpha = 0; where such a parameter is 0 throughout it becomes 1.
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        scalable = affine.is_norm(module) or isinstance(module, seats.Scale | seats.ChannelAffine)
-        names = ("weight", "alpha") if scalable else ("gain", "skipinit_gain")
-        for name in names:
+        for name in _multipliers(module):
             value = getattr(module, name, None)
             if isinstance(value, nn.Parameter) and not bool(value.any()):
                 nn.init.ones_(value)
@@ -137,7 +145,7 @@ def unnormalized(model: nn.Module) -> nn.Module:
         if affine.is_norm(module) and path:
             home, _, seat = path.rpartition(".")
             act = affine.activation(module)
-            setattr(twin.get_submodule(home), seat, seats.Vacant(copy.deepcopy(act)))
+            setattr(twin.get_submodule(home), seat, Vacant(copy.deepcopy(act)))
     return twin
 
 
@@ -197,7 +205,7 @@ def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
         module, sources = seen.traced.module(node), inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
         times = node.target in _MULTIPLY
-        if not (times or isinstance(module, nn.Identity | seats.Scale) or type(module).__name__ == "DropPath"):
+        if not (times or isinstance(module, nn.Identity | Scale) or type(module).__name__ == "DropPath"):
             return node
         constants -= times and len(sources) == 1
         if len(tensors) != 1 or constants < 0:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect as python
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from normswap import provenance, schemes
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
+from normswap.folding.verdict import Verdict, counts
 from normswap.graph.inspection import Anatomy, Block, Norm, inspect
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.scalars import Scale
 from normswap.models import zoo
 from normswap.plan import Step
 from normswap.schemes.parts import norm_sites
@@ -67,7 +69,7 @@ def norms(model: nn.Module) -> int:
 def _block(block: Block, seen: Anatomy) -> Body:
     fields = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
     tail = seen.traced.modules[block.tail] if block.tail else None
-    alpha = tail.alpha.item() if isinstance(tail, seats.Scale) else None
+    alpha = tail.alpha.item() if isinstance(tail, Scale) else None
     return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
 
 
@@ -83,7 +85,7 @@ def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
         "block": norm.block,
         "mean": _range(mean),
         "std": _range(std),
-        "folding": folding.verdicts.get(norm.path),
+        "folding": str(folding.verdicts[norm.path]) if norm.path in folding.verdicts else None,
         "refused": refused,
     }
 
@@ -131,7 +133,7 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
         "scheme": step.scheme,
         "options": step.options,
         "edits": [dataclasses.asdict(edit) for edit in step.edits],
-        "verdicts": dict(draft.verdicts) if draft else {},
+        **_verdicts(draft.verdicts if draft else {}),
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
         "notes": list(draft.notes) if draft else [],
         "renames": [],
@@ -139,11 +141,16 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
     }
 
 
+def _verdicts(found: Mapping[str, Verdict]) -> Body:
+    """What became of each norm, in words, and how many went which way."""
+    return {"verdicts": {path: str(one) for path, one in found.items()}, "outcomes": counts(found.values())}
+
+
 def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
     """The steps of a conversion, the last with what was found; one without a plan (`unfold`) goes by its name."""
     *before, last = done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]
     body = of_step(last) | {
-        "verdicts": done.verdicts,
+        **_verdicts(done.verdicts),
         "notes": list(done.notes),
         "renames": [list(pair) for pair in done.renames],
         "report": of_report(done.report),
@@ -162,14 +169,15 @@ def of_report(report: Report) -> Body:
 def of_schemes() -> Iterator[Body]:
     """Every scheme: what it is, where it is from, its options."""
     for name in schemes.names():
-        scheme, options = schemes.get(name), schemes.options(name)
+        scheme = schemes.get(name)
+        options = scheme.options
         yield {
             "name": name,
-            "summary": (python.getdoc(scheme) or name).split("\n")[0],
-            "paper": scheme.PAPER,
+            "summary": scheme.summary,
+            "paper": scheme.paper,
             "options": options,
-            "exact_only_with": [option for option in options if not scheme.exact({**options, option: "another"})],
-            "exact": bool(scheme.exact(options)),
+            "exact_only_with": [option for option in options if not scheme.is_exact({**options, option: "another"})],
+            "exact": scheme.is_exact(options),
         }
     first = (python.getdoc(unfolding) or "").split("\n")[0]
     yield {"name": "unfold", "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}

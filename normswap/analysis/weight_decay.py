@@ -43,14 +43,11 @@ from normswap import provenance
 from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
 from normswap.graph.inspection import LINEAR, Anatomy, Block
-from normswap.layers import affine, seats
-from normswap.layers.reparametrized import Gain, TunedConv2d
-from normswap.layers.scalars import ScalarBias
-from normswap.layers.site_norm import EvalNorm
-from normswap.layers.standardized import MeanStdConv2d
+from normswap.layers import affine
+from normswap.layers.own import GAMMA, OwnLayer
+from normswap.plan import Way
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
-GAMMAS = ("gamma_last", "gamma_down", "gamma_0", "gamma_other", "gamma_head")
 SCALARS = ("alpha", "scalar_bias", "skipinit_gain")
 _GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
 _KIM = {
@@ -215,20 +212,13 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     """The role that the class of the owner says; None if it does not."""
-    if affine.is_norm(owner) or isinstance(owner, seats.ChannelAffine | seats.ChannelBias | EvalNorm):
+    if isinstance(owner, OwnLayer) and name in owner.ROLES:
+        role = owner.ROLES[name]
+        return gamma if role == GAMMA else role
+    if affine.is_norm(owner):
         return {"weight": gamma, "bias": "beta"}.get(name)
-    if isinstance(owner, seats.Scale):
-        return {"alpha": "alpha", "bias": "scalar_bias"}.get(name)
-    if isinstance(owner, ScalarBias) or name == "in_bias":
-        return "scalar_bias"
-    if isinstance(owner, TunedConv2d) and name in ("gamma", "beta"):
-        return gamma if name == "gamma" else "beta"
     if name in ("gain", "skipinit_gain"):
         return name
-    if isinstance(owner, Gain):
-        return "gain"
-    if isinstance(owner, MeanStdConv2d) and name == "mean":
-        return "filter_mean"
     if isinstance(owner, (*LINEAR, nn.Embedding)):
         return {"weight": "weight", "bias": "bias"}.get(name)
     if name == "original0" and type(owner).__name__ == "ParametrizationList":
@@ -266,7 +256,7 @@ def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
 def _with_its_norms(model: nn.Module) -> nn.Module:
     """`model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those seats."""
     record = provenance.of(model)
-    affines = any(isinstance(module, seats.ChannelAffine | EvalNorm | TunedConv2d) for module in model.modules())
+    affines = any(isinstance(module, OwnLayer) and GAMMA in module.ROLES.values() for module in model.modules())
     if record is None or not affines:
         return model
     tensors = [*model.parameters(), *model.buffers()]
@@ -284,9 +274,7 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, str]]:
     record = provenance.of(model)
     for step in record.plan.steps if record else ():
         for edit in step.edits:
-            if edit.layer == "Tuned":
-                takes = zip(edit.reads, edit.args["takes"], strict=True)
-                yield from ((edit.path, path) for path, how in takes if how == "norm")
+            yield from ((edit.path, path) for path, take in edit.taken if take.way is Way.NORM)
 
 
 def _by_name(path: str) -> str:

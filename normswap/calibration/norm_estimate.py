@@ -19,11 +19,12 @@ from timm.layers import norm_act
 from torch import Tensor, fx, nn
 
 from normswap.calibration.lockstep import March, Walker
-from normswap.calibration.sequential_fit import Progress, evaluating
-from normswap.folding.draft import Draft
+from normswap.calibration.sequential_fit import Progress
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs, trace
+from normswap.layers.known_norms import known
 from normswap.layers.site_norm import SiteNorm
+from normswap.models.modes import evaluating
 
 REMEDY = "'--calibrate DATA' (images, no labels needed) replaces them by what they do on average"
 _FORWARDS = {
@@ -39,7 +40,9 @@ NEEDED = 2
 
 def why_not(module: nn.Module) -> str | None:
     """Why no BatchNorm can stand for this norm, or None."""
-    if type(module).forward not in _FORWARDS or "forward" in vars(module):
+    vouched = known(module)
+    read_by_somebody = type(module).forward in _FORWARDS and "forward" not in vars(module)
+    if not read_by_somebody and not (vouched is not None and vouched.per_sample):
         return f"{type(module).__name__} is no norm of channels in dimension 1 that is known"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"
@@ -52,16 +55,6 @@ def fits(anatomy: Anatomy, path: str) -> bool:
     """Whether the norm at `path` is one that can be estimated."""
     module = anatomy.traced.modules[path]
     return why_not(module) is None and len(anatomy.traced.calls.get(id(module), ())) == 1
-
-
-def plan_estimates(anatomy: Anatomy) -> Draft:
-    """An empty norm in the seat of every norm with statistics per sample."""
-    draft = Draft(anatomy)
-    for norm in anatomy.norms:
-        if anatomy.takes_part(norm.path) and fits(anatomy, norm.path):
-            draft.seat(norm.path, "EmptyNorm")
-            draft.verdicts[norm.path] = "becomes what it does on average"
-    return draft
 
 
 @torch.no_grad()

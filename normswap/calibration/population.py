@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from normswap.calibration.least_squares import checked
 from normswap.errors import RefusedError, SourceError, VerificationError, first_line
 from normswap.layers.site_norm import SiteNorm
+from normswap.models.modes import evaluating
 
 Progress = Callable[[int, int], None]
 _FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
@@ -118,29 +119,26 @@ def _run(model: nn.Module, x: Tensor) -> None:
 def _as_in_training(model: nn.Module, norms: dict[str, Any]) -> Iterator[dict[str, _Sums]]:
     """The norms, and nothing else, in training mode; what reaches each is summed up. All is put back afterwards."""
     sums: dict[str, _Sums] = {}
-    modes = [(module, module.training) for module in model.modules()]
     tracked = {path: {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)}
                for path, norm in norms.items()}  # fmt: skip
     handles = [norm.register_forward_pre_hook(_adding(sums, path)) for path, norm in norms.items()]
     try:
-        model.eval()
-        for norm in norms.values():
-            norm.training = True
-        yield sums
+        with evaluating(model):
+            for norm in norms.values():
+                norm.training = True
+            yield sums
     finally:
         for handle in handles:
             handle.remove()
         for path, norm in norms.items():
             for name, buffer in tracked[path].items():
                 getattr(norm, name).copy_(buffer)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _adding(sums: dict[str, _Sums], path: str) -> Any:
     def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
-        ghost = isinstance(norm, SiteNorm) and norm.ghost
-        for part in args[0].split(norm._sizes(len(args[0]))) if ghost else (args[0],):
+        sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
+        for part in args[0].split(sizes):
             values = part.detach().double().transpose(0, 1).flatten(1)
             if values.shape[1] < 2:
                 raise SourceError(f"{path} sees one value per channel in a batch", "its variance is not defined")

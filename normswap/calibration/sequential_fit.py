@@ -10,24 +10,24 @@ gradient, no labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
 from normswap.calibration.least_squares import Fit, Folds, fits, patches, regress
 from normswap.calibration.lockstep import March, Values, Walker
 from normswap.graph.tracing import Traced, inputs, is_add, trace
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.activations import RELU_FUNCTIONS
 from normswap.layers.per_sample import PER_SAMPLE, normalized
+from normswap.layers.placeholders import Vacant
 from normswap.layers.standardized import STANDARDIZED, effective, set_effective
+from normswap.models.modes import evaluating
 
 Progress = Callable[[int, int], None]
-RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 PLACES = 64  # sampled per image and layer
 
 
@@ -92,19 +92,6 @@ class Stop:
 
     def __call__(self) -> Iterator[list[Values]]:
         return self.march.stop([self.theirs, self.ours])
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """All of them in eval mode, and back in each module's own mode afterwards."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def stations(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
@@ -178,7 +165,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
             s, t = affine.read(module)
             scale, shift = scale * s, shift * s + t
-        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, seats.Vacant, *PER_SAMPLE)) or (
+        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant, *PER_SAMPLE)) or (
             arms and isinstance(module, PER_SAMPLE)
         ):
             break

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 a comparison failed (`verify`, `demo`); 2 bad input, said 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that are the input's fault become one line on stderr."""
     try:
         with _quiet():
+            _register()
             arguments = sys.argv[1:] if argv is None else list(argv)
             result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
@@ -101,5 +103,8 @@ def _discover() -> list[ModuleType]:
     return sorted((importlib.import_module(name) for name in names), key=lambda command: int(command.ORDER))
 
 
-for _command in _discover():
-    _command.register(app)
+@functools.cache
+def _register() -> None:
+    """Only when a command line is at hand: a scheme of somebody else's, whose options `convert` takes, may not load."""
+    for command in _discover():
+        command.register(app)

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap.errors import TraceError
-from normswap.folding.draft import Blocked, Draft, check_linear, pads
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, pads
 from normswap.graph import inspection
-from normswap.layers import seats
+from normswap.layers.channelwise import ChannelAffine
+from normswap.layers.folded import Folded
+from normswap.plan import Take, Way
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ def bake(network: nn.Module, mean: Tensor, std: Tensor) -> Before:
         return Before(1 / std, -mean / std, f"mean and std stand before the network: {reason}")
     padded = any(pads(network.get_submodule(path)) for path in paths)
     shift = torch.zeros_like(mean) if padded else -mean / std
-    norm = seats.ChannelAffine((1 / std).flatten().double(), shift.flatten().double())
+    norm = ChannelAffine((1 / std).flatten().double(), shift.flatten().double())
     for path in paths:
         conv: Any = network.get_submodule(path)
-        network.set_submodule(path, seats.Folded.replacing(conv, norm, like=conv.weight, takes=["before"]))
+        network.set_submodule(path, Folded.replacing(conv, norm, like=conv.weight, takes=[Take(Way.BEFORE)]))
     names = ", ".join(paths)
     if padded:
         return Before(None, -mean, f"std is in {names}, which pads its input; the mean is subtracted before it")

@@ -18,7 +18,8 @@ from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import INPUT, Shipped
 from normswap.exporting.formats import Runs, reason
-from normswap.layers import seats
+from normswap.layers import affine
+from normswap.layers.own import OwnLayer
 from normswap.models.weight_files import quiet
 
 NAME = "onnx"
@@ -58,15 +59,15 @@ def _depthwise(network: Shipped) -> Shipped:
     """
     twin = copy.deepcopy(network)
     for path, module in list(twin.named_modules()):
-        if not isinstance(module, seats.ChannelAffine | seats.ChannelBias):
+        if not isinstance(module, OwnLayer) or not (module.AFFINE and module.PER_CHANNEL):
             continue
-        bias = module.bias.detach()
-        scale = module.weight.detach() if isinstance(module, seats.ChannelAffine) else module.sign
-        conv = nn.Conv2d(len(bias), len(bias), 1, groups=len(bias), dtype=bias.dtype).requires_grad_(False)
-        conv.weight.copy_((torch.ones_like(bias) if scale is None else scale).view(-1, 1, 1, 1))
+        scale, shift = module.as_affine()
+        dtype, act = next(module.parameters()).dtype, affine.activation(module)
+        conv = nn.Conv2d(len(shift), len(shift), 1, groups=len(shift), dtype=dtype).requires_grad_(False)
+        conv.weight.copy_(scale.view(-1, 1, 1, 1))
         assert conv.bias is not None
-        conv.bias.copy_(bias)
-        twin.set_submodule(path, conv if module.act is None else nn.Sequential(conv, module.act))
+        conv.bias.copy_(shift)
+        twin.set_submodule(path, conv if act is None else nn.Sequential(conv, act))
     return twin
 
 

@@ -14,11 +14,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from normswap.folding.draft import Blocked, Draft, check_linear, pads
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, pads
 from normswap.graph import inspection
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs, is_add
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.channelwise import ChannelBias
+from normswap.layers.placeholders import Vacant
 
 _POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d)
 
@@ -31,7 +34,7 @@ def absorb(model: nn.Module) -> list[str]:
     """
     work = _Absorber(model)
     for path, module in list(model.named_modules()):
-        if isinstance(module, seats.ChannelBias) and module.sign is None:
+        if isinstance(module, ChannelBias) and module.sign is None:
             work.take_out(path, module)
     work.carry_out()
     return list(work.vacant)
@@ -47,7 +50,7 @@ class _Absorber:
         self.added: dict[str, Tensor] = {}
         self.vacant: list[str] = []
 
-    def take_out(self, path: str, module: seats.ChannelBias) -> None:
+    def take_out(self, path: str, module: ChannelBias) -> None:
         calls = self.traced.calls.get(id(module), [])
         if len(calls) != 1 or affine.refusal(module):
             return
@@ -74,7 +77,7 @@ class _Absorber:
             for part in act.modules() if act is not None else ():
                 if hasattr(part, "inplace"):
                     part.inplace = False  # type: ignore[assignment]  # it would overwrite the stream
-            self.model.set_submodule(path, seats.Vacant(act))
+            self.model.set_submodule(path, Vacant(act))
 
     def _maker(self, value: fx.Node) -> str:
         """The convolution whose bias can make `value` larger."""

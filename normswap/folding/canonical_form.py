@@ -14,26 +14,28 @@ from typing import Any
 from torch import fx, nn
 
 from normswap.folding import gauge, norm_free
-from normswap.folding.draft import (
+from normswap.folding.draft import Draft
+from normswap.folding.overwriting import overwritten
+from normswap.folding.passage import (
     Blocked,
-    Draft,
     check_linear,
     consumers,
     distinct,
-    is_relu,
     last_linear,
     name,
     pads,
     passes_positive,
     read_directly,
 )
-from normswap.folding.overwriting import overwritten
 from normswap.folding.producers import makers
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
-from normswap.layers import affine, reparametrized, scalars, seats
-
-_STAYING = (seats.ChannelAffine, seats.ChannelBias, seats.Scale, scalars.ScalarBias)
+from normswap.layers import affine, reparametrized
+from normswap.layers.activations import is_homogeneous
+from normswap.layers.own import OwnLayer
+from normswap.layers.scalars import Scale
+from normswap.plan import Way
 
 
 def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
@@ -60,7 +62,7 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
             if outer:
                 draft.refusals[path] = f"it is inside {outer}, which cannot be traced: {traced.opaque[outer]}"
             else:
-                draft.verdicts[path] = "never called by forward"
+                draft.judge(path, Fate.NEVER_CALLED)
     return draft
 
 
@@ -89,28 +91,28 @@ def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
     reasons = []
     for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar, _fold_stream):
         try:
-            draft.verdicts[path] = way(draft, path, module)
+            way(draft, path, module)
         except Blocked as reason:
             reasons.append(str(reason))
         else:
             return
-    if isinstance(module, _STAYING):
-        draft.verdicts[path] = f"stays: {reasons[0]}"
-    else:
+    if affine.holds_statistics(module):
         draft.seat(path, "ChannelAffine")
-        draft.verdicts[path] = f"keeps scale and shift: {reasons[0]}"
+        draft.judge(path, Fate.LEFT_AFFINE, reason=reasons[0])
+    else:
+        draft.judge(path, Fate.STAYS, reason=reasons[0])
 
 
-def _fold_back(draft: Draft, path: str, module: nn.Module) -> str:
+def _fold_back(draft: Draft, path: str, module: nn.Module) -> None:
     """Into the convolutions before: exact if all they ever produce goes through this very module."""
     found = makers(draft, module)
-    for linear, how in found.items():
-        draft.take(linear).reads.append((path, how))
-    draft.seat(path, "Vacant")
-    return f"folds into {', '.join(found)}"
+    for linear, part in found.items():
+        draft.take(linear).add(path, Way.AFTER, part)
+    draft.vacate(path)
+    draft.judge(path, Fate.FOLDED_BACK, *found)
 
 
-def _fold_forward(draft: Draft, path: str, module: nn.Module) -> str:
+def _fold_forward(draft: Draft, path: str, module: nn.Module) -> None:
     """Into the convolutions after it, when nothing lies between and they pad nothing."""
     if affine.activation(module) is not None:
         raise Blocked("an activation follows")
@@ -124,30 +126,30 @@ def _fold_forward(draft: Draft, path: str, module: nn.Module) -> str:
         if later is not None:
             raise Blocked(f"{name(later)} overwrites its input later")
     for conv_path in convs:
-        draft.take(conv_path).reads.append((path, "before"))
-    draft.seat(path, "Vacant")
-    return f"folds forward into {', '.join(convs)}"
+        draft.take(conv_path).add(path, Way.BEFORE)
+    draft.vacate(path)
+    draft.judge(path, Fate.FOLDED_FORWARD, *convs)
 
 
-def _move_scale(draft: Draft, path: str, module: nn.Module) -> str:
+def _move_scale(draft: Draft, path: str, module: nn.Module) -> None:
     """|s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
-    if isinstance(module, seats.ChannelBias | seats.Scale | scalars.ScalarBias):
+    if isinstance(module, OwnLayer) and not module.SCALES:
         raise Blocked("it has no scale per channel")
     act = affine.activation(module)
-    if not is_relu(act):
+    if not is_homogeneous(act):
         raise Blocked(f"it is followed by {type(act).__name__}, which a scale cannot pass")
     convs = consumers(draft, module, lambda node: passes_positive(draft, node))
     for conv_path in convs:
-        draft.take(conv_path).reads.append((path, "before-magnitude"))
+        draft.take(conv_path).add(path, Way.BEFORE_MAGNITUDE)
     dtype = next(draft.anatomy.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
     draft.seat(path, "ChannelBias", signed=signed)
-    return f"scale moves to {', '.join(convs)}; a shift stays"
+    draft.judge(path, Fate.LEFT_SHIFT, *convs)
 
 
-def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> str:
+def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> None:
     """A scalar after a gate: through the gate into the convolution before it."""
-    if not isinstance(module, seats.Scale):
+    if not isinstance(module, Scale):
         raise Blocked("it is no scalar")
     alpha = module.alpha.item()
     if not alpha >= 0 or (module.bias is not None and module.bias.any()):
@@ -162,8 +164,8 @@ def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> str:
     draft.take(conv).gain *= alpha
     for reader in readers if alpha else ():  # what a gate makes of a dead branch does not matter
         draft.take(reader).in_gain /= alpha
-    draft.seat(path, "Vacant")
-    return f"folds into {conv}, through the gate"
+    draft.vacate(path)
+    draft.judge(path, Fate.FOLDED_BACK, conv, reason="through the gate")
 
 
 def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
@@ -178,9 +180,9 @@ def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
     return any(node.op == "output" for node in seen)
 
 
-def _fold_stream(draft: Draft, path: str, module: nn.Module) -> str:
+def _fold_stream(draft: Draft, path: str, module: nn.Module) -> None:
     """A factor of a residual stream: through sums and gates into all that makes it (`gauge`)."""
-    if not isinstance(module, seats.Scale) or module.bias is not None:
+    if not isinstance(module, Scale) or module.bias is not None:
         raise Blocked("it is no scalar without a bias")
     calls = draft.anatomy.traced.calls[id(module)]
     if len(calls) > 1:
@@ -188,5 +190,5 @@ def _fold_stream(draft: Draft, path: str, module: nn.Module) -> str:
     (above,) = inputs(calls[0])
     with gauge.attempt(draft):
         gauge.enlarge(draft, above, module.alpha.item(), {calls[0]})
-    draft.seat(path, "Vacant")
-    return "folds into what makes the stream"
+    draft.vacate(path)
+    draft.judge(path, Fate.FOLDED_BACK, "what makes the stream")

@@ -1,92 +1,91 @@
-"""Walks over the graph that ask whether an affine map can move: the draft they write to, and the rules of passage."""
+"""The draft that every rule writes to: what each layer takes in, what sits where, and what became of each norm."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from timm import layers as timm_layers
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
-from normswap.graph.inspection import LINEAR, Anatomy
-from normswap.graph.tracing import Traced, inputs, is_mul
-from normswap.layers import affine, reparametrized, seats
-from normswap.plan import Edit
-
-_LINEAR_FORWARDS = {
-    nn.Linear.forward,
-    nn.Conv1d.forward,
-    nn.Conv2d.forward,
-    nn.Conv3d.forward,
-    nn.ConvTranspose1d.forward,
-    nn.ConvTranspose2d.forward,
-    nn.ConvTranspose3d.forward,
-    timm_layers.Conv2dSame.forward,
-    timm_layers.Linear.forward,
-}
-_SILENT = (
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d,
-)  # fmt: skip
-_POOLS = (
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, timm_layers.BlurPool2d,
-)  # fmt: skip
-_RELUS = (nn.ReLU, nn.LeakyReLU)
-_RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, F.leaky_relu, "relu", "relu_")
-_SCALAR_FUNCTIONS = (
-    *_RELU_FUNCTIONS, torch.mean, torch.flatten, torch.amax, F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d,
-    "mean", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "unsqueeze", "squeeze", "amax",
-)  # fmt: skip
+from normswap.folding.verdict import Fate, Verdict
+from normswap.graph import channel_axes
+from normswap.graph.anatomy import Anatomy
+from normswap.graph.channel_axes import Axes
+from normswap.layers import affine
+from normswap.layers.activations import SILENT
+from normswap.layers.placeholders import Vacant
+from normswap.plan import Edit, Take, Then, Way
 
 
 @dataclass
-class Take:
-    """What one convolution takes in, collected until its single edit is written."""
+class Intake:
+    """What one linear layer takes in, collected until its single edit is written."""
 
-    reads: list[tuple[str, str]] = field(default_factory=list)
+    reads: list[tuple[str, Take]] = field(default_factory=list)
     gain: float = 1.0
     in_gain: float = 1.0
     bake: bool = False
     layer: str = "Folded"
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, path: str, way: Way, part: tuple[int, int] | None = None) -> None:
+        """Take in the module at `path`, or, of its channels, those of a part."""
+        self.reads.append((path, Take(way, part)))
+
     def edit(self, path: str) -> Edit:
         # what comes before the convolution is taken in first; among those after it, the nearest first
-        reads = sorted(self.reads, key=lambda read: not read[1].startswith("before"))
-        args: dict[str, Any] = {"takes": [how for _, how in reads]} if reads else {}
-        args |= {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
+        reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
+        args = {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
         args |= {"bake": True} if self.bake else {}
-        return Edit(path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads))
+        takes = tuple(take for _, take in reads)
+        return Edit(path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads), takes)
 
 
 @dataclass
 class Draft:
-    """Edits in the making, and for every site what happens to it and why (`verdicts`)."""
+    """Edits in the making, and for every site what happens to it (`verdicts`) or why nothing can (`refusals`)."""
 
     anatomy: Anatomy
-    takes: dict[str, Take] = field(default_factory=dict)
+    takes: dict[str, Intake] = field(default_factory=dict)
     seats: dict[str, Edit] = field(default_factory=dict)
-    verdicts: dict[str, str] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # a Scale to chain after the newcomer at a path
-    axes: Any = field(default=None, repr=False)  # where the channels are, once somebody asked (`channel_axes.of`)
+    _axes: Axes | None = field(default=None, repr=False)
 
-    def take(self, path: str) -> Take:
-        return self.takes.setdefault(path, Take())
+    def take(self, path: str) -> Intake:
+        return self.takes.setdefault(path, Intake())
 
     def seat(self, path: str, layer: str, **args: Any) -> None:
         self.seats[path] = Edit(path, layer, args)
 
+    def vacate(self, path: str) -> None:
+        """Leave the seat empty, but for the activation that its norm carried."""
+        self.seat(path, Vacant.__name__)
+
+    def vacated(self, path: str) -> bool:
+        """Whether the draft leaves the seat empty."""
+        return path in self.seats and self.seats[path].layer == Vacant.__name__
+
+    def empty(self, path: str, module: nn.Module | None) -> bool:
+        """Whether nothing but an activation will sit at `path`, where `module` sits now."""
+        return self.vacated(path) if path in self.seats else isinstance(module, Vacant)
+
+    def judge(self, path: str, fate: Fate, *into: str, reason: str = "", detail: str = "") -> None:
+        self.verdicts[path] = Verdict(fate, into, reason, detail)
+
+    def axes(self) -> Axes:
+        """Where the channels are in each value, found once, when it is first needed."""
+        if self._axes is None:
+            self._axes = channel_axes.read(self.anatomy.traced, self.silent)
+        return self._axes
+
     def edits(self) -> tuple[Edit, ...]:
         edits = (*(take.edit(path) for path, take in self.takes.items()), *self.seats.values())
-        then = {path: {"then": scalar} for path, scalar in self.scalars.items()}
-        return tuple(replace(edit, args={**edit.args, **then.get(edit.path, {})}) for edit in edits)
+        then = {path: (Then("Scale", scalar),) for path, scalar in self.scalars.items()}
+        return tuple(replace(edit, then=(*edit.then, *then.get(edit.path, ()))) for edit in edits)
 
     def silent(self, node: fx.Node) -> bool:
         """Whether `node` passes its input on unchanged in eval mode, once the draft is carried out."""
@@ -94,189 +93,7 @@ class Draft:
         if module is None:
             asleep = node.target is F.dropout and node.kwargs.get("training") is False
             return asleep or (node.op == "call_method" and node.target == "contiguous")
-        if isinstance(module, _SILENT) or (isinstance(module, seats.Vacant) and module.act is None):
+        if isinstance(module, SILENT):
             return True
-        edit = self.seats.get(str(node.target))
-        return edit is not None and edit.layer == "Vacant" and affine.activation(module) is None
-
-
-class Blocked(Exception):
-    """Why one way of folding is not open, in a few words."""
-
-
-def consumers(draft: Draft, module: nn.Module, passes: Callable[[fx.Node], bool]) -> list[str]:
-    """Paths of the convolutions that read this site, and nothing else reads it."""
-    traced = draft.anatomy.traced
-    ends = [end for call in traced.calls[id(module)] for end in _ends(draft, call, passes)]
-    for node in ends:
-        conv = traced.module(node)
-        if not isinstance(conv, LINEAR):
-            raise Blocked(f"{name(node)} reads it, not a convolution")
-        if str(node.target) == draft.anatomy.classifier:
-            raise Blocked(f"the features that {node.target} reads would change")
-        check_linear(draft, str(node.target), conv)
-        if reparametrized.is_stuck(conv):
-            raise Blocked(f"{node.target} adds a scalar to its input")
-        if any(call not in ends for call in traced.calls[id(conv)]):
-            raise Blocked(f"{node.target} is called elsewhere too, on another input")
-        if isinstance(conv, nn.Linear):
-            raise Blocked(f"{node.target} is a Linear: which of its inputs a channel becomes is not known")
-    if not ends:
-        raise Blocked("nothing reads it")
-    return distinct(traced.modules, [str(node.target) for node in ends])
-
-
-def _ends(draft: Draft, start: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    for user in draft.anatomy.traced.users[start]:
-        if user.op == "output":
-            raise Blocked("the model returns it")
-        if passes(user) and len(inputs(user)) == 1:
-            yield from _ends(draft, user, passes)
-        else:
-            yield user
-
-
-def passes_positive(draft: Draft, node: fx.Node) -> bool:
-    """Whether f(c x) = c f(x) for a positive scale c per channel (once the draft is carried out)."""
-    module = draft.anatomy.traced.module(node)
-    if module is None:
-        return node.target in _RELU_FUNCTIONS or draft.silent(node)
-    edit = draft.seats.get(str(node.target))
-    if edit is not None and edit.layer == "Vacant":
-        return is_relu(affine.activation(module))
-    return draft.silent(node) or isinstance(module, _POOLS) or is_relu(module) or _is_vacant_relu(module)
-
-
-def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str]:
-    """Convolutions that read `start` beside the `main` path, through steps that commute with a positive scalar.
-
-    Raises:
-        Blocked: something else reads it.
-    """
-    traced = draft.anatomy.traced
-
-    def passes(node: fx.Node) -> bool:
-        constant = node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1
-        return node.target in _SCALAR_FUNCTIONS or constant or passes_positive(draft, node)
-
-    found = []
-    for user in traced.users[start]:
-        if user in main:
-            continue
-        for end in [*_ends(draft, user, passes)] if passes(user) else [user]:
-            conv = traced.module(end)
-            if end in main or not isinstance(conv, LINEAR):
-                raise Blocked(f"{name(end)} reads it")
-            check_linear(draft, str(end.target), conv)
-            if reparametrized.is_stuck(conv):
-                raise Blocked(f"{end.target} adds a scalar to its input")
-            if len(traced.calls[id(conv)]) > 1:
-                raise Blocked(f"{end.target} is called more than once")
-            found.append(str(end.target))
-    return list(dict.fromkeys(found))
-
-
-def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
-    dressed = reparametrized.is_dressed(conv)
-    if not dressed and (type(conv).forward not in _LINEAR_FORWARDS or "forward" in vars(conv)):
-        raise Blocked(f"{path} ({type(conv).__name__}) has a forward of its own")
-    if dressed and not draft.anatomy.takes_part(path):
-        raise Blocked(f"{path} ({type(conv).__name__}) is to stay as it is")
-    if not dressed and parametrize.is_parametrized(conv):
-        raise Blocked(f"{path} has a parametrized weight")
-    if any((conv._forward_hooks, conv._forward_pre_hooks)):
-        raise Blocked(f"{path} has forward hooks, which see its output")
-    traced = draft.anatomy.traced
-    weight: Any = conv.weight
-    owners = {id(m) for m in traced.modules.values() if any(p is weight for p in m._parameters.values())}
-    if len(owners) > 1:
-        raise Blocked(f"{path}.weight is shared with another module")
-    read = read_directly(traced, conv)
-    if read:
-        raise Blocked(f"{read} is read elsewhere in forward")
-
-
-def read_directly(traced: Traced, module: nn.Module) -> str | None:
-    """The path of a tensor of `module` that some forward reads by itself, not by calling the module."""
-    own = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
-    for node in [*traced.nodes, *traced.hidden]:
-        if node.op == "get_attr" and traced.users[node]:
-            value: Any = traced.modules[""]
-            for name in str(node.target).split("."):
-                value = getattr(value, name, None)
-            if id(value) in own:
-                return str(node.target)
-    return None
-
-
-def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
-    """One path per module, in order."""
-    return list({id(modules[path]): path for path in reversed(paths)}.values())[::-1]
-
-
-def is_flat(draft: Draft, node: fx.Node) -> bool:
-    """Whether a Linear surely sees (N, features): its input was flattened from dimension 1, and nothing undid that."""
-    above = inputs(node)
-    while len(above) == 1:
-        node = above[0]
-        if node.target in (torch.flatten, "flatten"):
-            start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
-            return bool(start == 1 and node.kwargs.get("end_dim", -1) == -1 and len(node.args) < 3)
-        module = draft.anatomy.traced.module(node)
-        known = isinstance(module, (nn.Linear, *_SILENT, *_RELUS)) or (module is not None and affine.is_affine(module))
-        if not known and node.target not in (*_RELU_FUNCTIONS, F.dropout, "contiguous"):
-            return False
-        above = inputs(node)
-    return False
-
-
-def pads(conv: Any) -> bool:
-    if isinstance(conv.padding, str):
-        return conv.padding != "valid"
-    return any(conv.padding) or isinstance(conv, timm_layers.Conv2dSame)
-
-
-def is_relu(act: nn.Module | None) -> bool:
-    if isinstance(act, nn.Sequential):
-        return all(is_relu(part) for part in act)
-    return act is None or type(act) in _RELUS or isinstance(act, _SILENT)
-
-
-def _is_vacant_relu(module: nn.Module) -> bool:
-    return isinstance(module, seats.Vacant) and is_relu(module.act)
-
-
-def name(node: fx.Node) -> str:
-    return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
-
-
-def last_linear(draft: Draft, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
-    """The convolution whose output, but for positively homogeneous steps, is that of `node`; and what else reads it.
-
-    A gate x * g(x) passes a scale c if the first linear map of g is divided by c; those maps are the second result.
-
-    Args:
-        before: the node that reads `node`, and from which on nothing changes.
-
-    Raises:
-        Blocked: a scale cannot pass.
-    """
-    traced = draft.anatomy.traced
-    passed = {before}
-    readers: list[str] = []
-    while True:
-        if len(traced.users[node]) > 1:
-            readers += scalar_readers(draft, node, passed)
-        if isinstance(traced.module(node), LINEAR):
-            break
-        above = traced.main_input(node)
-        if above is None or not (is_mul(node) or passes_positive(draft, node)):
-            raise Blocked(f"a scale cannot pass {name(node)}")
-        passed.add(node)
-        node = above
-    path = str(node.target)
-    conv = traced.modules[path]
-    if len(traced.calls[id(conv)]) > 1:
-        raise Blocked(f"{path} is called more than once")
-    check_linear(draft, path, conv)
-    return path, list(dict.fromkeys(readers))
+        path = str(node.target)
+        return self.empty(path, module) and affine.activation(module) is None

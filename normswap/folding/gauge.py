@@ -6,17 +6,17 @@ g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to bo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import fx
 
-from normswap.folding.draft import Blocked, Draft, check_linear, name, passes_positive, scalar_readers
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, name, passes_positive, scalar_readers
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import inputs, is_add, is_mul
-from normswap.layers import seats
+from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
+from normswap.layers.scalars import Scale
+from normswap.plan import Way
 
 
 def enlarge(draft: Draft, node: fx.Node, factor: float, by: set[fx.Node]) -> None:
@@ -46,7 +46,7 @@ def enlarge(draft: Draft, node: fx.Node, factor: float, by: set[fx.Node]) -> Non
             enlarge(draft, arm, factor, {node})
     else:
         above = traced.main_input(node)
-        scalar = is_constant_mul(node) or (isinstance(module, seats.Scale) and module.bias is None)
+        scalar = is_constant_mul(node) or (isinstance(module, Scale) and module.bias is None)
         if above is None or not (is_mul(node) or scalar or passes_positive(draft, node)):
             raise Blocked(f"a scale cannot pass {name(node)}")
         if not (factor > 0 or scalar or draft.silent(node)):
@@ -57,19 +57,9 @@ def enlarge(draft: Draft, node: fx.Node, factor: float, by: set[fx.Node]) -> Non
 def shrink_input(draft: Draft, path: str, factor: float) -> None:
     """Let the linear layer at `path` divide its input by `factor`."""
     take = draft.take(path)
-    if any(how == "before" for _, how in take.reads):
+    if any(one.way is Way.BEFORE for _, one in take.reads):
         raise Blocked(f"{path} has taken in a shift of its input")
     take.in_gain /= factor
-
-
-def is_constant_mul(node: fx.Node) -> bool:
-    """Whether `node` multiplies one tensor by a number."""
-    return node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1 and len(node.args) == 2
-
-
-def constant(node: fx.Node) -> float:
-    """The number by which `node` multiplies."""
-    return float(next(arg for arg in node.args if isinstance(arg, int | float)))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -9,10 +9,13 @@ from __future__ import annotations
 from timm import layers as timm_layers
 from torch import fx, nn
 
-from normswap.folding.draft import Blocked, Draft, check_linear, name, read_directly
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, name, read_directly
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
+from normswap.plan import Way
 
 
 def move(draft: Draft) -> None:
@@ -27,9 +30,9 @@ def move(draft: Draft) -> None:
         except Blocked as why:
             draft.notes.append(f"{path} stays: {why}")
             continue
-        draft.take(linear).reads.append((path, "after"))
-        draft.seat(path, "Vacant")
-        draft.verdicts[path] = f"folds into {linear}"
+        draft.take(linear).add(path, Way.AFTER)
+        draft.vacate(path)
+        draft.judge(path, Fate.FOLDED_BACK, linear)
 
 
 def maker(draft: Draft, scale: fx.Node, module: nn.Module) -> str:

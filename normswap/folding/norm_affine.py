@@ -11,12 +11,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from normswap.folding.draft import Blocked, Draft, check_linear, distinct, name, pads, read_directly
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, distinct, name, pads, read_directly
+from normswap.folding.verdict import Fate
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import channel_norm, reparametrized
+from normswap.plan import Way
 
 
 def found(anatomy: Anatomy) -> dict[str, nn.Module]:
@@ -41,12 +44,12 @@ def move(draft: Draft) -> None:
         try:
             readers = linear_readers(draft, seen, path, norm)
         except Blocked as why:
-            draft.verdicts[path] = f"stays with its scale and shift: {why}"
+            draft.judge(path, Fate.STAYS, detail="with its scale and shift", reason=str(why))
             continue
         for reader in readers:
-            draft.take(reader).reads.append((path, "before"))
+            draft.take(reader).add(path, Way.BEFORE)
         draft.seat(path, "BareNorm")
-        draft.verdicts[path] = f"its scale and shift move to {', '.join(readers)}"
+        draft.judge(path, Fate.MOVED_ON, *readers)
 
 
 def linear_readers(draft: Draft, seen: Axes, path: str, norm: nn.Module) -> list[str]:

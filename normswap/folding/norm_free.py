@@ -16,9 +16,10 @@ import torch
 from timm.models.nfnet import GammaAct, NormFreeBlock
 from torch import Tensor, fx
 
-from normswap.folding.draft import Blocked, Draft, scalar_readers
-from normswap.folding.gauge import attempt, constant, enlarge, is_constant_mul, shrink_input
-from normswap.graph.tracing import inputs
+from normswap.folding.draft import Draft
+from normswap.folding.gauge import attempt, enlarge, shrink_input
+from normswap.folding.passage import Blocked, scalar_readers
+from normswap.graph.tracing import constant, inputs, is_constant_mul
 
 
 def free(draft: Draft) -> None:

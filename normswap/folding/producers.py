@@ -13,39 +13,42 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from normswap.folding.draft import Blocked, Draft, check_linear, is_flat, name
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, is_flat, name
 from normswap.graph import channel_axes
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 
+Part = tuple[int, int] | None  # of the norm's channels: from, up to; None: all
 
-def makers(draft: Draft, module: nn.Module) -> dict[str, str]:
-    """Paths of the linear layers whose outputs go through this norm and nowhere else, with how each takes it in:
-    `after`, or `after 16:32` for a part of its channels (`layers.Folded`).
+
+def makers(draft: Draft, module: nn.Module) -> dict[str, Part]:
+    """Paths of the linear layers whose outputs go through this norm and nowhere else, with the part of its channels
+    that each of them makes (`layers.Folded`).
 
     Raises:
         Blocked: there are none, or they also make something else.
     """
     traced = draft.anatomy.traced
-    found: dict[fx.Node, str] = {}
+    found: dict[fx.Node, Part] = {}
     for call in traced.calls[id(module)]:
-        for node, how in _above(draft, module, call):
-            if found.setdefault(node, how) != how:
+        for node, part in _above(draft, module, call):
+            if found.setdefault(node, part) != part:
                 raise Blocked(f"{node.target} is several parts of its input")
-    ways: dict[int, tuple[str, str]] = {}
-    for node, how in found.items():
+    ways: dict[int, tuple[str, Part]] = {}
+    for node, part in found.items():
         linear = traced.module(node)
         assert linear is not None
         check_linear(draft, str(node.target), linear)
         if any(call not in found for call in traced.calls[id(linear)]):
             raise Blocked(f"{node.target} is called elsewhere too, without this norm")
-        if ways.setdefault(id(linear), (str(node.target), how))[1] != how:
+        if ways.setdefault(id(linear), (str(node.target), part))[1] != part:
             raise Blocked(f"{node.target} is several parts of its input")
     return dict(ways.values())
 
 
-def _above(draft: Draft, module: nn.Module, call: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+def _above(draft: Draft, module: nn.Module, call: fx.Node) -> Iterator[tuple[fx.Node, Part]]:
     traced, channels = draft.anatomy.traced, affine.channels(module)
     (value,) = above = inputs(call)
     stepped = False
@@ -68,7 +71,7 @@ def _above(draft: Draft, module: nn.Module, call: fx.Node) -> Iterator[tuple[fx.
     linear = isinstance(traced.module(node), nn.Linear) and not is_flat(draft, node)
     if channels > 1 and (stepped or linear):
         _prove(draft, value, channels, node)
-    yield node, "after"
+    yield node, None
 
 
 def _only_user(draft: Draft, node: fx.Node) -> None:
@@ -78,7 +81,7 @@ def _only_user(draft: Draft, node: fx.Node) -> None:
 
 def _prove(draft: Draft, value: fx.Node, channels: int, node: fx.Node) -> None:
     """See that the norm's channels are the outputs of the linear layer that `node` calls, whatever was done to them."""
-    seen = channel_axes.of(draft)
+    seen = draft.axes()
     axis = seen.get(value)
     if axis is None or axis.size != channels or axis.dim != 1:
         kind = type(draft.anatomy.traced.module(node)).__name__
@@ -88,7 +91,7 @@ def _prove(draft: Draft, value: fx.Node, channels: int, node: fx.Node) -> None:
         raise Blocked(f"zeros are padded after {node.target}")
 
 
-def _parts(draft: Draft, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, str]]:
+def _parts(draft: Draft, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, Part]]:
     """The convolutions whose maps are joined, with the part of the channels that each of them is."""
     traced = draft.anatomy.traced
     dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
@@ -102,7 +105,7 @@ def _parts(draft: Draft, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node,
         if not isinstance(conv, nn.modules.conv._ConvNd):
             raise Blocked(f"it follows cat, of {name(node)} among others, not of convolutions")
         _only_user(draft, node)
-        yield node, f"after {start}:{start + conv.out_channels}"
+        yield node, (start, start + conv.out_channels)
         start += conv.out_channels
     if start != channels:
         raise Blocked("it follows cat, not a convolution")

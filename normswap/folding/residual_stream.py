@@ -13,13 +13,14 @@ from typing import Any
 from torch import fx, nn
 
 from normswap.folding import layer_scale
-from normswap.folding.draft import Blocked, Draft, check_linear, name
-from normswap.folding.gauge import is_constant_mul
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, name
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import inputs, is_add
+from normswap.graph.tracing import inputs, is_add, is_constant_mul
 from normswap.layers import affine, channel_norm
+from normswap.plan import Way
 
 
 @dataclass
@@ -69,8 +70,8 @@ def around(draft: Draft, seen: Axes, start: fx.Node) -> Stream:
 def centre(draft: Draft, stream: Stream) -> None:
     """Write down what has to be done so that the stream has no mean."""
     for scale, linear in stream.scales.items():
-        draft.take(linear).reads.append((scale, "after"))
-        draft.seat(scale, "Vacant")
+        draft.take(linear).add(scale, Way.AFTER)
+        draft.vacate(scale)
     for path in stream.linears:
         draft.take(path).extra["centred"] = True
     for path, dim in stream.tensors.items():

@@ -21,10 +21,8 @@ from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
 from normswap import provenance
-from normswap.folding.draft import Draft
-from normswap.folding.gauge import is_constant_mul
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import Traced, inputs, is_add
+from normswap.graph.tracing import Traced, inputs, is_add, is_constant_mul
 from normswap.layers import affine
 from normswap.layers.channel_norm import channel_dim
 
@@ -65,14 +63,6 @@ class Axes:
 
     def get(self, node: fx.Node) -> Axis | None:
         return self._of.get(node)
-
-
-def of(draft: Draft) -> Axes:
-    """Those of the draft's network, found once, when they are first needed."""
-    if draft.axes is None:
-        draft.axes = read(draft.anatomy.traced, draft.silent)
-    axes: Axes = draft.axes
-    return axes
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:

@@ -17,11 +17,11 @@ from normswap.graph import opaque
 from normswap.graph.anatomy import Anatomy, Block, Norm
 from normswap.graph.tracing import Traced, inputs, is_add, is_mul, trace
 from normswap.layers import affine
+from normswap.layers.activations import is_activation, is_activation_call
 
 __all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
 
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
-_ACT_MODULES = "torch.nn.modules.activation"
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
 
 
@@ -234,11 +234,7 @@ class _Reader:
 
     def is_activation(self, node: fx.Node) -> bool:
         module = self.traced.module(node)
-        if module is not None:
-            name = type(module).__module__
-            return name == _ACT_MODULES or name.startswith("timm.layers.activations")
-        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        return target.strip("_") in ("relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "hardswish")
+        return is_activation_call(node.target) if module is None else is_activation(module)
 
     def _changes(self, arm: list[fx.Node]) -> bool:
         return any(self._kind(n) not in ("Identity", "Vacant", "DropPath") for n in arm)

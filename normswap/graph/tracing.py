@@ -18,7 +18,8 @@ import torch
 from torch import fx, nn
 
 from normswap.errors import TraceError
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.placeholders import Copy
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -193,7 +194,7 @@ def trace(model: nn.Module) -> Traced:
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
     """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them."""
     for node in list(graph.nodes):
-        if node.op == "call_module" and isinstance(modules.get(str(node.target)), seats.Copy):
+        if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             value: Any = node.args[0]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
             one, two = node.args
@@ -233,6 +234,16 @@ def is_add(node: fx.Node) -> bool:
 def is_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies two tensors, by operator, function or method."""
     return node.op in ("call_function", "call_method") and node.target in _MULS and len(inputs(node)) == 2
+
+
+def is_constant_mul(node: fx.Node) -> bool:
+    """Whether `node` multiplies one tensor by a number."""
+    return node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1 and len(node.args) == 2
+
+
+def constant(node: fx.Node) -> float:
+    """The number by which `node` multiplies."""
+    return float(next(arg for arg in node.args if isinstance(arg, int | float)))  # type: ignore[arg-type]
 
 
 def _where(error: Exception) -> str:

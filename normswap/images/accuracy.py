@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from normswap.errors import SourceError
+from normswap.models.modes import evaluating
 
 Progress = Callable[[int, int], None]
 
@@ -52,18 +53,14 @@ def evaluate(
     Raises:
         SourceError: no images, or a label that is no class of the network.
     """
-    modes = [(module, module.training) for module in model.modules()]
     tensors = (*model.parameters(), *model.buffers())
     home = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
     where = home.device if device is None else torch.device(device)
     try:
-        model.to(where).eval()
-        with torch.inference_mode():
+        with evaluating(model.to(where)), torch.inference_mode():
             return _pass(model, loader, where, home.dtype, progress)
     finally:
         model.to(home.device)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _pass(

@@ -7,6 +7,7 @@ of its own may compute anything, and is refused by path.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,46 +17,63 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap.layers import channel_norm, scalars, seats, site_norm
+from normswap.errors import RefusedError
+from normswap.layers import channel_norm
+from normswap.layers.known_norms import known
+from normswap.layers.own import OwnLayer
+from normswap.provenance import output_moments
 
 _BATCHNORM_FORWARDS = {
     _BatchNorm.forward,
     nn.SyncBatchNorm.forward,
-    site_norm.SiteNorm.forward,
     FrozenBatchNorm2d.forward,
     norm_act.BatchNormAct2d.forward,
     norm_act.SyncBatchNormAct.forward,
     norm_act.FrozenBatchNormAct2d.forward,
     split_batchnorm.SplitBatchNorm2d.forward,
 }
-_BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
 LAYER_SCALES = (timm_layers.LayerScale, timm_layers.LayerScale2d)
-FROZEN = (FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
+_FROZEN = (FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
 _FUSED = (
     norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d, norm_act.GroupNormAct,
     norm_act.LayerNormAct2d,
-)  # fmt: skip
-_OURS = (seats.Scale, seats.ChannelAffine, seats.ChannelBias, site_norm.EvalNorm, scalars.ScalarBias)
-_WITH_ACT = (
-    seats.Vacant, seats.ChannelAffine, seats.ChannelBias, scalars.ScalarBias,
-    site_norm.EvalNorm, site_norm.SiteNorm,
 )  # fmt: skip
 _OTHER_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether `module` normalizes with population statistics in eval mode."""
-    return isinstance(module, _BATCHNORMS)
+    return isinstance(module, (_BatchNorm, *_FROZEN))
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether `module` is a BatchNorm whose statistics, gamma and beta are constants, also in training mode."""
+    return isinstance(module, _FROZEN)
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` is any kind of normalization layer."""
-    return isinstance(module, (*_BATCHNORMS, *_OTHER_NORMS))
+    return is_batchnorm(module) or isinstance(module, _OTHER_NORMS) or known(module) is not None
 
 
 def is_affine(module: nn.Module) -> bool:
-    """Whether `module` is a per-channel affine map in eval mode, be it a BatchNorm or one of normswap's own layers."""
-    return is_batchnorm(module) or isinstance(module, _OURS)
+    """Whether `module` is a per-channel affine map in eval mode, be it a norm or one of normswap's own layers."""
+    return is_batchnorm(module) or _own(module) is not None or _vouched(module)
+
+
+def holds_statistics(module: nn.Module) -> bool:
+    """Whether an affine module is a norm, or one lives on in it, so that it may become a plain scale and shift."""
+    own = _own(module)
+    return own.HOLDS_STATISTICS if own is not None else is_batchnorm(module) or _vouched(module)
+
+
+def _own(module: nn.Module) -> OwnLayer | None:
+    return module if isinstance(module, OwnLayer) and module.AFFINE else None
+
+
+def _vouched(module: nn.Module) -> bool:
+    found = known(module)
+    return found is not None and found.read is not None
 
 
 def channels(module: nn.Module) -> int:
@@ -71,12 +89,15 @@ def refusal(module: nn.Module) -> str | None:
     """Why the eval-mode affine map of this norm cannot be read, or None when it can."""
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"
-    if isinstance(module, _OURS):
+    if _own(module) is not None or _vouched(module):
         return None
     if not is_batchnorm(module):
         return f"{type(module).__name__} computes its statistics per sample"
-    if type(module).forward not in _BATCHNORM_FORWARDS or "forward" in vars(module):
-        return f"{type(module).__name__} is an unknown BatchNorm subclass with a forward of its own"
+    read_by_somebody = type(module).forward in _BATCHNORM_FORWARDS or isinstance(module, OwnLayer)
+    if known(module) is None and (not read_by_somebody or "forward" in vars(module)):
+        name = type(module).__name__
+        why = f"{name} is an unknown BatchNorm subclass with a forward of its own"
+        return f"{why}; if it computes what BatchNorm computes, say so: normswap.register_norm({name})"
     if module.running_mean is None or module.running_var is None:
         return "it has no running statistics (track_running_stats=False), so eval mode depends on the batch"
     return None
@@ -89,16 +110,12 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
         module: one for which `refusal` is None, or `channel_norm.refusal`.
         unit_gamma: read a BatchNorm as if gamma were 1 and beta 0 (the plain standardization).
     """
-    if isinstance(module, seats.Scale):
-        shift = torch.zeros_like(module.alpha) if module.bias is None else module.bias
-        return module.alpha.detach().double(), shift.detach().double()
-    if isinstance(module, scalars.ScalarBias):
-        return torch.ones_like(module.bias).double(), module.bias.detach().double()
-    if isinstance(module, seats.ChannelAffine):
-        return module.weight.detach().double(), module.bias.detach().double()
-    if isinstance(module, seats.ChannelBias):
-        bias = module.bias.detach().double()
-        return (torch.ones_like(bias) if module.sign is None else module.sign.double()), bias
+    own, vouched = _own(module), known(module)
+    if own is not None:
+        return own.as_affine()
+    if vouched is not None and vouched.read is not None:
+        scale, shift = vouched.read(module)
+        return scale.detach().double(), shift.detach().double()
     if isinstance(module, LAYER_SCALES):
         return module.gamma.detach().double(), torch.zeros_like(module.gamma, dtype=torch.float64)
     if channel_norm.channel_dim(module) is not None:
@@ -129,8 +146,8 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 def activation(module: nn.Module) -> nn.Module | None:
     """What a fused norm+act module applies after its affine map (dropout, then activation), or None."""
-    if isinstance(module, _WITH_ACT):
-        return module.act
+    if isinstance(module, OwnLayer):
+        return getattr(module, "act", None)
     if not isinstance(module, _FUSED):
         return None
     parts = [part for part in (getattr(module, "drop", None), getattr(module, "act", None)) if part is not None]
@@ -138,10 +155,24 @@ def activation(module: nn.Module) -> nn.Module | None:
     return nn.Sequential(*parts) if len(parts) > 1 else (parts[0] if parts else None)
 
 
+def copied_activation(module: nn.Module) -> nn.Module | None:
+    """A copy of what `activation` gives."""
+    return copy.deepcopy(activation(module))
+
+
 def moments(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy, section 3)."""
     norm: Any = module
-    zeros = torch.zeros_like(norm.running_mean, dtype=torch.float64)
-    gamma = zeros + 1 if norm.weight is None else norm.weight.detach().double()
-    beta = zeros if norm.bias is None else norm.bias.detach().double()
-    return beta, gamma.abs()
+    return output_moments(norm.running_mean, norm.weight, norm.bias)
+
+
+def set_shift(norm: nn.Module, shift: Tensor, scale: Tensor, part: slice = slice(None)) -> None:
+    """Set the beta of a BatchNorm, in place, so that its t is `shift`, in a part of its channels.
+
+    Raises:
+        RefusedError: it has no beta.
+    """
+    one: Any = norm
+    if one.bias is None:
+        raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
+    one.bias[part].copy_(shift + one.running_mean.double()[part] * scale)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import Tensor, nn
 
+from normswap.layers.seat import Seat
+
 
 class ShiftedRMSNorm(nn.RMSNorm):
     """RMSNorm with a beta, where no linear layer can take that in, over the last dimension or (dim=1) the second."""
@@ -75,21 +77,21 @@ def read(module: Any) -> tuple[Tensor, Tensor]:
     return gamma, torch.zeros_like(gamma) if shift is None else shift.detach().double()
 
 
-class BareNorm:
+class BareNorm(Seat):
     """A LayerNorm or RMSNorm without gamma and beta. It keeps its class."""
 
-    @staticmethod
-    def replacing(old: Any, *, like: Tensor) -> nn.Module:
+    @classmethod
+    def replacing(cls, old: Any, *, like: Tensor) -> nn.Module:
         new = copy.deepcopy(old, {id(parameter): None for parameter in old.parameters()})
         new.elementwise_affine = False
         return new
 
 
-class RMSNorm:
+class RMSNorm(Seat):
     """The RMSNorm that a LayerNorm is on values of mean zero: torch's own, or with a shift a `ShiftedRMSNorm`."""
 
-    @staticmethod
-    def replacing(old: Any, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
+    @classmethod
+    def replacing(cls, old: Any, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
         """`shift`: beta stays here; otherwise a linear layer takes it in."""
         dim = channel_dim(old)
         if dim is None:
@@ -110,18 +112,15 @@ class RMSNorm:
         return new
 
 
-class Centred:
+class Centred(Seat):
     """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
 
     TENSORS = True  # sits in the seat of a parameter
 
-    @staticmethod
-    def replacing(old: nn.Parameter, *, like: Tensor, dim: int) -> nn.Parameter:
+    @classmethod
+    def replacing(cls, old: nn.Parameter, *, like: Tensor, dim: int) -> nn.Parameter:
         if not isinstance(old, nn.Parameter):
             raise TypeError(f"a {type(old).__name__} is no parameter")
         value = old.detach().double()
         value = value - value.mean(dim, keepdim=True)
         return nn.Parameter(value.to(like if like.dtype == torch.float64 else old), requires_grad=old.requires_grad)
-
-
-SEATED: dict[str, Any] = {cls.__name__: cls for cls in (BareNorm, RMSNorm, Centred)}

@@ -19,16 +19,19 @@ from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
 from normswap.layers import affine
-from normswap.layers.seats import Chain, ChannelAffine
+from normswap.layers.channelwise import ChannelAffine
+from normswap.layers.placeholders import Chain
+from normswap.layers.seat import Seat
 
 PER_SAMPLE = (nn.GroupNorm,)
 
 
-class GroupNorm:
+class GroupNorm(Seat):
     """A BatchNorm's seat is taken by torch's GroupNorm, or, where it carried an activation, by timm's GroupNormAct."""
 
-    @staticmethod
+    @classmethod
     def replacing(
+        cls,
         old: Any,
         *,
         like: Tensor,
@@ -37,32 +40,27 @@ class GroupNorm:
         flips: str = "",
         leans: str = "",
         lead: bool = False,
-        copied: bool = False,
     ) -> nn.Module:
         """Args:
         groups: a divisor of the number of channels.
         steady, flips, leans: see `Gauge`; the convolution before, a `Steadied`, brings the channels into it.
         lead: a `ChannelAffine` in front of the norm does.
-        copied: take gamma and beta as they are, the naive way, to compare with.
         """
         mean, var = old.running_mean.double(), old.running_var.double()
         scale, shift = affine.read(old)
         channels = mean.numel()
-        act = affine.activation(old)
+        act = affine.copied_activation(old)
         settings: Any = {"eps": old.eps, "dtype": old.running_mean.dtype, "device": old.running_mean.device}
         if act is None:
             new: Any = nn.GroupNorm(groups, channels, **settings)
         else:
             new = GroupNormAct(channels, groups, apply_act=False, **settings)
-            new.act = copy.deepcopy(act)
+            new.act = act
         gauge = Gauge.of(old, groups, steady, flips, leans)
         mean = gauge.sign * mean + gauge.offset
         m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean, var, groups))
         new.weight.copy_(gauge.sign * scale * (v + old.eps).sqrt())
         new.bias.copy_(shift + gauge.sign * scale * (m - gauge.offset))
-        if copied:
-            new.weight.copy_(old.weight)
-            new.bias.copy_(old.bias)
         for name in ("weight", "bias"):
             own = getattr(old, name, None)
             if isinstance(own, nn.Parameter):
@@ -70,11 +68,11 @@ class GroupNorm:
         return _led(gauge, new) if lead else new
 
 
-class Steadied:
+class Steadied(Seat):
     """The convolution before a per-sample norm, whose output is brought into the norm's `Gauge`."""
 
-    @staticmethod
-    def replacing(old: Any, norm: Any, *, like: Tensor, **gauge: Any) -> Any:
+    @classmethod
+    def replacing(cls, old: Any, norm: Any, *, like: Tensor, **gauge: Any) -> Any:
         into = Gauge.of(norm, **gauge)
         new = copy.deepcopy(old)
         new.weight.mul_(_per_filter(old, into.sign).to(new.weight))
@@ -83,11 +81,11 @@ class Steadied:
         return new
 
 
-class Recentred:
+class Recentred(Seat):
     """The BatchNorm behind a `Steadied` convolution, or a lead, moved along: together they compute the same."""
 
-    @staticmethod
-    def replacing(old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
+    @classmethod
+    def replacing(cls, old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
         new = copy.deepcopy(old)
         if not rest:
             return new
@@ -155,6 +153,3 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
 def normalized(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     """What the norm multiplies by gamma, (N, C, ...)."""
     return F.group_norm(x, norm.num_groups, eps=norm.eps)
-
-
-SEATED: dict[str, Any] = {"GroupNorm": GroupNorm, "Recentred": Recentred, "Steadied": Steadied}

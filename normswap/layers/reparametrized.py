@@ -18,12 +18,16 @@ from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from normswap.layers.own import GAMMA, OwnLayer
+
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
 _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
 
 
-class Gain(nn.Module):
+class Gain(OwnLayer):
     """One learnable scalar on a weight: what a spectral norm takes away (Miyato et al. 2018, arXiv:1802.05957)."""
+
+    ROLES = {"alpha": "gain"}
 
     def __init__(self, alpha: Tensor) -> None:
         super().__init__()
@@ -34,13 +38,14 @@ class Gain(nn.Module):
         return self.alpha * weight
 
 
-class TunedConv2d(nn.Conv2d):
+class TunedConv2d(OwnLayer, nn.Conv2d):
     """A convolution and its BatchNorm in tune mode: frozen statistics and live gamma scale the weight at each step.
 
     W' = gamma / sqrt(var + eps) W, b' = beta + gamma / sqrt(var + eps) (b - mean): Efficient ConvBN Blocks,
     arXiv:2305.11624, section 3.3.
     """
 
+    ROLES = {"gamma": GAMMA, "beta": "beta"}
     gamma: nn.Parameter
     beta: nn.Parameter
     running_mean: Tensor
@@ -58,9 +63,10 @@ class TunedConv2d(nn.Conv2d):
         return self._conv_forward(x, *self.folded())
 
 
-class Shifted(nn.Module):
+class Shifted(OwnLayer):
     """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019, section 3."""
 
+    ROLES = {"in_bias": "scalar_bias"}
     in_bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +151,7 @@ def plain_class(module: Any) -> Any:
     if parametrize.is_parametrized(module):
         return parametrize.type_before_parametrizations(module)
     if isinstance(module, Shifted):
-        return type(module).__mro__[2]
+        return type(module).__bases__[1]
     if isinstance(module, TunedConv2d):
         return nn.Conv2d
     same = getattr(module, "same_pad", False)

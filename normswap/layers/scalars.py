@@ -1,15 +1,62 @@
-"""Scalars: fixed factors of residual sums, and the scalar biases of Fixup."""
+"""Scalars: one number at the end of a residual branch, fixed or learned, and the scalar biases of Fixup."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap.layers import reparametrized
-from normswap.layers.seats import Folded, Scale
+from normswap.layers import affine, reparametrized
+from normswap.layers.folded import Folded
+from normswap.layers.own import OwnLayer
+from normswap.layers.placeholders import Chain, Vacant
+from normswap.layers.seat import Seat
+
+
+class Scale(Seat, OwnLayer):
+    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 4.
+
+    The optional scalar bias is the one that regularized SkipInit adds after the residual sum, before the ReLU
+    (appendix F); addition commutes, so it stands here.
+    """
+
+    AFFINE = True
+    ROLES = {"alpha": "alpha", "bias": "scalar_bias"}
+    alpha: Tensor
+
+    def __init__(self, alpha: float, *, bias: bool = False, like: Tensor | None = None) -> None:
+        super().__init__()
+        like = torch.empty(0) if like is None else like
+        self.alpha = nn.Parameter(torch.full((1,), alpha, dtype=like.dtype, device=like.device))
+        self.bias = nn.Parameter(torch.zeros_like(self.alpha)) if bias else None
+
+    @property
+    def learns(self) -> bool:
+        """Whether training changes alpha."""
+        return isinstance(self.alpha, nn.Parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        return self.alpha * x if self.bias is None else self.alpha * x + self.bias
+
+    def extra_repr(self) -> str:
+        return "bias=True" if self.bias is not None else ""
+
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        shift = torch.zeros_like(self.alpha) if self.bias is None else self.bias
+        return self.alpha.detach().double(), shift.detach().double()
+
+    @classmethod
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, alpha: float, bias: bool = False, fresh: bool = False
+    ) -> nn.Module:
+        """`fresh`: a bias starts at 0, also if there was one in the seat."""
+        scale = cls(alpha, bias=bias, like=like)
+        if isinstance(old, Scale) and old.bias is not None and scale.bias is not None and not fresh:
+            scale.bias.copy_(old.bias)
+        act = affine.copied_activation(old)
+        return scale if act is None else Chain(Vacant(act), scale)
 
 
 class FixedScale(Scale):
@@ -22,8 +69,11 @@ class FixedScale(Scale):
         self.register_buffer("alpha", value)
 
 
-class ScalarBias(nn.Module):
+class ScalarBias(Seat, OwnLayer):
     """y = act(x + bias), with one learnable scalar: Fixup's bias before an activation."""
+
+    AFFINE = True
+    ROLES = {"bias": "scalar_bias"}
 
     def __init__(self, bias: Tensor, act: nn.Module | None = None) -> None:
         super().__init__()
@@ -34,23 +84,21 @@ class ScalarBias(nn.Module):
         x = x + self.bias
         return x if self.act is None else self.act(x)
 
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(self.bias).double(), self.bias.detach().double()
+
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> ScalarBias:
-        from normswap.layers import affine
-
-        return cls(torch.zeros(1).to(like), copy.deepcopy(affine.activation(old)))
+        return cls(torch.zeros(1).to(like), affine.copied_activation(old))
 
 
-class Shifted:
+class Shifted(Seat):
     """A linear layer, with what it has taken in, that adds one learnable scalar to its input; initially 0."""
 
-    @staticmethod
-    def replacing(old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
+    @classmethod
+    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
         new: Any = Folded.replacing(old, *reads, like=like, **args)
         if not isinstance(new, reparametrized.Shifted):
             new.__class__ = reparametrized.SHIFTED[type(new)]
             new.in_bias = nn.Parameter(torch.zeros(1).to(new.weight))
         return new
-
-
-SEATED: dict[str, Any] = {cls.__name__: cls for cls in (FixedScale, ScalarBias, Shifted)}

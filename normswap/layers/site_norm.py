@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +11,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
+from normswap.layers import affine
+from normswap.layers.folded import Folded
+from normswap.layers.own import GAMMA, OwnLayer, per_channel
 from normswap.layers.reparametrized import TunedConv2d
+from normswap.layers.seat import Seat
+from normswap.plan import Take, Way
 
 _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
 
-class SiteNorm(_BatchNorm):
+class SiteNorm(Seat, OwnLayer, _BatchNorm):
     """BatchNorm of any dimension, with the activation of its seat; its statistics may be those of ghost batches.
 
     Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training every `ghost` samples are a batch
     of their own; a rest smaller than that joins the last one. The running statistics take in each of them in turn.
     """
+
+    KEEPS_NORM = True
 
     def __init__(self, features: int, *, eps: float, momentum: float | None, ghost: int, act: nn.Module | None) -> None:
         super().__init__(features, eps=eps, momentum=momentum)
@@ -35,13 +41,16 @@ class SiteNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, ...) -> (N, C, ...)"""
         if self.training and self.ghost:
-            parts = input.split(self._sizes(len(input)))
-            x = torch.cat([super(SiteNorm, self).forward(part) for part in parts])
+            parts = input.split(self.ghost_sizes(len(input)))
+            x = torch.cat([_BatchNorm.forward(self, part) for part in parts])
         else:
-            x = super().forward(input)
+            x = _BatchNorm.forward(self, input)
         return x if self.act is None else self.act(x)
 
-    def _sizes(self, count: int) -> list[int]:
+    def ghost_sizes(self, count: int) -> list[int]:
+        """How many of `count` samples share their statistics in training, in a row."""
+        if not self.ghost:
+            return [count]
         whole = max(count // self.ghost, 1)
         return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
 
@@ -63,9 +72,7 @@ class SiteNorm(_BatchNorm):
         y = s x + t (the identity, or what a ChannelBias or ChannelAffine in the seat computes) is the norm with
         gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
         """
-        from normswap.layers import affine, seats
-
-        act, like = _activation(old), _typed(old, like)
+        act, like = affine.copied_activation(old), _typed(old, like)
         if mean is None or std is None:
             momentum = getattr(old, "momentum", 0.1)
             new: Any = cls(len(old.running_mean), eps=old.eps, momentum=momentum, ghost=ghost, act=act).to(like)
@@ -74,34 +81,36 @@ class SiteNorm(_BatchNorm):
         new = cls(len(mean), eps=1e-5, momentum=0.1, ghost=ghost, act=act).to(like)
         new.running_var.copy_(torch.tensor(std, dtype=torch.float64).square())
         new.running_mean.copy_(torch.tensor(mean, dtype=torch.float64))
-        own = isinstance(old, seats.ChannelBias | seats.ChannelAffine)
+        own = isinstance(old, OwnLayer) and old.PER_CHANNEL
         scale, shift = affine.read(old) if own else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
         new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
         new.bias.copy_(shift + scale * new.running_mean.double())
         return new
 
 
-class EmptyNorm:
+class EmptyNorm(Seat):
     """In the seat of a norm with statistics per sample: one whose values data will give (`norm_estimate`)."""
 
-    @staticmethod
-    def replacing(old: Any, *, like: Tensor) -> SiteNorm:
-        from normswap.layers import affine
+    KEEPS_NORM = True
 
-        like = _typed(old, like)
-        new = SiteNorm(affine.channels(old), eps=old.eps, momentum=0.1, ghost=0, act=_activation(old)).to(like)
+    @classmethod
+    def replacing(cls, old: Any, *, like: Tensor) -> SiteNorm:
+        like, act = _typed(old, like), affine.copied_activation(old)
+        new = SiteNorm(affine.channels(old), eps=old.eps, momentum=0.1, ghost=0, act=act).to(like)
         for name in ("weight", "bias"):
             if getattr(old, name, None) is not None:
                 getattr(new, name).copy_(getattr(old, name))
         return new
 
 
-class FrozenNorm:
+class FrozenNorm(Seat):
     """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
 
-    @staticmethod
+    KEEPS_NORM = True
+
+    @classmethod
     def replacing(
-        old: Any, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+        cls, old: Any, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
     ) -> nn.Module:
         live = SiteNorm.replacing(old, like=like, mean=mean, std=std)
         count, eps = live.num_features, live.eps
@@ -113,8 +122,11 @@ class FrozenNorm:
         return new
 
 
-class EvalNorm(nn.Module):
+class EvalNorm(Seat, OwnLayer):
     """y = act(gamma (x - mean) / sqrt(var + eps) + beta) with frozen statistics, where gamma and beta learn."""
+
+    AFFINE = PER_CHANNEL = SCALES = HOLDS_STATISTICS = True
+    ROLES = {"weight": GAMMA, "bias": "beta"}
 
     def __init__(self, live: SiteNorm) -> None:
         super().__init__()
@@ -128,9 +140,12 @@ class EvalNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, ...) -> (N, C, ...)"""
         scale = self.weight * torch.rsqrt(self.running_var + self.eps)
-        rest = (1, -1, *(1,) * (x.ndim - 2))
-        x = x * scale.view(rest) + (self.bias - self.running_mean * scale).view(rest)
+        x = x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
         return x if self.act is None else self.act(x)
+
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        scale = torch.rsqrt(self.running_var.double() + self.eps) * self.weight.detach().double()
+        return scale, self.bias.detach().double() - self.running_mean.double() * scale
 
     @classmethod
     def replacing(
@@ -139,25 +154,24 @@ class EvalNorm(nn.Module):
         return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std))
 
 
-class Tuned:
+class Tuned(Seat):
     """A convolution that takes in the norm after it as a `TunedConv2d`; what else it takes in is folded."""
 
-    @staticmethod
+    @classmethod
     def replacing(
+        cls,
         old: Any,
         *reads: nn.Module,
         like: Tensor,
-        takes: Sequence[str],
+        takes: Sequence[Take],
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         **args: Any,
     ) -> TunedConv2d:
-        from normswap.layers.seats import Folded
-
-        (norm,) = (read for read, how in zip(reads, takes, strict=True) if how == "norm")
-        others = [(read, how) for read, how in zip(reads, takes, strict=True) if how != "norm"]
+        (norm,) = (read for read, take in zip(reads, takes, strict=True) if take.way is Way.NORM)
+        others = [(read, take) for read, take in zip(reads, takes, strict=True) if take.way is not Way.NORM]
         rest = [read for read, _ in others]
-        old = Folded.replacing(old, *rest, like=like, takes=[how for _, how in others], **args)
+        old = Folded.replacing(old, *rest, like=like, takes=[take for _, take in others], **args)
         live = SiteNorm.replacing(norm, like=like, mean=mean, std=std).to(old.weight)
         new: Any = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(old))
@@ -165,12 +179,6 @@ class Tuned:
         new.register_buffer("running_mean", live.running_mean)
         new.register_buffer("running_var", live.running_var)
         return new
-
-
-def _activation(old: nn.Module) -> nn.Module | None:
-    from normswap.layers import affine
-
-    return copy.deepcopy(affine.activation(old))
 
 
 def _typed(old: nn.Module, like: Tensor) -> Tensor:
@@ -188,6 +196,3 @@ def _copy(old: Any, new: Any) -> None:
             getattr(new, name).copy_(value)
     if getattr(old, "num_batches_tracked", None) is not None and hasattr(new, "num_batches_tracked"):
         new.num_batches_tracked.copy_(old.num_batches_tracked)
-
-
-SEATED: dict[str, Any] = {cls.__name__: cls for cls in (SiteNorm, EmptyNorm, FrozenNorm, EvalNorm, Tuned)}

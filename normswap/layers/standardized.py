@@ -14,13 +14,17 @@ import torch.nn.functional as F
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, pad_same
 from torch import Tensor, nn
 
-from normswap.layers.seats import Folded
+from normswap.layers.folded import Folded
+from normswap.layers.own import OwnLayer
+from normswap.layers.seat import Seat
 
 STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame)
 
 
-class MeanStdConv2d(ScaledStdConv2d):
+class MeanStdConv2d(OwnLayer, ScaledStdConv2d):
     """timm's module with one more parameter per filter, `mean` (O, 1, 1, 1), added to the standardized one."""
+
+    ROLES = {"mean": "filter_mean"}
 
     def __init__(self, *args: Any, same_pad: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,11 +62,11 @@ def set_effective(conv: Any, weight: Tensor) -> None:
         conv.mean.copy_(mean)
 
 
-class StandardizedConv:
+class StandardizedConv(Seat):
     """What `layers.Folded` computes, as timm's ScaledStdConv2d; with `mean`, its filters need not sum to zero."""
 
-    @staticmethod
-    def replacing(old: nn.Conv2d, *reads: nn.Module, like: Tensor, mean: bool, **takes: Any) -> ScaledStdConv2d:
+    @classmethod
+    def replacing(cls, old: nn.Conv2d, *reads: nn.Module, like: Tensor, mean: bool, **takes: Any) -> ScaledStdConv2d:
         conv: Any = Folded.replacing(old, *reads, like=like, **takes)
         same = type(conv).__name__ == "Conv2dSame"
         args = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride)
@@ -79,6 +83,3 @@ class StandardizedConv:
         if conv.bias is not None:
             new.bias = conv.bias
         return new
-
-
-SEATED: dict[str, Any] = {"StandardizedConv": StandardizedConv}

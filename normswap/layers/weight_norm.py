@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers import reparametrized
-from normswap.layers.seats import Folded
+from normswap.layers.folded import Folded
+from normswap.layers.seat import Seat
 
 
-class WeightNorm:
+class WeightNorm(Seat):
     """W = g v / |v| per filter, by torch's parametrization; g is the filter's norm, so the function is kept.
 
     A filter of zeros gets g = 0 and the direction it had before it was scaled, so that it can live again.
@@ -20,8 +21,8 @@ class WeightNorm:
 
     NAMES = {"weight": "parametrizations.weight.original1"}
 
-    @staticmethod
-    def replacing(old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
+    @classmethod
+    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
         new: Any = Folded.replacing(old, *reads, like=like, **args)
         dim = 1 if getattr(new, "transposed", False) else 0
         weight = new.weight.detach().clone()
@@ -34,7 +35,7 @@ class WeightNorm:
         return new
 
 
-class SpectralNorm:
+class SpectralNorm(Seat):
     """W = alpha V / sigma(V), by torch's parametrization and a learnable scalar alpha, at first sigma(W).
 
     The power iteration starts from fixed numbers, not from the user's generator, so that a plan replays.
@@ -42,8 +43,8 @@ class SpectralNorm:
 
     NAMES = {"weight": "parametrizations.weight.original"}
 
-    @staticmethod
-    def replacing(old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
+    @classmethod
+    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
         new: Any = Folded.replacing(old, *reads, like=like, **args)
         dim = 1 if getattr(new, "transposed", False) else 0
         weight = new.weight.detach().clone()
@@ -66,6 +67,3 @@ def _direction(old: Any, weight: Tensor, dead: Tensor, dim: int) -> Tensor:
     norm = torch.norm_except_dim(before, 2, dim)
     before = torch.where(norm == 0, torch.ones_like(before), before)
     return torch.where(dead, before, weight)
-
-
-SEATED: dict[str, Any] = {cls.__name__: cls for cls in (WeightNorm, SpectralNorm)}

@@ -23,9 +23,9 @@ from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
-from normswap.layers import seats
+from normswap.layers.scalars import Scale
 from normswap.models import zoo
-from normswap.plan import Plan, Step
+from normswap.plan import Plan, Step, Way
 from normswap.provenance import Provenance
 from normswap.reporting import page
 from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
@@ -149,19 +149,19 @@ def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
     """Every norm of the source by path, with what all steps together did to it."""
     fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
     said: dict[str, list[str]] = {path: [] for path in fates}
-    into = {"after": "folded into", "after-unit": "statistics folded into",
-            "before": "folded forward into", "before-magnitude": "scale moved on to",
-            "before-shift": "shift moved on to",
-            "norm": "statistics and gamma scale the weights of"}  # fmt: skip
+    into = {Way.AFTER: "folded into", Way.AFTER_UNIT: "statistics folded into",
+            Way.BEFORE: "folded forward into", Way.BEFORE_MAGNITUDE: "scale moved on to",
+            Way.BEFORE_SHIFT: "shift moved on to",
+            Way.NORM: "statistics and gamma scale the weights of"}  # fmt: skip
     seated = {"Vacant": ("gone", ""), "Scale": ("scalar", "a scalar alpha in its seat"),
               "ChannelBias": ("bias", "a shift per channel stays"),
               "ChannelAffine": ("affine", "a scale and a shift per channel stay"),
               "BareNorm": ("replaced", "only the standardization stays")}  # fmt: skip
     for step in plan.steps:
         for edit in step.edits:
-            for how, path in zip(edit.args.get("takes", ()), edit.reads, strict=False):
+            for path, take in edit.taken:
                 if path in said:
-                    said[path].append(f"{into.get(how.split()[0], how)} {edit.path}")
+                    said[path].append(f"{into[take.way]} {edit.path}")
             if edit.path in fates:
                 fates[edit.path], words = seated.get(edit.layer, ("replaced", f"a {edit.layer} in its seat"))
                 said[edit.path].append(words)
@@ -203,7 +203,7 @@ def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
     order = list(blocks)
     found = []
     for path, module in result.named_modules():
-        if isinstance(module, seats.Scale):
+        if isinstance(module, Scale):
             seat = path.removesuffix(".then")
             bias = None if module.bias is None else module.bias.item()
             found.append(Alpha(blocks.get(seat, seat), seat, module.alpha.item(), planned.get(seat), bias))

@@ -1,9 +1,9 @@
-"""The registry is the folder: every file is a scheme, every keyword of its `plan` an option.
+"""The schemes: every file is one, every keyword of its `plan` an option; `normswap.register_scheme` adds more.
 
-A scheme is a module with a docstring (first line: the help text; then the algebra and what is lost), `PAPER`,
-`plan(anatomy, *, options) -> Draft`, and `exact(options) -> bool`: whether the function is kept; perhaps `fit`, which
-sets values from data, and `SOURCE`, the scheme that the network must be brought to first where it has no norm. A file
-whose name begins with `_` is a step that is no target by itself: what `--for` adds, or a part of the way.
+A scheme's file has a docstring (first line: the help text; then the algebra and what is lost), a function
+`plan(anatomy, *, options) -> Draft`, and `SCHEME`, a record that says all else about it. What `--for` adds stands in
+`purposes`, steps that are no targets in `steps`, what several schemes share in `parts`.
+Imports: `folding`, `calibration` and what is above; no scheme imports torch before it is asked for.
 """
 
 from __future__ import annotations
@@ -12,44 +12,126 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
+from normswap import plugins
 from normswap.errors import OptionError
 from normswap.plan import Step
 
-PURPOSES = ("opacus", "federated")
-EVERY = ("only", "skip")  # options of every scheme: see `selection`
+Options: TypeAlias = dict[str, Any]
+EVERY = ("only", "skip")  # options of every scheme: see `graph.selection`
+_TARGETS, _PURPOSES, _STEPS = "normswap.schemes", "normswap.schemes.purposes", "normswap.schemes.steps"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """All that is to be known of a scheme.
+
+    Args:
+        plan: plan(anatomy, **options) -> Draft: what would be done, and why not.
+        paper: where it is from.
+        exact: whether the function is kept, if it depends on the options: said by them.
+        fit: fit(source, result, step, batches, *, seed, progress) sets values of the result from data, in place, and
+            may return what the user should know.
+        needs_data: whether it cannot do without.
+        pattern: pattern(step): the step after which the source is in the gauge of the result, to be fitted to.
+        starts_from: the scheme that a network without norms must be brought to first.
+        on_branches: it seats something at the end of residual branches, which must not end in a factor of their own.
+        may_do_nothing: a plan without edits is one, too.
+        decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
+        doc: its docstring.
+        name: as the command line spells it.
+    """
+
+    plan: Callable[..., Any]
+    paper: str = ""
+    exact: bool | Callable[[Options], bool] = True
+    fit: Callable[..., Iterable[str] | None] | None = None
+    needs_data: bool | Callable[[Options], bool] = False
+    pattern: Callable[[Step], Step] | None = None
+    starts_from: str | None = None
+    on_branches: bool = False
+    may_do_nothing: bool = False
+    decay: str = "kim2022"
+    doc: str | None = None
+    name: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        return inspect.cleandoc(self.doc or self.name).split("\n")[0]
+
+    @property
+    def options(self) -> Options:
+        """Its options with their defaults, read off the signature of `plan`."""
+        parameters = inspect.signature(self.plan).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def is_exact(self, options: Options) -> bool:
+        """Whether the function is kept with these options, which are complete."""
+        return self.exact(options) if callable(self.exact) else self.exact
+
+    def demands_data(self, options: Options) -> bool:
+        """Whether there is no conversion without images, with these options."""
+        return self.needs_data(options) if callable(self.needs_data) else self.needs_data
+
+
+_registered: dict[str, Scheme] = {}
+
+
+def register_scheme(name: str, scheme: Scheme) -> Scheme:
+    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`.
+
+    An installed package names the module that does this among its entry points `normswap.schemes`.
+
+    Raises:
+        OptionError: there is a scheme of that name.
+    """
+    if name in (*_files(_TARGETS), *_files(_PURPOSES), *_registered, "unfold"):
+        raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
+    _registered[name] = replace(scheme, name=name, doc=scheme.doc or scheme.plan.__doc__)
+    return _registered[name]
 
 
 def names() -> list[str]:
     """The schemes that one can convert to, as the command line spells them."""
-    return [name for name in _files() if not name.startswith("_")]
+    plugins.load("normswap.schemes")
+    return sorted([*_files(_TARGETS), *_registered])
 
 
-def _files() -> list[str]:
-    return sorted(info.name if info.name.startswith("_") else info.name.replace("_", "-")
-                  for info in pkgutil.iter_modules(__path__) if not info.ispkg)  # fmt: skip
+def purpose_names() -> list[str]:
+    """What `--for` knows."""
+    return _files(_PURPOSES)
 
 
-def get(name: str) -> ModuleType:
-    """The scheme, or the step, of that name.
+def _files(folder: str) -> list[str]:
+    found = pkgutil.iter_modules(importlib.import_module(folder).__path__)
+    return sorted(info.name.replace("_", "-") for info in found if not info.ispkg)
+
+
+def get(name: str) -> Scheme:
+    """The scheme, purpose or step of that name.
 
     Raises:
         OptionError: there is none; near names are suggested.
     """
-    if name not in names() and f"_{name}" not in _files():
+    for folder in (_TARGETS, _PURPOSES, _STEPS):
+        if name in _files(folder):
+            module = importlib.import_module(f"{folder}.{name.replace('-', '_')}")
+            scheme: Scheme = module.SCHEME
+            return replace(scheme, name=name, doc=module.__doc__)
+    if name not in names():
         raise _unknown(name)
-    prefix = "" if name in names() else "_"
-    return importlib.import_module(f"{__name__}.{prefix}{name.replace('-', '_')}")
+    return _registered[name]
 
 
 def demand_target(name: str) -> None:
     """Raises:
     OptionError: one cannot convert to that.
     """
-    if name in PURPOSES:
+    if name in purpose_names():
         raise OptionError(f"{name} is no scheme", "it is what a network is for", f"Say '--to SCHEME --for {name}'")
     if name not in names():
         raise _unknown(name)
@@ -59,8 +141,8 @@ def demand_purpose(name: str | None) -> None:
     """Raises:
     OptionError: `--for` names nothing that is known.
     """
-    if name is not None and name not in PURPOSES:
-        raise OptionError(f"unknown purpose {name!r}", remedy=f"--for {'|'.join(PURPOSES)}")
+    if name is not None and name not in purpose_names():
+        raise OptionError(f"unknown purpose {name!r}", remedy=f"--for {'|'.join(purpose_names())}")
 
 
 def _unknown(name: str) -> OptionError:
@@ -70,19 +152,13 @@ def _unknown(name: str) -> OptionError:
     return OptionError(f"unknown scheme {name!r}", remedy=hint)
 
 
-def options(name: str) -> dict[str, Any]:
-    """The options of a scheme with their defaults, read off the signature of its `plan`."""
-    parameters = inspect.signature(get(name).plan).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def resolve(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def resolve(name: str, given: Options) -> Options:
     """All options of the scheme: its defaults, overruled by what is given.
 
     Raises:
         OptionError: an option the scheme does not have.
     """
-    known = options(name)
+    known = get(name).options
     unknown = sorted(set(given) - {*known, *EVERY})
     if unknown:
         has = f"its options are {_listed(known)}" if known else "it takes no options"
@@ -90,14 +166,14 @@ def resolve(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return {**known, **given}
 
 
-def own(options: dict[str, Any]) -> dict[str, Any]:
+def own(options: Options) -> Options:
     """The options without those that every scheme has."""
     return {name: value for name, value in options.items() if name not in EVERY}
 
 
 def exact(step: Step) -> bool:
     """Whether the step keeps the function."""
-    return bool(get(step.scheme).exact(resolve(step.scheme, step.options)))
+    return get(step.scheme).is_exact(resolve(step.scheme, step.options))
 
 
 def _listed(names: Iterable[str]) -> str:

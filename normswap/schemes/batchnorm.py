@@ -8,25 +8,21 @@ the convolutions keep their values. Ghost batches: Hoffer et al. 2017, arXiv:170
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from torch import nn
 
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
+from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
 
-PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3"
 
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
-
-
-def plan(anatomy: Anatomy, *, ghost_batch: int = 0) -> Draft:
+def plan(anatomy: Anatomy, *, ghost_batch: Annotated[int, "N"] = 0) -> Draft:
     """Args:
     ghost_batch: how many samples share their statistics in training; 0: the whole batch.
     """
@@ -36,10 +32,16 @@ def plan(anatomy: Anatomy, *, ghost_batch: int = 0) -> Draft:
 
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not isinstance(module, affine.FROZEN):
-            draft.verdicts[path] = "kept"
+        if same and not affine.is_frozen(module):
+            draft.judge(path, Fate.KEPT)
         else:
             draft.seat(path, "SiteNorm", **ghost)
-            draft.verdicts[path] = f"statistics over {ghost_batch or 'all'} samples"
+            draft.judge(path, Fate.GHOST, detail=f"{ghost_batch or 'all'} samples")
 
     return dress_in_norms(anatomy, "SiteNorm", keep, **ghost)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
+)

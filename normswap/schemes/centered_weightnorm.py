@@ -7,19 +7,32 @@ network is folded first; then, as in `nf`, the filters that sum to zero and come
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.schemes.nf import exact, fit, needs_data, pattern
+from normswap.schemes import Scheme
 from normswap.schemes.parts.zero_sum_filters import check, standardize
+from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
+from normswap.schemes.parts.zero_sum_filters import kept as pattern
 
-PAPER = "Huang et al. 2017, arXiv:1710.02338, section 3"
-__all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]
 
-
-def plan(anatomy: Anatomy, *, mean: str = "fit", stem: str = "fit") -> Draft:
+def plan(
+    anatomy: Anatomy, *, mean: Annotated[str, "fit|keep"] = "fit", stem: Annotated[str, "fit|keep"] = "fit"
+) -> Draft:
     """Args:
     mean, stem: as in `nf`.
     """
     check(mean=mean, stem=stem)
     return standardize(undress(anatomy), mean=mean == "keep", stem=stem == "keep")
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Huang et al. 2017, arXiv:1710.02338, section 3",
+    exact=lambda options: bool(options["mean"] == "keep"),
+    needs_data=lambda options: bool(options["mean"] != "keep"),
+    fit=fit,
+    pattern=pattern,
+)

@@ -8,24 +8,28 @@ other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.fixup_scalars import add_scalars
 
-PAPER = "Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3"
 
-
-def exact(options: dict[str, Any]) -> bool:
-    return options["init"] == "keep"
-
-
-def plan(anatomy: Anatomy, *, init: str = "keep") -> Draft:
+def plan(anatomy: Anatomy, *, init: Annotated[str, "keep|fixup"] = "keep") -> Draft:
     """Args:
     init: `keep` the weights, or `fixup`, the paper's reset.
     """
     if init not in ("keep", "fixup"):
         raise OptionError(f"--init {init!r} is neither 'keep' nor 'fixup'")
     return add_scalars(anatomy, fresh=init == "fixup")
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3",
+    exact=lambda options: bool(options["init"] == "keep"),
+    on_branches=True,
+    decay="all",  # Zhang et al. 2019 decay everything
+)

@@ -9,18 +9,11 @@ LayerScale goes into the linear layer that it follows.
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.folding import layer_scale, norm_affine
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-
-PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
+from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy) -> Draft:
@@ -28,3 +21,9 @@ def plan(anatomy: Anatomy) -> Draft:
     norm_affine.move(draft)
     layer_scale.move(draft)
     return draft
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
+)

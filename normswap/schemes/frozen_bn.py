@@ -7,20 +7,14 @@ gets frozen norms back from the statistics it carries. What is lost: the norms n
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from normswap.folding.draft import Draft
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
+from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
-
-PAPER = "He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
 
 
 def plan(anatomy: Anatomy) -> Draft:
@@ -28,10 +22,16 @@ def plan(anatomy: Anatomy) -> Draft:
 
 
 def _freeze(draft: Draft, path: str, module: nn.Module) -> None:
-    if isinstance(module, affine.FROZEN):
-        draft.verdicts[path] = "frozen already"
+    if affine.is_frozen(module):
+        draft.judge(path, Fate.FROZEN, detail="already")
     elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
         draft.refusals[path] = f"there is no frozen {type(module).__name__}; `--to tune` keeps its statistics"
     else:
         draft.seat(path, "FrozenNorm")
-        draft.verdicts[path] = "frozen"
+        draft.judge(path, Fate.FROZEN)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d",
+)

@@ -12,7 +12,7 @@ less is lost; nothing is tied to the batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
@@ -21,19 +21,12 @@ from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
+from normswap.schemes import Scheme
 from normswap.schemes.parts.per_sample_norms import dress_per_sample
 from normswap.schemes.parts.per_sample_norms import recentred as pattern
 
-PAPER = "Wu & He 2018, arXiv:1803.08494, section 3"
-SOURCE = "batchnorm"
-__all__ = ["PAPER", "SOURCE", "exact", "fit", "pattern", "plan"]
 
-
-def exact(options: dict[str, Any]) -> bool:
-    return False
-
-
-def plan(anatomy: Anatomy, *, groups: int = 1, steady: float = 0.5) -> Draft:
+def plan(anatomy: Anatomy, *, groups: Annotated[int, "N"] = 1, steady: Annotated[float, "SHARE"] = 0.5) -> Draft:
     """Args:
     groups: of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so.
     steady: the share of a group's variance that is the same in every sample, by constants of one size in its channels.
@@ -48,3 +41,13 @@ def fit(
     source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
 ) -> None:
     refit(source, result, batches, seed=seed, progress=progress)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Wu & He 2018, arXiv:1803.08494, section 3",
+    exact=False,
+    fit=fit,
+    pattern=pattern,
+    starts_from="batchnorm",
+)

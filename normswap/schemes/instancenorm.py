@@ -8,21 +8,22 @@ element would be erased: refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.groupnorm import fit, pattern
 from normswap.schemes.parts.per_sample_norms import dress_per_sample
-
-PAPER = "Ulyanov et al. 2016, arXiv:1607.08022, section 2"
-SOURCE = "batchnorm"
-__all__ = ["PAPER", "SOURCE", "exact", "fit", "pattern", "plan"]
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return False
 
 
 def plan(anatomy: Anatomy) -> Draft:
     return dress_per_sample(anatomy, None)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Ulyanov et al. 2016, arXiv:1607.08022, section 2",
+    exact=False,
+    fit=fit,
+    pattern=pattern,
+    starts_from="batchnorm",
+)

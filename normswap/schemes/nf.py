@@ -10,31 +10,34 @@ own inputs (`sequential_fit`). `--mean keep` keeps the means as one more paramet
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import scale_branches
 from normswap.schemes.parts.zero_sum_filters import check, standardize
 from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
 from normswap.schemes.parts.zero_sum_filters import kept as pattern
 
-PAPER = "Brock et al. 2021, arXiv:2101.08692, sections 3 and 4"
-__all__ = ["PAPER", "exact", "fit", "needs_data", "pattern", "plan"]
 
-
-def exact(options: dict[str, Any]) -> bool:
-    return options["mean"] == "keep"
-
-
-def needs_data(options: dict[str, Any]) -> bool:
-    return options["mean"] != "keep"
-
-
-def plan(anatomy: Anatomy, *, mean: str = "fit", stem: str = "fit") -> Draft:
+def plan(
+    anatomy: Anatomy, *, mean: Annotated[str, "fit|keep"] = "fit", stem: Annotated[str, "fit|keep"] = "fit"
+) -> Draft:
     """Args:
     mean: `fit` or `keep` the filters' means.
     stem: the same for the convolution that reads the image.
     """
     check(mean=mean, stem=stem)
     return standardize(scale_branches(anatomy, None), mean=mean == "keep", stem=stem == "keep")
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
+    exact=lambda options: bool(options["mean"] == "keep"),
+    needs_data=lambda options: bool(options["mean"] != "keep"),
+    fit=fit,
+    pattern=pattern,
+    on_branches=True,
+)

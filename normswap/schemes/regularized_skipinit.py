@@ -6,24 +6,32 @@ on ImageNet and 0.6 on CIFAR. In eval mode nothing changes, so the conversion is
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import drop_before_classifier, scale_branches
 from normswap.schemes.skipinit import initial
 
-PAPER = "De & Smith 2020, arXiv:2002.10444, appendix F"
 
-
-def exact(options: dict[str, Any]) -> bool:
-    return options["alpha"] == "match"
-
-
-def plan(anatomy: Anatomy, *, alpha: str | float = "match", dropout: float = 0.2) -> Draft:
+def plan(
+    anatomy: Anatomy,
+    *,
+    alpha: Annotated[str | float, "match|inv-sqrt-depth|NUMBER"] = "match",
+    dropout: Annotated[float, "P"] = 0.2,
+) -> Draft:
     """Args:
     alpha: as in `skipinit`.
     dropout: probability of dropping a feature before the classifier, in [0, 1).
     """
     draft = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(draft, dropout)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="De & Smith 2020, arXiv:2002.10444, appendix F",
+    exact=lambda options: bool(options["alpha"] == "match"),
+    on_branches=True,
+)

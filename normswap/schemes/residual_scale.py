@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated
 
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.fixed_factors import scale_sums
 
-PAPER = (
-    "Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
-    "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, arXiv:2001.07094"
-)
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
     "szegedy": lambda block, depth: (1.0, 0.2),
@@ -32,11 +29,7 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
 }
 
 
-def exact(options: dict[str, Any]) -> bool:
-    return True
-
-
-def plan(anatomy: Anatomy, *, rule: str = "rescale") -> Draft:
+def plan(anatomy: Anatomy, *, rule: Annotated[str, "balduzzi|szegedy|hanin|arpit|rescale"] = "rescale") -> Draft:
     """Args:
     rule: balduzzi, szegedy, hanin, arpit or rescale.
     """
@@ -44,3 +37,11 @@ def plan(anatomy: Anatomy, *, rule: str = "rescale") -> Draft:
         raise OptionError(f"unknown --rule {rule!r}", remedy=f"Known: {', '.join(RULES)}")
     depth = len(anatomy.blocks)
     return scale_sums(anatomy, [RULES[rule](block, depth) for block in range(1, depth + 1)])
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
+    "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, arXiv:2001.07094",
+    on_branches=True,
+)

@@ -10,24 +10,20 @@ tokens, whose means differ), a branch that ends in its norm.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from normswap.errors import RefusedError
 from normswap.folding import norm_affine, residual_stream
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Blocked, Draft
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked
+from normswap.folding.verdict import Fate
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm
-
-PAPER = "Zhang & Sennrich 2019, arXiv:1910.07467; centring: Ashkboos et al. 2024, arXiv:2401.15024, section 3.1"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
+from normswap.plan import Way
+from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy) -> Draft:
@@ -69,15 +65,21 @@ def _replace(
             f"{path} reads the features after {residual_stream.called(value)}: these lose their mean, too"
         )
     draft.seat(path, "RMSNorm")
-    draft.verdicts[path] = "becomes an RMSNorm"
+    draft.judge(path, Fate.RMSNORM)
     if getattr(norm, "bias", None) is None:
         return
     try:
         readers = norm_affine.linear_readers(draft, seen, path, norm)
     except Blocked as why:
         draft.seat(path, "RMSNorm", shift=True)
-        draft.verdicts[path] += f"; its shift stays: {why}"
+        draft.judge(path, Fate.RMSNORM, reason=f"its shift stays: {why}")
     else:
         for reader in readers:
-            draft.take(reader).reads.append((path, "before-shift"))
-        draft.verdicts[path] += f"; its shift moves to {', '.join(readers)}"
+            draft.take(reader).add(path, Way.BEFORE_SHIFT)
+        draft.judge(path, Fate.RMSNORM, *readers, reason=f"its shift moves to {', '.join(readers)}")
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Zhang & Sennrich 2019, arXiv:1910.07467; centring: Ashkboos et al. 2024, arXiv:2401.15024, section 3.1",
+)

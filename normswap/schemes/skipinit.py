@@ -10,21 +10,16 @@ a reset, which changes the function.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated
 
 from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import scale_branches
 
-PAPER = "De & Smith 2020, arXiv:2002.10444, section 4"
 
-
-def exact(options: dict[str, Any]) -> bool:
-    return options["alpha"] == "match"
-
-
-def plan(anatomy: Anatomy, *, alpha: str | float = "match") -> Draft:
+def plan(anatomy: Anatomy, *, alpha: Annotated[str | float, "match|inv-sqrt-depth|NUMBER"] = "match") -> Draft:
     """Args:
     alpha: `match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
     """
@@ -48,3 +43,11 @@ def initial(alpha: str | float, depth: int) -> float | None:
     if not math.isfinite(value):
         raise OptionError(f"--alpha {alpha!r} is neither 'match', 'inv-sqrt-depth' nor a finite number")
     return value
+
+
+SCHEME = Scheme(
+    plan,
+    paper="De & Smith 2020, arXiv:2002.10444, section 4",
+    exact=lambda options: bool(options["alpha"] == "match"),
+    on_branches=True,
+)

@@ -6,18 +6,17 @@ which would change the function. torch's `parametrizations.spectral_norm`; every
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.weight_parametrization import reparametrize
-
-PAPER = "Miyato et al. 2018, arXiv:1802.05957, section 2.1"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
 
 
 def plan(anatomy: Anatomy) -> Draft:
     return reparametrize(anatomy, "SpectralNorm")
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Miyato et al. 2018, arXiv:1802.05957, section 2.1",
+)

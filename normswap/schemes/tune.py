@@ -7,22 +7,18 @@ frozen statistics in its seat, and learns gamma and beta there. What is lost: th
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from normswap import provenance
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine, reparametrized, seats
+from normswap.layers import affine, reparametrized
+from normswap.layers.placeholders import Vacant
+from normswap.plan import Way
+from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
-
-PAPER = "You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
 
 
 def plan(anatomy: Anatomy) -> Draft:
@@ -36,28 +32,34 @@ def plan(anatomy: Anatomy) -> Draft:
             continue
         take = draft.take(conv)
         take.layer, take.extra = "Tuned", dict(seat.args)
-        take.reads.append((path, "norm"))
-        draft.seat(path, "Vacant")
-        draft.verdicts[path] = f"scales the weight of {conv}"
+        take.add(path, Way.NORM)
+        draft.vacate(path)
+        draft.judge(path, Fate.SCALES_WEIGHT, conv)
     return draft
 
 
 def _keep_in_its_seat(draft: Draft, path: str, module: nn.Module) -> None:
     draft.seat(path, "EvalNorm")
-    draft.verdicts[path] = "keeps its statistics"
+    draft.judge(path, Fate.KEEPS_STATISTICS)
 
 
 def _folding(anatomy: Anatomy) -> dict[str, str]:
     """The convolution into which each norm would fold, or was folded, as the only one after it."""
     modules, record = anatomy.traced.modules, provenance.of(anatomy.traced.modules[""])
-    taken = {conv: [read for read, how in take.reads if how == "after" and affine.is_batchnorm(modules[read])]
+    taken = {conv: [read for read, one in take.reads if one.way is Way.AFTER and affine.is_batchnorm(modules[read])]
              for conv, take in undress(anatomy).takes.items()}  # fmt: skip
     for edit in (edit for step in (record.plan.steps if record else ()) for edit in step.edits):
-        ways = zip(edit.reads, edit.args.get("takes", ()), strict=False)
-        lost = [read for read, how in ways if how in ("after", "norm") and isinstance(modules.get(read), seats.Vacant)]
+        after = [read for read, one in edit.taken if one.way in (Way.AFTER, Way.NORM)]
+        lost = [read for read in after if isinstance(modules.get(read), Vacant)]
         taken.setdefault(edit.path, []).extend(path for path in lost if path not in taken.get(edit.path, ()))
     found: dict[str, list[str]] = {}
     for conv, paths in taken.items():
         if len(paths) == 1 and conv in modules:
             found.setdefault(paths[0], []).append(conv)
     return {path: convs[0] for path, convs in found.items() if len(convs) == 1}
+
+
+SCHEME = Scheme(
+    plan,
+    paper="You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3",
+)

@@ -6,18 +6,17 @@ The network is folded first; g and v then describe the same filters, so nothing 
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
+from normswap.schemes import Scheme
 from normswap.schemes.parts.weight_parametrization import reparametrize
-
-PAPER = "Salimans & Kingma 2016, arXiv:1602.07868, section 2"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
 
 
 def plan(anatomy: Anatomy) -> Draft:
     return reparametrize(anatomy, "WeightNorm")
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Salimans & Kingma 2016, arXiv:1602.07868, section 2",
+)

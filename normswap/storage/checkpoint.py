@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from normswap import __version__, provenance
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import weight_files, zoo
-from normswap.plan import Arch, Plan
+from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import model_card
 from normswap.surgery import applying, unfolding
@@ -119,7 +119,7 @@ def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
     header, file = read_header(folder), _weights_of(folder)
     arch = Arch(**header["arch"]) if header["arch"] else None
     plan = Plan.from_json(json.dumps(header["plan"]), f"{file}: plan")
-    if header["plan"].get("digest") != plan.digest:
+    if header["plan"].get("digest") != digest_of(header["plan"]):
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
     weight_files.check_finite(state, str(file))

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap.errors import PlanError
-from normswap.layers import channel_norm, per_sample, scalars, seats, site_norm, standardized, weight_norm
+from normswap.errors import PlanError, first_line
+from normswap.layers import placeholders
+from normswap.layers.seat import Seat, seated
 from normswap.plan import Edit, Plan, Step
-
-_ROOMS: tuple[Any, ...] = (channel_norm, seats, site_norm, per_sample, scalars, standardized, weight_norm)
-SEATED: dict[str, Any] = {name: layer for room in _ROOMS for name, layer in room.SEATED.items()}
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -47,8 +45,8 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
             attributes.append((edit.path, _newcomer(edit, old, reads, like)))
             continue
         seat = id(old)
-        if edit.args.get("keep") or (double and not getattr(SEATED.get(edit.layer), "CASTS", False)):
-            old = duplicate(old, memo if edit.args.get("keep") else {})
+        if edit.keep or (double and not layer_of(edit).CASTS):
+            old = duplicate(old, memo if edit.keep else {})
         new = _newcomer(edit, old, reads, like)
         new.train(old.training)
         memo[seat] = new
@@ -100,34 +98,45 @@ def find(model: nn.Module, path: str, who: str) -> Any:
 def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
     """(old, new) names of the tensors that a step keeps under another name."""
     for edit in step.edits:
-        if moves(edit):
-            for name in find(model, edit.path, "plan").state_dict():
-                yield f"{edit.path}.{name}", f"{edit.path}.inner.{name}"
-        for name, new in getattr(SEATED.get(edit.layer), "NAMES", {}).items():
-            if name in find(model, edit.path, "plan").state_dict():
+        names = layer_of(edit).NAMES
+        if not edit.depth and not names:
+            continue
+        for name in find(model, edit.path, "plan").state_dict():
+            new = "inner." * edit.depth + names.get(name, name)
+            if new != name:
                 yield f"{edit.path}.{name}", f"{edit.path}.{new}"
 
 
-def moves(edit: Edit) -> bool:
-    """Whether what is at the seat, or comes there, is called `inner` afterwards."""
-    return any(edit.args.get(name) for name in ("keep", "then", "copied"))
+def layer_of(edit: Edit) -> type[Seat]:
+    """What the edit seats.
+
+    Raises:
+        PlanError: nobody knows it.
+    """
+    return _layer(edit.layer, edit.path)
+
+
+def _layer(name: str, path: str) -> type[Seat]:
+    known = seated()
+    if name not in known:
+        raise PlanError(f"edit of {path} seats an unknown layer {name!r}", f"known: {', '.join(known)}")
+    return known[name]
 
 
 def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:
-    if edit.layer not in SEATED:
-        raise PlanError(f"edit of {edit.path} seats an unknown layer {edit.layer!r}", f"known: {', '.join(SEATED)}")
-    layer = SEATED[edit.layer]
-    if isinstance(old, nn.Parameter) and old.ndim and not getattr(layer, "TENSORS", False):
+    layer = layer_of(edit)
+    if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
-    args = dict(edit.args)
-    then = args.pop("then", None)  # a scalar after the newcomer, where one seat is both
-    copied, apart = args.pop("copied", False), args.pop("out_of_place", False)
+    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     try:
         with torch.no_grad():
-            new = layer.replacing(old, *reads, like=like, **args)
-            new = new if then is None else seats.Chain(new, seats.Scale(**then, like=like))
-            new = seats.out_of_place(new) if apart else new
-            return seats.Chain(new, seats.Copy()) if copied else new
+            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
+            if edit.keep:
+                new = placeholders.Chain(old, new)
+            for then in edit.then:
+                last = _layer(then.layer, edit.path).replacing(nn.Identity(), like=like, **then.args)
+                new = placeholders.Chain(new, last)
+            return placeholders.out_of_place(new) if edit.out_of_place else new
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = str(error).split("\n")[0]
-        raise PlanError(f"edit of {edit.path} does not fit", f"{edit.layer}.replacing: {reason}") from error
+        why = f"{edit.layer}.replacing: {first_line(error)}"
+        raise PlanError(f"edit of {edit.path} does not fit", why) from error

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from normswap.errors import VerificationError
 from normswap.graph.inspection import Anatomy
+from normswap.models.modes import evaluating
 from normswap.surgery.applying import to_double
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
@@ -264,16 +265,14 @@ def _run(model: nn.Module, x: Tensor, paths: Sequence[str]) -> tuple[Tensor, dic
 
         return hook
 
-    modes = {module: module.training for module in model.modules()}
     present = dict(model.named_modules())
     handles = [present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present]
     try:
-        output = model.eval()(x)
+        with evaluating(model):
+            output = model(x)
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
     leaves = [leaf.flatten(1) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return torch.cat(leaves, 1), seen
 

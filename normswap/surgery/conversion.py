@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
-from normswap.calibration.sequential_fit import evaluating
 from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
 from normswap.folding.draft import Draft
+from normswap.folding.verdict import Fate, Verdict
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
+from normswap.models.modes import evaluating
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, route, unfolding
@@ -41,7 +42,7 @@ class Conversion:
     model: nn.Module
     plan: Plan
     report: Report
-    verdicts: dict[str, str]
+    verdicts: dict[str, Verdict]
     notes: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     steps: int = 1
@@ -78,12 +79,13 @@ def drafts(
 def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:
     own, chosen = schemes.own(schemes.resolve(to, options)), selection.patterns(options)
     part = selection.restrict(seen, **chosen)
-    sketch: Draft = schemes.get(to).plan(part, **own)
+    scheme = schemes.get(to)
+    sketch: Draft = scheme.plan(part, **own)
     if sketch.refusals:
         listed = [f"{path}: {why}" for path, why in list(sketch.refusals.items())[:3]]
         more = f"; and {len(sketch.refusals) - 3} more" if len(sketch.refusals) > 3 else ""
         raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
-    if not sketch.seats and not sketch.takes and to not in schemes.PURPOSES:
+    if not sketch.seats and not sketch.takes and not scheme.may_do_nothing:
         raise _nothing(part, to)
     return Step(to, {**own, **chosen}, sketch.edits()), sketch
 
@@ -220,7 +222,7 @@ def _unfold(
     result = unfolding.unfold(model)
     report = comparison.compare(model, result, batches, anatomy=inspection.inspect(model), described=described)
     _demand(report, "unfold")
-    norms = {path: "restored" for path, module in result.named_modules() if affine.is_batchnorm(module)}
+    norms = {path: Verdict(Fate.RESTORED) for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)
 
 
@@ -266,20 +268,20 @@ def _demand_runs(model: nn.Module, x: Tensor, scheme: str) -> None:
 
 def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
-    edits = [edit for edit in step.edits if edit.layer not in ("SiteNorm", "EmptyNorm", "FrozenNorm", "Copied")]
+    edits = [edit for edit in step.edits if not (edit.keep or applying.layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(applying.find(source, edit.path, "plan"), nn.Module)}
-    kept = {edit.path for edit in edits if applying.moves(edit)}
+    kept = {edit.path: edit.depth for edit in step.edits}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
              and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
 
-def _now(path: str, kept: set[str]) -> str:
+def _now(path: str, kept: Mapping[str, int]) -> str:
     """Where the module at `path` is after the step: what is inside a kept module has moved into its `inner`."""
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    inside = [f"{part}.inner" if head in kept else part for part, head in zip(parts[:-1], heads, strict=False)]
+    inside = [part + ".inner" * kept.get(head, 0) for part, head in zip(parts[:-1], heads, strict=False)]
     return ".".join([*inside, parts[-1]])
 
 

@@ -28,9 +28,8 @@ def wanted(step: Step, calibrate: Batches | None) -> bool:
         OptionError: the scheme needs data and there are none; or it has no use for those given.
     """
     scheme, options = schemes.get(step.scheme), schemes.resolve(step.scheme, step.options)
-    needs = getattr(scheme, "needs_data", lambda options: False)(options)
     if calibrate is None:
-        if needs:
+        if scheme.demands_data(options):
             remedy = "Give '--calibrate DATA' (images, no labels needed), or '--mean keep', which is exact"
             raise OptionError(f"{step.scheme} fits its filters to images", "there are none", remedy)
         return False
@@ -42,7 +41,7 @@ def wanted(step: Step, calibrate: Batches | None) -> bool:
 def fits(step: Step) -> bool:
     """Whether the step's scheme can fit values to data."""
     scheme = schemes.get(step.scheme)
-    return hasattr(scheme, "fit") and not scheme.exact(schemes.resolve(step.scheme, step.options))
+    return scheme.fit is not None and not scheme.is_exact(schemes.resolve(step.scheme, step.options))
 
 
 def repeatable(calibrate: Batches | None) -> Batches | None:
@@ -78,8 +77,9 @@ def fit(
         notes = ("fitted to noise: on images the result is worse than one fitted to images like those it will see",)
     batches = calibrate() if callable(calibrate) else calibrate
     scheme = schemes.get(step.scheme)
-    if hasattr(scheme, "pattern"):  # what the result is fitted to: the source in the gauge of the result
+    if scheme.pattern is not None:  # what the result is fitted to: the source in the gauge of the result
         source = applying.apply_step(source, scheme.pattern(step))
+    assert scheme.fit is not None
     said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
     return (*notes, *(said or ()))
 

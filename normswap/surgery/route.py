@@ -16,9 +16,6 @@ from normswap.schemes.parts.norm_sites import sites
 Leg = tuple[str, dict[str, Any]]
 
 
-_ON_BRANCHES = ("skipinit", "regularized-skipinit", "fixup", "residual-scale", "nf")
-
-
 def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *, measured: bool) -> list[Leg]:
     """Schemes and their options, in order.
 
@@ -33,6 +30,7 @@ def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *
     schemes.demand_target(to)
     schemes.demand_purpose(purpose)
     schemes.resolve(to, options)
+    target = schemes.get(to)
     part = patterns(options)
     chosen = restrict(seen, **part)
     modules = chosen.traced.modules
@@ -40,11 +38,11 @@ def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *
     alive = [path for path in own if affine.is_batchnorm(modules[path])]
     others = [path for path in own if norm_estimate.fits(chosen, path)] if measured else []
     way: list[Leg] = [("estimate", part)] if others else []
-    if to in _ON_BRANCHES and any(_ends_in_a_factor(chosen, block) for block in chosen.part()):
+    if target.on_branches and any(_ends_in_a_factor(chosen, block) for block in chosen.part()):
         way.append(("folded", part))
     lost = [path for path in sites(chosen) if chosen.takes_part(path)]
-    if getattr(schemes.get(to), "SOURCE", None) == "batchnorm" and not alive and not others and lost:
-        way.append(("batchnorm", part))
+    if target.starts_from is not None and not alive and not others and lost:
+        way.append((target.starts_from, part))
     if not (others and to == "batchnorm" and not alive and not options.get("ghost_batch")):
         way.append((to, options))
     return way if purpose is None else [*way, (purpose, {})]

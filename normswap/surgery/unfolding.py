@@ -8,7 +8,6 @@ exact (they are multiplied by 0) and alive.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -19,7 +18,9 @@ from normswap import provenance
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.graph import inspection
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.placeholders import Chain
+from normswap.layers.scalars import Scale
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
@@ -73,16 +74,16 @@ def _canonical(model: nn.Module) -> nn.Module:
     """`model` without scalars."""
     draft = undress(inspection.inspect(model))
     kept = [path for path, module in draft.anatomy.traced.modules.items()
-            if isinstance(module, seats.Scale) and path not in draft.seats]  # fmt: skip
+            if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
-        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or draft.verdicts.get(path, ""))
+        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.verdicts.get(path, "")))
     return applying.apply_step(model, Step("folded", {}, draft.edits()))
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by the paths they had before `Chain` put an `inner` into them."""
-    chains = [path for path, module in model.named_modules() if isinstance(module, seats.Chain)]
+    chains = [path for path, module in model.named_modules() if isinstance(module, Chain)]
     found = {}
     for path, module in model.named_modules():
         old = path
@@ -143,49 +144,11 @@ def _demand_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited:
             raise RefusedError(f"cannot unfold {path}", "it has a bias, which the source has no place for")
 
 
-def _invert(edit: Edit, modules: dict[str, nn.Module], now: Any) -> None:
+def _invert(edit: Edit, modules: dict[str, nn.Module], now: nn.Module) -> None:
     """Set the tensors at the seat of `edit`, in the source, so that the edit would give `now`."""
-    old: Any = modules[edit.path]
-    if edit.layer == "Folded":
-        _invert_fold(edit, modules, old, now)
-    elif edit.layer == "ChannelBias":
-        if not isinstance(now, seats.ChannelBias):
-            raise RefusedError(f"cannot unfold {edit.path}", f"a {type(now).__name__} sits there")
-        magnitude, sign, shift = affine.split(old, old.weight.dtype)
-        if not torch.equal(shift.to(now.bias), now.bias):
-            _set_shift(old, magnitude * now.bias.double(), magnitude * sign)
-    elif edit.layer == "ChannelAffine":
-        scale, shift = affine.read(old)
-        if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
-            return
-        old.weight.copy_(now.weight.double() * torch.sqrt(old.running_var.double() + old.eps))
-        _set_shift(old, now.bias.double(), now.weight.double())
-
-
-def _invert_fold(edit: Edit, modules: dict[str, nn.Module], old: Any, now: Any) -> None:
-    takes = list(zip(edit.args.get("takes", ()), edit.reads, strict=True))
-    after = [(modules[path], seats.way(how)[1]) for how, path in takes if seats.way(how)[0] == "after"]
-    if len(after) > 1 or any(how == "before" for how, _ in takes):
-        raise RefusedError(f"cannot unfold {edit.path}", "it took in more than one norm")
-    # what the plan would do to weights of 1 is the factor that W was multiplied with
-    fresh, bias = old.weight.clone(), None if old.bias is None else old.bias.clone()
-    old.weight.fill_(1)
-    reads = [modules[path] for path in edit.reads]
-    factor = seats.Folded.replacing(copy.deepcopy(old).double(), *reads, like=old.weight, **edit.args).weight
-    dead = factor == 0
-    weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
-    old.weight.copy_(torch.where(dead, fresh.double(), weight))
-    if bias is not None:
-        old.bias.copy_(bias)
-    for norm, part in after:
-        scale, shift = (value[part] for value in affine.read(norm))
-        offset = 0 if old.bias is None else scale * old.bias.double()
-        if not torch.equal((offset + shift).to(now.bias), now.bias):
-            _set_shift(norm, now.bias.double() - offset, scale, part)
-
-
-def _set_shift(norm: Any, shift: Tensor, scale: Tensor, part: slice = slice(None)) -> None:
-    """Set beta so that the norm's t is `shift`, in a part of its channels."""
-    if norm.bias is None:
-        raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
-    norm.bias[part].copy_(shift + norm.running_mean.double()[part] * scale)
+    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
+    reads = tuple(modules[path] for path in edit.reads)
+    try:
+        applying.layer_of(edit).invert(modules[edit.path], now, reads, **args)
+    except RefusedError as why:
+        raise RefusedError(f"cannot unfold {edit.path}", why.why) from None

@@ -13,14 +13,12 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import adaptive_clip_grad, dispatch_clip_grad
 from torch import nn
 
-from normswap import provenance
+from normswap import provenance, schemes
 from normswap.analysis.weight_decay import param_groups
 from normswap.errors import OptionError, TraceError, first_line
 from normswap.graph import inspection
 from normswap.models.weight_files import quiet
 from normswap.training.recipe import Clip, Optim, Schedule
-
-_PAPERS = {"fixup": "all"}  # Zhang et al. 2019 decay everything; other schemes' papers spare scalars, as kim2022 does
 
 
 def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
@@ -42,8 +40,7 @@ def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
 
 def _paper(model: nn.Module) -> str:
     record = provenance.of(model)
-    scheme = record.plan.steps[-1].scheme if record and record.plan.steps else ""
-    return _PAPERS.get(scheme, "kim2022")
+    return schemes.get(record.plan.steps[-1].scheme).decay if record and record.plan.steps else "kim2022"
 
 
 class Rate:

@@ -6,7 +6,7 @@ The options of the schemes are made from what the schemes declare: a new one is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ from normswap.cli.proof_table import proof
 from normswap.cli.tables import cell, counts, facts, line, listing, table
 from normswap.errors import OptionError, OutputError, PlanError, first_line
 from normswap.plan import Plan, Step
+from normswap.schemes.parts.declared import Option, declared_options
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -30,17 +31,6 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.conversion import Conversion
 
 ORDER = 20
-# how verdicts begin, in the order they are counted in, and what they are called when counted
-_OUTCOMES = {
-    "folds into": "folded back",
-    "folds forward into": "folded forward",
-    "scale moves to": "left a shift",
-    "its scale and shift move to": "scale and shift moved on",
-    "becomes an RMSNorm": "RMSNorm",
-    "keeps scale and shift": "left scale and shift",
-    "stays": "stay",
-    "never called": "never called",
-}
 
 
 @dataclass(frozen=True)
@@ -79,29 +69,19 @@ def register(app: typer.Typer) -> None:
     app.command("convert")(spread(run, options=_scheme_options()))
 
 
-# TODO: made from `schemes.declared_options()` as soon as there is such a thing
-_DECLARED: tuple[tuple[str, type, str, str], ...] = (
-    ("alpha", object, "match|inv-sqrt-depth|NUMBER", "What the branches' scalars start from."),
-    ("dropout", float, "P", "Dropout before the classifier."),
-    ("ghost_batch", int, "N", "batchnorm: statistics over N samples in training."),
-    ("init", str, "keep|fixup", "fixup: `fixup` resets the weights."),
-    ("rule", str, "balduzzi|szegedy|hanin|arpit|rescale", "residual-scale: which factors."),
-    ("groups", int, "N", "groupnorm: groups of channels [default: 1]."),
-    ("steady", float, "SHARE", "groupnorm: share of the variance that is no sample's own."),
-    ("mean", str, "fit|keep", "nf: what to do with filters' means."),
-    ("stem", str, "fit|keep", "nf: the same, first convolution."),
-)
-
-
 def _scheme_options() -> dict[str, Any]:
     """As `spread` takes them: of the type that the scheme takes, or text where it takes a word or a number."""
-    made = {}
-    for name, kind, metavar, help in _DECLARED:
-        typed = kind if kind in (int, float, bool) else str
-        made[name] = Annotated[
-            typed | None, typer.Option(metavar=metavar, help=help, parser=_number if kind is object else None)
+    return {
+        option.name: Annotated[
+            str | None if option.kind is object else option.kind | None,
+            typer.Option(metavar=option.metavar, help=_help(option), parser=_number if option.kind is object else None),
         ]
-    return made
+        for option in declared_options()
+    }
+
+
+def _help(option: Option) -> str:
+    return f"{', '.join(option.schemes)}: {option.help} [default: {option.default}]."
 
 
 def _number(text: str) -> float | str:
@@ -270,7 +250,7 @@ def _say_step(source: str, step: Body, *, dry: bool) -> None:
             "would convert" if dry else "converted",
             f"{source} to {step['scheme']}" + (f" ({options})" if options else ""),
         ),
-        ("norms", counts(_outcomes(step["verdicts"].values()))),
+        ("norms", counts(step["outcomes"])),
         ("edits", f"{sum(layers.values())} ({counts(layers)})" if layers else ""),
     )
     if dry:
@@ -283,14 +263,15 @@ def _say_step(source: str, step: Body, *, dry: bool) -> None:
         proof(step["report"])
 
 
-def _outcomes(verdicts: Iterable[str]) -> dict[str, int]:
-    """Verdicts counted by how they begin."""
-    found = Counter(next((o for o in _OUTCOMES if verdict.startswith(o)), verdict) for verdict in verdicts)
-    order = [*(outcome for outcome in _OUTCOMES if outcome in found), *(o for o in found if o not in _OUTCOMES)]
-    return {_OUTCOMES.get(outcome, outcome): found[outcome] for outcome in order}
-
-
 def _edit_row(edit: Body) -> Sequence[str]:
     args = ", ".join(f"{name} {cell(value) if not isinstance(value, list) else ' '.join(map(str, value))}"
                      for name, value in edit["args"].items())  # fmt: skip
-    return edit["path"], edit["layer"], args, ", ".join(edit["reads"])
+    ways = [_take(take) for take in edit["takes"]] or [""] * len(edit["reads"])
+    reads = ", ".join(f"{way} {path}".strip() for way, path in zip(ways, edit["reads"], strict=True))
+    return edit["path"], edit["layer"], args, reads
+
+
+def _take(take: Body) -> str:
+    """A way, and the channels it is about: `after 16:32`."""
+    part = take["part"]
+    return str(take["way"]) + (f" {part[0]}:{part[1]}" if part else "")

@@ -13,10 +13,13 @@ from torch import Tensor, fx, nn
 from normswap import provenance
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Blocked, Draft, last_linear
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, last_linear
 from normswap.graph.inspection import Anatomy, Block
-from normswap.layers import affine, reparametrized, scalars, seats
-from normswap.plan import Edit
+from normswap.layers import affine, reparametrized
+from normswap.layers.placeholders import Vacant
+from normswap.layers.scalars import Scale
+from normswap.plan import Edit, Take, Way
 
 
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> Draft:
@@ -49,7 +52,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
 
 def _learns(module: nn.Module) -> bool:
-    return isinstance(module, seats.Scale) and not isinstance(module, scalars.FixedScale)
+    return isinstance(module, Scale) and module.learns
 
 
 def demand_blocks(anatomy: Anatomy) -> None:
@@ -93,8 +96,8 @@ def drop_before_classifier(draft: Draft, p: float) -> Draft:
 def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "Scale") -> None:
     """Seat a scalar at `path`, after what sits there if that is not empty."""
     modules = draft.anatomy.traced.modules
-    vacated = path in draft.seats and draft.seats[path].layer == "Vacant"
-    empty = vacated or isinstance(modules[path], nn.Identity | seats.Vacant)
+    vacated = draft.vacated(path)
+    empty = vacated or isinstance(modules[path], nn.Identity | Vacant)
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     if path in draft.takes or (path in draft.seats and not vacated):  # the seat gets its newcomer, and the scalar
@@ -102,9 +105,8 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
             raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
         draft.scalars[path] = args
         return
-    args |= {} if empty else {"keep": True}
-    args |= {"fresh": True} if vacated and isinstance(modules[path], seats.Scale) else {}
-    draft.seats[path] = Edit(path, layer, args)
+    args |= {"fresh": True} if vacated and isinstance(modules[path], Scale) else {}
+    draft.seats[path] = Edit(path, layer, args, keep=not empty)
 
 
 def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
@@ -120,9 +122,10 @@ def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
         return 1.0, False
     take = draft.take(conv)
     rms = math.sqrt(float(deviation.square().mean()))
-    if rms == 0 and not mean.any() and block.last and (block.last, "after") in take.reads:
+    last = (block.last or "", Take(Way.AFTER))
+    if rms == 0 and not mean.any() and last in take.reads:
         draft.notes.append(f"{block.path}: its last gamma and beta are 0; alpha = 0 keeps that, and f is alive")
-        take.reads[take.reads.index((block.last, "after"))] = (block.last, "after-unit")
+        take.reads[take.reads.index(last)] = (last[0], Take(Way.AFTER_UNIT))
         return 1.0, True
     if not math.isfinite(rms) or rms < 1e-12:
         draft.notes.append(f"{block.path}: alpha = 1, because the branch's output does not vary")
@@ -199,7 +202,4 @@ def site_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | Non
     path = next((p for p in seats if f"{p}.running_mean" in record.norms), None)
     if path is None:
         return None
-    zeros = torch.zeros_like(record.norms[f"{path}.running_mean"])
-    beta = record.norms.get(f"{path}.bias", zeros)
-    gamma = record.norms.get(f"{path}.weight", zeros + 1)
-    return beta.double(), gamma.double().abs()
+    return record.moments(path)

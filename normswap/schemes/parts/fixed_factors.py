@@ -8,10 +8,12 @@ from typing import Any
 from torch import fx
 
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Blocked, Draft, is_relu
+from normswap.folding.draft import Draft
 from normswap.folding.gauge import attempt, enlarge
+from normswap.folding.passage import Blocked
 from normswap.graph.inspection import Anatomy, Block
-from normswap.layers import seats
+from normswap.layers.activations import is_homogeneous
+from normswap.layers.scalars import Scale
 from normswap.schemes.parts.branch_scale import demand_blocks, seat_scale
 
 
@@ -48,7 +50,7 @@ def _scale(draft: Draft, block: Block, a: float, b: float) -> list[tuple[str, fl
     if block.tail is None:
         raise Blocked("its branch ends in a function of the block itself, where no module can sit")
     tail: Any = modules[block.tail]
-    if isinstance(tail, seats.Scale) and tail.bias is not None and block.tail not in draft.seats:
+    if isinstance(tail, Scale) and tail.bias is not None and block.tail not in draft.seats:
         raise Blocked(f"it has a scalar that {draft.verdicts.get(block.tail, 'stays')}")
     enlarge(draft, block.branch, a / b, {block.total})
     if a == 1:
@@ -63,9 +65,8 @@ def _after_sum(draft: Draft, block: Block) -> tuple[fx.Node, str]:
     traced = draft.anatomy.traced
     users = traced.users[block.total]
     module = traced.module(users[0]) if len(users) == 1 else None
-    if module is None or not is_relu(module) or len(traced.calls[id(module)]) > 1:
+    if module is None or not is_homogeneous(module) or len(traced.calls[id(module)]) > 1:
         raise Blocked("no ReLU module of its own follows the sum, where a factor of the sum could sit")
     after = traced.users[users[0]]
-    edit = draft.seats.get(str(after[0].target)) if len(after) == 1 else None
-    vacated = edit is not None and edit.layer == "Vacant" and isinstance(traced.module(after[0]), seats.Scale)
+    vacated = len(after) == 1 and draft.vacated(str(after[0].target)) and isinstance(traced.module(after[0]), Scale)
     return users[0], str((after[0] if vacated else users[0]).target)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import fx, nn
 
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Blocked, Draft, check_linear, distinct, last_linear
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, distinct, last_linear
 from normswap.graph.inspection import LINEAR, Anatomy, Block
-from normswap.layers import affine, reparametrized, seats
+from normswap.layers import affine, reparametrized
+from normswap.layers.activations import is_activation, is_activation_call
+from normswap.layers.scalars import Scale
 from normswap.schemes.parts.branch_scale import demand_blocks, seat_scale
-
-_ACTS = (F.relu, F.relu_, F.silu, F.gelu, "relu", "relu_")
 
 
 def add_scalars(anatomy: Anatomy, *, fresh: bool) -> Draft:
@@ -37,7 +37,7 @@ def _seat_scales(draft: Draft) -> None:
     for block in draft.anatomy.part():
         if block.tail is None:
             draft.refusals[block.path] = "its branch ends in a function of the block itself, where no module can sit"
-        elif isinstance(modules[block.tail], seats.Scale) and block.tail not in draft.seats:
+        elif isinstance(modules[block.tail], Scale) and block.tail not in draft.seats:
             draft.notes.append(f"{block.path} keeps its scalar")
         else:
             seat_scale(draft, block.tail, 1.0, block.order == "post")
@@ -46,9 +46,7 @@ def _seat_scales(draft: Draft) -> None:
 def _seat_biases(draft: Draft) -> None:
     modules = draft.anatomy.traced.modules
     for path, module in modules.items():
-        edit = draft.seats.get(path)
-        empty = edit.layer == "Vacant" if edit else isinstance(module, seats.Vacant)
-        if empty and draft.anatomy.takes_part(path) and _before_activation(draft, module):
+        if draft.empty(path, module) and draft.anatomy.takes_part(path) and _before_activation(draft, module):
             draft.seat(path, "ScalarBias")
     for path in linear_paths(draft.anatomy):
         kind = reparametrized.plain_class(modules[path])
@@ -81,9 +79,7 @@ def _before_activation(draft: Draft, module: nn.Module) -> bool:
 
 def _is_activation(draft: Draft, node: fx.Node) -> bool:
     module = draft.anatomy.traced.module(node)
-    if module is None:
-        return node.target in _ACTS
-    return type(module).__module__.startswith(("torch.nn.modules.activation", "timm.layers.activations"))
+    return is_activation_call(node.target) if module is None else is_activation(module)
 
 
 def _reset(draft: Draft) -> None:

@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Draft, read_directly
+from normswap.folding.draft import Draft
+from normswap.folding.passage import read_directly
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine, seats, site_norm
+from normswap.layers import affine
+from normswap.layers.own import OwnLayer
+from normswap.layers.placeholders import Chain, Vacant
+from normswap.plan import Way
 
-_AFFINE = (seats.ChannelBias, seats.ChannelAffine, site_norm.EvalNorm)
 Wish = Callable[[Draft, str, nn.Module], None]
 
 
@@ -37,7 +40,7 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
     held = {site_of(anatomy, norm.path) for norm in anatomy.norms}
     lost = [path for path in sites(anatomy) if path not in held and anatomy.takes_part(path)]
     seats = [seat_of(anatomy, path) for path in lost]
-    draft = undress(anatomy, leave=[*living, *(path for path in seats if isinstance(modules.get(path), _AFFINE))])
+    draft = undress(anatomy, leave=[*living, *(path for path in seats if _stands_for_a_norm(modules.get(path)))])
     for path in living:
         read = read_directly(anatomy.traced, modules[path])
         why = affine.refusal(modules[path]) or (read and f"{read} is read in forward, not only by the norm itself")
@@ -65,7 +68,7 @@ def sites(anatomy: Anatomy) -> list[str]:
 
 def seat_of(anatomy: Anatomy, path: str) -> str:
     """Where the seat of a norm that is gone is now: whatever chained something after it called it `inner`."""
-    while isinstance(anatomy.traced.modules.get(path), seats.Chain):
+    while isinstance(anatomy.traced.modules.get(path), Chain):
         path = f"{path}.inner"
     return path
 
@@ -81,21 +84,24 @@ def site_of(anatomy: Anatomy, path: str) -> str:
 def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
     path = seat_of(draft.anatomy, site)
     old = draft.anatomy.traced.modules.get(path)
-    edit = draft.seats.get(path)
-    if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, seats.Vacant)):
+    if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, Vacant)):
         draft.notes.append(f"{path}: there is no seat for its norm any more")
         return
-    vacant = edit.layer == "Vacant" if edit is not None else isinstance(old, seats.Vacant)
-    if not vacant and not isinstance(old, _AFFINE):
+    vacant = draft.empty(path, old)
+    if not vacant and not _stands_for_a_norm(old):
         draft.notes.append(f"{path} stays a {type(old).__name__}: {draft.verdicts.get(path, 'it is in use')}")
         return
-    if isinstance(old, site_norm.EvalNorm) and not vacant:
+    if affine.holds_statistics(old) and not vacant:
         draft.seat(path, layer, **args)
-        draft.verdicts[path] = "keeps its statistics"
+        draft.judge(path, Fate.KEEPS_STATISTICS)
         return
     mean, std = moments(draft.anatomy, site, at_input=not vacant)
     draft.seat(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
-    draft.verdicts[path] = "gets a norm from the statistics kept"
+    draft.judge(path, Fate.FROM_RECORD)
+
+
+def _stands_for_a_norm(module: nn.Module | None) -> bool:
+    return isinstance(module, OwnLayer) and module.AFFINE and module.PER_CHANNEL
 
 
 def kept_moments(anatomy: Anatomy, path: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -104,9 +110,7 @@ def kept_moments(anatomy: Anatomy, path: str) -> tuple[Tensor, Tensor] | tuple[N
     site = site_of(anatomy, path)
     if record is None or site not in sites(anatomy):
         return None, None
-    zeros = torch.zeros_like(record.norms[f"{site}.running_mean"]).double()
-    beta, gamma = (record.norms.get(f"{site}.{name}") for name in ("bias", "weight"))
-    return zeros if beta is None else beta.double(), zeros + 1 if gamma is None else gamma.double().abs()
+    return record.moments(site)
 
 
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
@@ -114,14 +118,9 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     record = provenance.of(anatomy.traced.modules[""])
     assert record is not None
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
-    ways = {
-        how
-        for step in record.plan.steps
-        for edit in step.edits
-        for read, how in zip(edit.reads, edit.args.get("takes", ()), strict=False)
-        if read == path
-    }
-    if at_input or "before" in ways:
+    edits = (edit for step in record.plan.steps for edit in step.edits)
+    moved_on = any(read == path and take.way is Way.BEFORE for edit in edits for read, take in edit.taken)
+    if at_input or moved_on:
         return mean, var.sqrt()
     beta, gamma = kept_moments(anatomy, path)
     assert beta is not None

@@ -9,7 +9,9 @@ from torch import nn
 
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Blocked, Draft, check_linear, read_directly
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, read_directly
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
@@ -76,7 +78,7 @@ def _count(draft: Draft, path: str, module: nn.Module, groups: int | None) -> in
 def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | None) -> None:
     module = draft.anatomy.traced.modules[path]
     channels = affine.channels(module)
-    verdict = f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
+    detail = f"over {count} group{'s' * (count > 1)} of {channels // count} channels"
     conv = _conv_before(draft, module) if steady else None
     args: dict[str, Any] = {"groups": count}
     if conv is not None or (steady and signs is not None):
@@ -85,9 +87,9 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
         draft.seats[conv] = Edit(conv, "Steadied", args, (path,))
     elif len(args) > 1:
         args = {**args, "lead": True}
-        verdict += ", behind a scale and shift"
+        detail += ", behind a scale and shift"
     draft.seat(path, "GroupNorm", **args)
-    draft.verdicts[path] = verdict
+    draft.judge(path, Fate.PER_SAMPLE, detail=detail)
 
 
 def _conv_before(draft: Draft, norm: nn.Module) -> str | None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.sequential_fit import evaluating
 from normswap.graph.inspection import Anatomy
+from normswap.models.modes import evaluating
 
 COUNT, BATCH, LARGEST = 128, 32, 96  # images of noise, and their largest side
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Blocked, Draft, check_linear, distinct
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, distinct
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.layers import reparametrized
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
 from normswap.errors import OptionError
-from normswap.folding.draft import Blocked, Draft, check_linear
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear
 from normswap.layers import reparametrized
 from normswap.layers.standardized import STANDARDIZED, MeanStdConv2d
 from normswap.plan import Step

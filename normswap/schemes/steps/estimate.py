@@ -7,28 +7,35 @@ from typing import Any
 
 from torch import nn
 
-from normswap.calibration.norm_estimate import fit_norms, plan_estimates
+from normswap.calibration.norm_estimate import fit_norms, fits
 from normswap.calibration.sequential_fit import Progress
 from normswap.folding.draft import Draft
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
-
-PAPER = "least squares per channel"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return False
-
-
-def needs_data(options: dict[str, Any]) -> bool:
-    return True
+from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy) -> Draft:
-    return plan_estimates(anatomy)
+    """An empty norm in the seat of every norm with statistics per sample."""
+    draft = Draft(anatomy)
+    for norm in anatomy.norms:
+        if anatomy.takes_part(norm.path) and fits(anatomy, norm.path):
+            draft.seat(norm.path, "EmptyNorm")
+            draft.judge(norm.path, Fate.ESTIMATED)
+    return draft
 
 
 def fit(
     source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
 ) -> None:
     fit_norms(source, result, batches, progress)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="least squares per channel",
+    exact=False,
+    needs_data=True,
+    fit=fit,
+)

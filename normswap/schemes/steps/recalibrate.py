@@ -11,16 +11,7 @@ from normswap.calibration.population import Progress, estimate_population
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
-
-PAPER = "Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2"
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return False
-
-
-def needs_data(options: dict[str, Any]) -> bool:
-    return True
+from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy, *, data: str = "", samples: int | None = None, batch_size: int = 64) -> Draft:
@@ -36,3 +27,13 @@ def fit(
     seen = estimate_population(result, batches, progress)
     said = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
     return (said + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2",
+    exact=False,
+    needs_data=True,
+    fit=fit,
+    may_do_nothing=True,
+)

@@ -22,9 +22,13 @@ from torch.nn.utils import parametrizations, parametrize
 
 from normswap.folding.draft import Draft
 from normswap.folding.overwriting import overwrites
+from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers import affine, seats
+from normswap.layers import affine
+from normswap.layers.channelwise import ChannelBias
+from normswap.layers.placeholders import Copy, Vacant
+from normswap.plan import Edit, Then
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
 _VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous")
@@ -35,7 +39,7 @@ def plan_federated(anatomy: Anatomy) -> Draft:
     draft = Draft(anatomy)
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(draft, path, module)
-        if isinstance(module, seats.ChannelBias) and module.sign is not None:
+        if isinstance(module, ChannelBias) and module.sign is not None:
             _learn_sign(draft, path)
     return draft
 
@@ -59,7 +63,7 @@ def plan_opacus(anatomy: Anatomy) -> Draft:
 
 def _learn_sign(draft: Draft, path: str) -> None:
     draft.seat(path, "ChannelAffine")
-    draft.verdicts[path] = "its signs become a scale that learns"
+    draft.judge(path, Fate.LEARNS, reason="its signs become a scale")
 
 
 def _seat_out_of_place(draft: Draft, path: str) -> None:
@@ -67,17 +71,12 @@ def _seat_out_of_place(draft: Draft, path: str) -> None:
     if outer is None:
         draft.seat(path, "OutOfPlace")
     else:
-        _amend(draft, outer, out_of_place=True)
-
-
-def _amend(draft: Draft, path: str, **args: bool) -> None:
-    edit = draft.seats[path]
-    draft.seats[path] = replace(edit, args={**edit.args, **args})
+        draft.seats[outer] = replace(draft.seats[outer], out_of_place=True)
 
 
 def _refuse_statistics(draft: Draft, path: str, module: nn.Module) -> None:
     remedy = "groupnorm, skipinit and frozen-bn do not"
-    if affine.is_batchnorm(module) and not isinstance(module, affine.FROZEN):
+    if affine.is_batchnorm(module) and not affine.is_frozen(module):
         draft.refusals[path] = f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         draft.refusals[path] = f"a {type(module).__name__} keeps running statistics; {remedy}"
@@ -97,7 +96,7 @@ def _refuse_buffers(draft: Draft, path: str, module: nn.Module) -> None:
         draft.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
     elif parametrize.is_parametrized(module) and not learns(module):
         draft.seat(path, "WithBias")  # else Opacus would hook the parametrization, which sees no samples
-        draft.verdicts[path] = "gets a bias"
+        draft.judge(path, Fate.LEARNS, reason="it gets a bias")
 
 
 def _copy_before(draft: Draft, node: fx.Node) -> None:
@@ -109,13 +108,14 @@ def _copy_before(draft: Draft, node: fx.Node) -> None:
     owners = _owners(traced, value)
     if not owners or _writer_is_gone(draft, node):
         return
-    if any(isinstance(traced.modules[path], seats.Copy) for path in traced.outputs[value]):
+    if any(isinstance(traced.modules[path], Copy) for path in traced.outputs[value]):
         return
     path = owners[-1]
     if path in draft.seats:
-        _amend(draft, path, copied=True)
+        edit = draft.seats[path]
+        draft.seats[path] = replace(edit, then=(*edit.then, Then("Copy")))
     else:
-        draft.seat(path, "Copied", keep=True)
+        draft.seats[path] = Edit(path, "Copy", keep=True)
 
 
 def _may_overwrite(traced: Traced, node: fx.Node) -> bool:
@@ -155,5 +155,5 @@ def _shares(traced: Traced, node: fx.Node) -> bool:
     """Whether the value of `node` may be, or view, the memory of its input."""
     module = traced.module(node)
     if module is not None:
-        return isinstance(module, nn.Identity | nn.Flatten | seats.Vacant) or overwrites(traced, node)
+        return isinstance(module, nn.Identity | nn.Flatten | Vacant) or overwrites(traced, node)
     return node.target in _VIEWS or getattr(node.target, "__name__", "") in _VIEWS or overwrites(traced, node)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.schemes.parts.purposes import plan_opacus
-
-PAPER = ""
-
-
-def exact(options: dict[str, Any]) -> bool:
-    return True
+from normswap.schemes import Scheme
+from normswap.schemes.parts.without_batches import plan_opacus
 
 
 def plan(anatomy: Anatomy) -> Draft:
     return plan_opacus(anatomy)
+
+
+SCHEME = Scheme(
+    plan,
+    may_do_nothing=True,
+)

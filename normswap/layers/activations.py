@@ -1,0 +1,38 @@
+"""Which modules and functions are activations, and which of them let a positive factor through: ReLU, LeakyReLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm import layers as timm_layers
+from torch import nn
+
+SILENT = (
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d,
+)  # fmt: skip
+RELUS = (nn.ReLU, nn.LeakyReLU)
+# What a graph calls them: functions, and names of methods.
+RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+HOMOGENEOUS_FUNCTIONS = (*RELU_FUNCTIONS, F.leaky_relu)
+_MODULES = ("torch.nn.modules.activation", "timm.layers.activations")
+_NAMES = {"relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "hardswish"}
+
+
+def is_homogeneous(act: nn.Module | None) -> bool:
+    """Whether act(c x) = c act(x) for every c > 0: ReLU, LeakyReLU, what is silent in eval mode, and rows of them."""
+    if isinstance(act, nn.Sequential):
+        return all(is_homogeneous(part) for part in act)
+    return act is None or type(act) in RELUS or isinstance(act, SILENT)
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether the module is one of torch's or timm's activations."""
+    return type(module).__module__.startswith(_MODULES)
+
+
+def is_activation_call(target: Any) -> bool:
+    """Whether a function, or a method of that name, is an activation."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.strip("_") in _NAMES

@@ -1,0 +1,84 @@
+"""What stays of a norm per channel where no weights can take it in: a shift, or a scale and a shift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.errors import RefusedError
+from normswap.layers import affine
+from normswap.layers.own import GAMMA, OwnLayer, per_channel
+from normswap.layers.seat import Seat
+
+
+class ChannelAffine(Seat, OwnLayer):
+    """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can take it in."""
+
+    AFFINE = PER_CHANNEL = SCALES = True
+    ROLES = {"weight": GAMMA, "bias": "beta"}
+
+    def __init__(self, weight: Tensor, bias: Tensor, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        x = x * per_channel(self.weight, x) + per_channel(self.bias, x)
+        return x if self.act is None else self.act(x)
+
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        return self.weight.detach().double(), self.bias.detach().double()
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor) -> ChannelAffine:
+        scale, shift = affine.read(old)
+        return cls(scale.to(like), shift.to(like), affine.copied_activation(old))
+
+    @classmethod
+    def invert(cls, old: Any, now: Any, reads: tuple[nn.Module, ...]) -> None:
+        scale, shift = affine.read(old)
+        if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
+            return
+        old.weight.copy_(now.weight.double() * torch.sqrt(old.running_var.double() + old.eps))
+        affine.set_shift(old, now.bias.double(), now.weight.double())
+
+
+class ChannelBias(Seat, OwnLayer):
+    """y = act(sign * x + bias) per channel: what stays of a pre-activation norm when its scale has moved on.
+
+    `sign` is a fixed buffer of -1, 0 or 1, present only where some gamma was not positive.
+    """
+
+    AFFINE = PER_CHANNEL = True
+    ROLES = {"bias": "beta"}
+    sign: Tensor | None
+
+    def __init__(self, bias: Tensor, sign: Tensor | None = None, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.bias, self.act = nn.Parameter(bias), act
+        self.register_buffer("sign", sign)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        x = x if self.sign is None else x * per_channel(self.sign, x)
+        x = x + per_channel(self.bias, x)
+        return x if self.act is None else self.act(x)
+
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        bias = self.bias.detach().double()
+        return torch.ones_like(bias) if self.sign is None else self.sign.double(), bias
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor, signed: bool) -> ChannelBias:
+        _, sign, shift = affine.split(old, like.dtype)
+        return cls(shift.to(like), sign.to(like) if signed else None, affine.copied_activation(old))
+
+    @classmethod
+    def invert(cls, old: Any, now: Any, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
+        if not isinstance(now, ChannelBias):
+            raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
+        magnitude, sign, shift = affine.split(old, old.weight.dtype)
+        if not torch.equal(shift.to(now.bias), now.bias):
+            affine.set_shift(old, magnitude * now.bias.double(), magnitude * sign)

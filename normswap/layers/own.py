@@ -1,0 +1,36 @@
+"""What every module of normswap's own answers: how it reads as an affine map, which roles its parameters have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+GAMMA = "gamma"  # in ROLES: whatever role the norm had that stood there
+
+
+class OwnLayer(nn.Module):
+    """A module that a conversion leaves in a network. An activation that it applies last is called `act`.
+
+    AFFINE: it computes act(s * x + t), and `as_affine` says s and t.
+    PER_CHANNEL: s and t may differ from channel to channel, so that it can stand for a norm that is gone.
+    SCALES: s may be another number than 1 or -1.
+    HOLDS_STATISTICS: a norm lives on in it.
+    ROLES: what its parameters are to weight decay, by name.
+    """
+
+    AFFINE: ClassVar[bool] = False
+    PER_CHANNEL: ClassVar[bool] = False
+    SCALES: ClassVar[bool] = False
+    HOLDS_STATISTICS: ClassVar[bool] = False
+    ROLES: ClassVar[Mapping[str, str]] = {}
+
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        """s and t of y = act(s * x + t), each of shape (C,) or (1,), float64."""
+        raise NotImplementedError
+
+
+def per_channel(value: Tensor, x: Tensor) -> Tensor:
+    """(C,) in a shape that goes with x (N, C, ...)."""
+    return value.view(1, -1, *(1,) * (x.ndim - 2))

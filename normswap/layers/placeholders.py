@@ -1,0 +1,97 @@
+"""Seats that are empty, or hold two layers in a row; and small changes to what sits there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.layers.affine import copied_activation
+from normswap.layers.own import OwnLayer
+from normswap.layers.seat import Seat
+
+
+class Vacant(Seat, OwnLayer):
+    """Where a norm stood: passes its input on, through the activation the norm carried, if any."""
+
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        return x if self.act is None else self.act(x)
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor) -> Vacant:
+        return cls(copied_activation(old))
+
+
+class Chain(OwnLayer):
+    """What sat in the seat, then one more layer. The kept module's tensors are called `inner.*`."""
+
+    def __init__(self, inner: nn.Module, then: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.then = inner, then
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> whatever `then` returns"""
+        return self.then(self.inner(x))
+
+
+class Copy(Seat, OwnLayer):
+    """Passes on a copy of its input, which may then be overwritten: backward hooks forbid that of what they return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        return x.clone()
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor) -> Copy:
+        return cls()
+
+
+class OutOfPlace(Seat):
+    """An activation or dropout that no longer writes into its input."""
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
+        return out_of_place(copy.deepcopy(old))
+
+
+def out_of_place(module: nn.Module) -> nn.Module:
+    """`module` itself, in which nothing writes into its input any more."""
+    for part in module.modules():
+        if getattr(part, "inplace", False) is True:
+            part.inplace = False  # type: ignore[assignment]
+    return module
+
+
+class WithBias(Seat):
+    """A parametrized layer without a bias gets one, at first 0."""
+
+    @classmethod
+    def replacing(cls, old: Any, *, like: Tensor) -> Any:
+        new = copy.deepcopy(old)
+        if new.bias is None:
+            channels = new.out_features if isinstance(new, nn.Linear) else new.out_channels
+            new.bias = nn.Parameter(torch.zeros(channels).to(new.weight))
+        return new
+
+
+class Dropout(Seat):
+    """Dropout before the classifier. The seat is a Dropout module, or timm's `drop_rate` number, read in forward."""
+
+    @classmethod
+    def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:
+        return nn.Dropout(p) if isinstance(old, nn.Module) else p
+
+
+class Number(Seat):
+    """A number (or a scalar parameter) of a module, read in its forward; None takes it out."""
+
+    @classmethod
+    def replacing(cls, old: Any, *, like: Tensor, value: float | None) -> float | None:
+        return value

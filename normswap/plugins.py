@@ -1,0 +1,23 @@
+"""What other installed packages add: their entry points, each loaded once, when it is first of use."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import entry_points
+
+from normswap.errors import OptionError
+
+
+@functools.cache
+def load(group: str) -> None:
+    """Import every entry point of `group`, which registers what it brings while it is imported.
+
+    Raises:
+        OptionError: one of them cannot be imported.
+    """
+    for point in entry_points(group=group):
+        try:
+            point.load()
+        except Exception as error:  # somebody else's code
+            why = f"{type(error).__name__}: {error}"
+            raise OptionError(f"the plugin {point.value} cannot be loaded", why, "Mend or uninstall it") from error

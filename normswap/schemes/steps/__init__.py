@@ -1,0 +1,1 @@
+"""Steps of a plan that are no targets: what comes before a scheme, or stands alone."""

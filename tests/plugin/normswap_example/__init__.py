@@ -1,0 +1,1 @@
+"""An example: a scheme and a norm of somebody else's."""

@@ -1,0 +1,27 @@
+"""SkipInit whose scalars start from a share of what keeps the function."""
+
+from __future__ import annotations
+
+import normswap
+from normswap.folding.draft import Draft
+from normswap.graph.inspection import Anatomy
+from normswap.schemes.parts.branch_scale import scale_branches
+
+
+def plan(anatomy: Anatomy, *, share: float = 0.5) -> Draft:
+    """A share of the matched scalars at the end of every residual branch.
+
+    Args:
+        share: what the matched scalars are multiplied by.
+    """
+    draft = scale_branches(anatomy, None)
+    for path, edit in draft.seats.items():
+        if "alpha" in edit.args:
+            draft.seat(path, edit.layer, **{**edit.args, "alpha": share * edit.args["alpha"]})
+    return draft
+
+
+normswap.register_scheme(
+    "halved-skipinit",
+    normswap.Scheme(plan, paper="an example", exact=lambda options: options["share"] == 1, on_branches=True),
+)
