@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from normswap.graph.tracing import Traced
+from normswap.provenance import Provenance
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Anatomy:
         dropout: the seat of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
         outside: paths of the modules that a conversion leaves as they are (see `selection`).
+        provenance: where the network is from, what was done to it, and the norms it once had.
     """
 
     blocks: tuple[Block, ...]
@@ -71,6 +73,7 @@ class Anatomy:
     dropout: str | None
     traced: Traced = field(repr=False, compare=False)
     outside: frozenset[str] = frozenset()
+    provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
 
     def takes_part(self, path: str) -> bool:
         """Whether what sits at the path of a module, or of a block, may be converted."""

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from normswap import provenance
 from normswap.graph import opaque
 from normswap.graph.anatomy import Anatomy, Block, Norm
 from normswap.graph.tracing import Traced, inputs, is_add, is_mul, trace
 from normswap.layers import affine
 from normswap.layers.activations import is_activation, is_activation_call
+from normswap.provenance import Provenance
 
 __all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
 
@@ -38,9 +40,8 @@ def inspect(model: nn.Module) -> Anatomy:
     untraced = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
-    return Anatomy(
-        tuple(blocks), norms, tuple(untraced), str(classifier.target) if classifier else None, dropout, traced
-    )
+    end, record = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
+    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, provenance=record)
 
 
 class _Reader:

@@ -16,7 +16,7 @@ from normswap.schemes.parts.per_sample_norms import dress_per_sample
 
 
 def plan(anatomy: Anatomy) -> Draft:
-    return dress_per_sample(anatomy, None)
+    return dress_per_sample(anatomy, lambda channels: channels, channelwise=True)
 
 
 SCHEME = Scheme(

@@ -19,7 +19,7 @@ def plan(anatomy: Anatomy, *, steady: Annotated[float, "SHARE"] = 0.5) -> Draft:
     """Args:
     steady: as in `groupnorm`.
     """
-    return dress_per_sample(anatomy, 1, steady)
+    return dress_per_sample(anatomy, lambda channels: 1, steady)
 
 
 SCHEME = Scheme(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from normswap import provenance
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.folding.verdict import Fate
@@ -45,10 +44,10 @@ def _keep_in_its_seat(draft: Draft, path: str, module: nn.Module) -> None:
 
 def _folding(anatomy: Anatomy) -> dict[str, str]:
     """The convolution into which each norm would fold, or was folded, as the only one after it."""
-    modules, record = anatomy.traced.modules, provenance.of(anatomy.traced.modules[""])
+    modules = anatomy.traced.modules
     taken = {conv: [read for read, one in take.reads if one.way is Way.AFTER and affine.is_batchnorm(modules[read])]
              for conv, take in undress(anatomy).takes.items()}  # fmt: skip
-    for edit in (edit for step in (record.plan.steps if record else ()) for edit in step.edits):
+    for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
         after = [read for read, one in edit.taken if one.way in (Way.AFTER, Way.NORM)]
         lost = [read for read in after if isinstance(modules.get(read), Vacant)]
         taken.setdefault(edit.path, []).extend(path for path in lost if path not in taken.get(edit.path, ()))

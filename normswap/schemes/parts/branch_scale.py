@@ -10,7 +10,6 @@ import torch
 from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
-from normswap import provenance
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
@@ -195,9 +194,7 @@ def site_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | Non
     module = anatomy.traced.module(node)
     if module is not None and affine.is_batchnorm(module):
         return affine.moments(module)
-    record = provenance.of(anatomy.traced.modules[""])
-    if record is None:
-        return None
+    record = anatomy.provenance
     seats = (str(node.target), *reversed(node.meta["inside"]))
     path = next((p for p in seats if f"{p}.running_mean" in record.norms), None)
     if path is None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normswap import provenance
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
@@ -61,9 +60,8 @@ def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Dra
 
 def sites(anatomy: Anatomy) -> list[str]:
     """Where norms stood before the network was converted, in the order of the record."""
-    record = provenance.of(anatomy.traced.modules[""])
     suffix = ".running_mean"
-    return [name.removesuffix(suffix) for name in (record.norms if record else ()) if name.endswith(suffix)]
+    return [name.removesuffix(suffix) for name in anatomy.provenance.norms if name.endswith(suffix)]
 
 
 def seat_of(anatomy: Anatomy, path: str) -> str:
@@ -106,17 +104,13 @@ def _stands_for_a_norm(module: nn.Module | None) -> bool:
 
 def kept_moments(anatomy: Anatomy, path: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Mean and deviation per channel of the norm that stood at `path`: its beta and |gamma|, if they are known."""
-    record = provenance.of(anatomy.traced.modules[""])
     site = site_of(anatomy, path)
-    if record is None or site not in sites(anatomy):
-        return None, None
-    return record.moments(site)
+    return anatomy.provenance.moments(site) if site in sites(anatomy) else (None, None)
 
 
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel in the seat of a norm that is gone."""
-    record = provenance.of(anatomy.traced.modules[""])
-    assert record is not None
+    record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
     edits = (edit for step in record.plan.steps for edit in step.edits)
     moved_on = any(read == path and take.way is Way.BEFORE for edit in edits for read, take in edit.taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,13 +21,16 @@ from normswap.schemes.parts import steady_signs
 from normswap.schemes.parts.steady_signs import Signs
 
 
-def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) -> Draft:
-    """A GroupNorm in the seat of every BatchNorm; None: one channel per group.
+def dress_per_sample(
+    anatomy: Anatomy, groups: Callable[[int], int], steady: float = 0.0, *, channelwise: bool = False
+) -> Draft:
+    """A GroupNorm in the seat of every BatchNorm.
 
     Args:
+        groups: how many are wanted, by the number of channels.
         steady: see `per_sample.Gauge` and `steady_signs`; a convolution right before the norm takes the gauge in, else
-        a
-            `ChannelAffine` in front of the norm holds it.
+            a `ChannelAffine` in front of the norm holds it.
+        channelwise: groups of one channel are what is wanted.
 
     Raises:
         OptionError: steady is not in [0, 1).
@@ -51,7 +55,7 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
         if why:
             draft.refusals[path] = why
             continue
-        count = _count(draft, path, module, groups)
+        count = _count(draft, path, module, groups(affine.channels(module)), channelwise)
         if count is not None:
             counts[path] = count
     if not draft.refusals:
@@ -62,16 +66,16 @@ def dress_per_sample(anatomy: Anatomy, groups: int | None, steady: float = 0.0) 
     return draft
 
 
-def _count(draft: Draft, path: str, module: nn.Module, groups: int | None) -> int | None:
+def _count(draft: Draft, path: str, module: nn.Module, wanted: int, channelwise: bool) -> int | None:
     """How many groups this norm gets; None where it is refused."""
     channels = affine.channels(module)
-    count = channels if groups is None else nearest_divisor(channels, groups)
-    if channels == count and (groups is not None or isinstance(module, nn.BatchNorm1d)):
+    count = nearest_divisor(channels, wanted)
+    if channels == count and (not channelwise or isinstance(module, nn.BatchNorm1d)):
         remedy = "`--groups 1`" if isinstance(module, nn.BatchNorm1d) else "fewer groups, or `--to instancenorm`"
         draft.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
         return None
-    if groups is not None and count != groups:
-        draft.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
+    if count != wanted:
+        draft.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {wanted}")
     return count
 
 
