@@ -93,7 +93,7 @@ def test_files_are_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["curves", a, "-o", str(tmp_path / "plot.xyz")]) == 2
     assert "no picture format 'xyz'" in capsys.readouterr().err
     with pytest.raises(OutputError):
-        curves.write_json(curves.read([a]), tmp_path / "none" / "out.json")
+        curves.write_csv(curves.read([a]), tmp_path / "none" / "out.csv")
 
 
 def test_curves_need_no_torch(tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ to train with (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % wi
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from torch import nn
 
+from normswap import schemes
 from normswap.errors import OptionError, RefusedError
 from normswap.layers import affine
 from normswap.surgery.conversion import drafts
@@ -22,43 +26,52 @@ ENOUGH = 16  # images in a batch for BatchNorm
 
 @dataclass(frozen=True)
 class Cost:
-    """What was measured of a target.
+    """What was measured of a target; None where nothing was.
 
     Args:
-        kept: smallest and largest share of the source's accuracy, in percent, without a gradient step; with 1000
-            unlabelled images where the target is fitted to data.
-        step: time of a training step against BatchNorm's.
+        kept: smallest and largest share of the source's accuracy, in percent, without a gradient step; with unlabelled
+            images where the command has `--calibrate`.
+        step: time of a training step against BatchNorm's: the middle, the lowest, the highest.
         memory: what a training step keeps for its backward pass per image, against BatchNorm's.
     """
 
-    kept: tuple[float, float]
-    step: float | None = None
-    memory: float | None = None
+    kept: tuple[float, float] | None
+    step: tuple[float, float, float] | None
+    memory: float | None
 
 
-SOURCES = {
-    "kept": "tests/benchmarks/schemes.md (CIFAR-10, three trained ResNets)",
-    "step, memory": "tests/benchmarks/step_time.md (ResNet-50, 16 images of 64 px, two cores)",
-}
-MEASURED: dict[str, Cost] = {
-    "batchnorm": Cost((100, 100), 1.0, 1.0),
-    "folded": Cost((100, 100)),
-    "skipinit": Cost((100, 100), 0.93, 0.74),
-    "tune": Cost((100, 100), 1.03, 0.48),
-    "groupnorm": Cost((98.5, 99.2), 1.0, 1.0),
-    "nf": Cost((96.8, 98.1), 1.42, 0.74),
-}
-_WITH_DATA = ("groupnorm", "nf")
+@functools.cache
+def _table() -> dict[str, Any]:
+    """Made by a script from the tables of tests/benchmarks, which also say how they were made."""
+    return dict(json.loads(resources.files("normswap.analysis").joinpath("measured_costs.json").read_text("utf-8")))
+
+
+def measured() -> dict[str, tuple[str, str]]:
+    """For each figure, the networks that it was measured on, and where that is written."""
+    return {what: (part["on"], part["where"]) for what, part in _table().items() if isinstance(part, dict)}
+
+
+def cost(scheme: str) -> Cost:
+    """What the table has of a scheme with its own options, fitted to data if it can be."""
+    kept, step, memory = (_table()[what]["figures"].get(scheme) for what in ("kept", "step", "memory"))
+    spans = [span for how, span in (kept or {}).items() if (how != "none") == _fitted(scheme)]
+    return Cost((spans[0][0], spans[0][1]) if spans else None, tuple(step) if step else None, memory)
+
+
+def _fitted(scheme: str) -> bool:
+    """Whether the command gives it images to fit values to."""
+    known = schemes.get(scheme)
+    return known.fit is not None and not known.is_exact(known.options)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One target, why, the command, and what it costs (None: not measured)."""
+    """One target, why, the command, and what it costs."""
 
     scheme: str
     why: str
     command: str
-    cost: Cost | None
+    cost: Cost
 
 
 def advise(
@@ -82,11 +95,11 @@ def advise(
     for scheme, why in _wishes(model, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
-                list(drafts(model, scheme, "opacus" if private else None, measured=scheme in _WITH_DATA))
+                list(drafts(model, scheme, "opacus" if private else None, measured=_fitted(scheme)))
         except RefusedError as error:
             refused[scheme] = str(error)
         else:
-            found.append(Advice(scheme, why, _command(name, scheme, private), MEASURED.get(scheme)))
+            found.append(Advice(scheme, why, _command(name, scheme, private), cost(scheme)))
     if not found:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return found, refused
@@ -112,21 +125,17 @@ def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> l
 def _command(name: str, scheme: str, private: bool) -> str:
     if scheme == "batchnorm":
         return ""
-    data = " --calibrate DATA" if scheme in _WITH_DATA else ""
+    data = " --calibrate DATA" if _fitted(scheme) else ""
     return f"normswap convert {name} --to {scheme}{data}{' --for opacus' if private else ''}"
 
 
 def body_of(found: list[Advice], refused: dict[str, str], **asked: Any) -> dict[str, Any]:
     """The advice as a JSON-able record."""
     rows = [
-        {
-            "scheme": one.scheme,
-            "why": one.why,
-            "command": one.command,
-            "kept": list(one.cost.kept) if one.cost else None,
-            "step": one.cost.step if one.cost else None,
-            "memory": one.cost.memory if one.cost else None,
-        }
+        {"scheme": one.scheme, "why": one.why, "command": one.command, "kept": one.cost.kept,
+         "step": one.cost.step and one.cost.step[0], "step_range": one.cost.step and one.cost.step[1:],
+         "memory": one.cost.memory}
         for one in found
-    ]
-    return {**asked, "choose": rows[0], "others": rows[1:], "refused": refused, "measured": SOURCES}
+    ]  # fmt: skip
+    where = {what: {"on": on, "where": where} for what, (on, where) in measured().items()}
+    return {**asked, "choose": rows[0], "others": rows[1:], "refused": refused, "measured": where}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -140,15 +139,9 @@ def _paletted(figure: Any) -> Any:
 
 
 def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
-    """{"curves": {name: [point, ...]}, "expected": {name: [variance, ...]}}; what is not finite becomes None."""
-    bodies = {name: [{k: _plain(v) for k, v in asdict(p).items()} for p in points] for name, points in curves.items()}
+    """{"curves": {name: [point, ...]}, "expected": {name: [variance, ...]}}."""
+    bodies = {name: [asdict(p) for p in points] for name, points in curves.items()}
     return {"curves": bodies, "expected": {name: list(values) for name, values in (expected or {}).items()}}
-
-
-def write_json(curves: Curves, file: str | Path, expected: Mapping[str, Sequence[float]] | None = None) -> Path:
-    """Write `to_json` to a file."""
-    text = json.dumps(to_json(curves, expected), indent=2, allow_nan=False) + "\n"
-    return atomic_write.text(Path(file), text)
 
 
 def write_csv(curves: Curves, file: str | Path) -> Path:
@@ -160,7 +153,3 @@ def write_csv(curves: Curves, file: str | Path) -> Path:
     for network, points in curves.items():
         writer.writerows([network, *(getattr(point, name) for name in names)] for point in points)
     return atomic_write.text(Path(file), out.getvalue())
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

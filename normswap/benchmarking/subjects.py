@@ -23,6 +23,7 @@ _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
 _NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
 Make = Callable[[], Path]
 Size = tuple[int, int, int]
+Sidecar = Mapping[str, Any]  # as JSON has it
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Making:
     settings: Settings
     batches: Sequence[int]
     export: Export
-    sidecar: Callable[[Path], Mapping[str, Any] | None]
+    sidecar: Callable[[Path], Sidecar | None]
 
     @property
     def dynamic(self) -> bool:
@@ -218,7 +219,7 @@ def is_file(name: str) -> bool:
     return Path(name).suffix.lower() in KINDS
 
 
-def of_file(file: Path, before: Group | None, body: Mapping[str, Any] | None, side: int | None) -> tuple[Subject, Size]:
+def of_file(file: Path, before: Group | None, body: Sidecar | None, side: int | None) -> tuple[Subject, Size]:
     """An exported file, as one more form of the network that was named before it, and the size it takes.
 
     Args:
@@ -241,7 +242,7 @@ def of_file(file: Path, before: Group | None, body: Mapping[str, Any] | None, si
     return subject, takes if takes and not side else known
 
 
-def _unprepared(model: nn.Module, body: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+def _unprepared(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:
     """From images as `model` takes them to images as the file does."""
     if body["normalize"] is not None:
         return lambda images: images
@@ -250,7 +251,7 @@ def _unprepared(model: nn.Module, body: Mapping[str, Any]) -> Callable[[Tensor],
     return lambda images: images * std + mean
 
 
-def _answering(model: nn.Module, body: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+def _answering(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:
     """What the file must compute."""
     if body["output"]["name"] != "probabilities":
         return model

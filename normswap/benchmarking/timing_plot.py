@@ -7,11 +7,15 @@ import io
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from normswap.analysis import plots
 from normswap.benchmarking.timing import Row
 from normswap.storage import atomic_write
+
+if TYPE_CHECKING:  # a second to import, for pictures alone
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
 
 _HATCHES = ("", "//", "..", "xx", "\\\\")
 _COLUMNS = [field.name for field in fields(Row) if field.name != "rounds"]
@@ -40,7 +44,7 @@ def plot(rows: Sequence[Row], file: str | Path, title: str = "") -> Path:
         axes.set_title(f"{network}, batch {batch}", fontsize=12, loc="left")
     for axes in list(figure.axes)[len(panels) :]:
         axes.set_visible(False)
-    handles: dict[str, Any] = {}
+    handles: dict[str, Artist] = {}
     for axes in figure.axes:
         handles |= {legend: handle for handle, legend in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)), fontsize=11)
@@ -56,7 +60,7 @@ def _panels(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     return panels
 
 
-def _panel(axes: Any, rows: Sequence[Row], forms: Sequence[str]) -> None:
+def _panel(axes: Axes, rows: Sequence[Row], forms: Sequence[str]) -> None:
     names = list(dict.fromkeys(row.runtime for row in rows))
     ordered = sorted(rows, key=lambda row: (names.index(row.runtime), forms.index(row.form)))
     speeds = [row.images_per_s or 0.0 for row in ordered]

@@ -18,10 +18,12 @@ from normswap.errors import OptionError
 from normswap.exporting import checks, export_folding, formats, input_normalization, rounding, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import Format
 from normswap.storage import atomic_write
 from normswap.surgery.conversion import Conversion
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
+Batches = Iterable[Tensor | tuple[Tensor, Tensor]] | Tensor
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32"}
 _BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 
@@ -61,13 +63,13 @@ class _Order:
 
     source: nn.Module
     file: Path
-    form: Any
+    form: Format
     dtype: str
     dynamic_batch: bool
     size: tuple[int, int, int]
     normalize: bool
     softmax: bool
-    config: dict[str, Any]
+    config: sidecar.Body
     output: str
 
 
@@ -81,7 +83,7 @@ def export(
     input_size: Sequence[int] | None = None,
     normalize: bool = False,
     softmax: bool = False,
-    images: Iterable[Any] | Tensor | None = None,
+    images: Batches | None = None,
     force: bool = False,
     count_plain: bool = False,
     say: Callable[[str], None] = lambda what: None,
@@ -152,7 +154,7 @@ def claim(file: Path, format: str | None, *, force: bool) -> None:
         atomic_write.claim(each, force=force)
 
 
-def preprocessing(model: nn.Module, size: Sequence[int] | None) -> dict[str, Any]:
+def preprocessing(model: nn.Module, size: Sequence[int] | None) -> sidecar.Body:
     """The record by which images are made for `model`, at another size (C, H, W) if one is given."""
     record = provenance.of(model)
     config = {**(record.pretrained_cfg if record else {}), **sidecar.config(model)}
@@ -234,7 +236,7 @@ def _per_channel(values: Sequence[float], channels: int) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64).expand(channels).reshape(-1, 1, 1).float()
 
 
-def _check(order: _Order, runs: formats.Runs, images: Iterable[Any] | Tensor | None) -> Figures:
+def _check(order: _Order, runs: formats.Runs, images: Batches | None) -> Figures:
     mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
 
     def raw(x: Tensor) -> Tensor:
@@ -248,6 +250,6 @@ def _check(order: _Order, runs: formats.Runs, images: Iterable[Any] | Tensor | N
     )
 
 
-def _tensors(images: Iterable[Any] | Tensor) -> Iterator[Tensor]:
+def _tensors(images: Batches) -> Iterator[Tensor]:
     for batch in [images] if isinstance(images, Tensor) else images:
         yield (batch[0] if isinstance(batch, (tuple, list)) else batch).float()

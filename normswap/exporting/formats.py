@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from normswap.errors import OptionError, first_line
 
@@ -23,7 +23,7 @@ class Format(Protocol):
     GRAPH: bool  # it holds operators, not only tensors
     NOTES: Mapping[str, str]  # what a user should know of a dtype in it
 
-    def write(self, network: Any, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    def write(self, network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
         """Write `network`, traced on `x` (N, C, H, W), to `file`; `dynamic`: for any number of images at a time.
 
         Raises:
@@ -41,29 +41,33 @@ class Format(Protocol):
         """How many operators of each kind the file has, the most frequent first."""
 
 
-_MODULES = {"onnx": "onnx_file", "pt2": "pt2", "torchscript": "torchscript", "safetensors": "safetensors_file"}
-_ENDINGS = {
-    ".onnx": "onnx",
-    ".pt2": "pt2",
-    ".torchscript": "torchscript",
-    ".ts": "torchscript",
-    ".safetensors": "safetensors",
+class _Row(NamedTuple):
+    module: str
+    endings: tuple[str, ...]
+
+
+_FORMATS = {
+    "onnx": _Row("onnx_file", (".onnx",)),
+    "pt2": _Row("pt2", (".pt2",)),
+    "torchscript": _Row("torchscript", (".torchscript", ".ts")),
+    "safetensors": _Row("safetensors_file", (".safetensors",)),
 }
+_ENDINGS = {ending: name for name, row in _FORMATS.items() for ending in row.endings}
 
 
 def names() -> list[str]:
-    return list(_MODULES)
+    return list(_FORMATS)
 
 
-def get(name: str) -> Any:
-    """The module of a format; it satisfies `Format`.
+def get(name: str) -> Format:
+    """The module of a format.
 
     Raises:
         OptionError: there is none of that name, or a package it needs is not installed.
     """
-    if name not in _MODULES:
-        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_MODULES)}")
-    form: Any = importlib.import_module(f"normswap.exporting.{_MODULES[name]}")
+    if name not in _FORMATS:
+        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
+    form = cast(Format, importlib.import_module(f"normswap.exporting.{_FORMATS[name].module}"))
     for package in form.NEEDS:
         try:
             importlib.import_module(package)
@@ -73,7 +77,7 @@ def get(name: str) -> Any:
     return form
 
 
-def choose(file: Path, name: str | None) -> Any:
+def choose(file: Path, name: str | None) -> Format:
     """The format of `file`: the one that is named, or the one that its ending says.
 
     Raises:
@@ -84,7 +88,7 @@ def choose(file: Path, name: str | None) -> Any:
         known = ", ".join(f"{ending} ({of})" for ending, of in _ENDINGS.items())
         what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
         raise OptionError(f"{what} says no format", remedy=f"Known: {known}; or name it with --format")
-    if name is not None and name in _MODULES and meant not in (None, name):
+    if name is not None and name in _FORMATS and meant not in (None, name):
         raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
     return get(name or str(meant))
 

@@ -1,4 +1,4 @@
-"""What a report says, as plain records. `report` finds it out, `page` and `figures` show it."""
+"""What a report says, as plain records. `report` finds it out, `page` shows it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,26 @@ from normswap.plan import Arch
 from normswap.surgery.comparison import Report
 
 ROLES = ("stem", "other", "last", "down", "head")
+COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}  # of their classes in the page's style
+ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What may become of a norm: how its disc is marked, and what that means."""
+
+    mark: str
+    meaning: str
+
+
+FATES = {
+    "gone": Fate("empty", "folded away"),
+    "scalar": Fate(ALPHA, f"folded away, a scalar {ALPHA} in its seat"),
+    "bias": Fate("b", "a shift per channel stays"),
+    "affine": Fate("a", "scale and shift stay"),
+    "replaced": Fate("r", "replaced by another layer"),
+    "kept": Fate("full", "kept"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +48,7 @@ class NormFact:
     """A norm of the source, and what the plan did to it.
 
     Args:
-        fate: `gone` (its seat is empty), `scalar` (an alpha sits there), `bias` or `affine` (a shift, or a scale and a
-            shift, per channel stay), `replaced` (by any other layer) or `kept`.
+        fate: one of `FATES`.
         said: the same in words.
     """
 
@@ -113,3 +132,18 @@ class Facts:
     def stages(self) -> tuple[str, ...]:
         """The stage of each block, in order of the forward pass."""
         return tuple(block.stage for block in self.blocks)
+
+    @property
+    def norms(self) -> tuple[NormFact, ...]:
+        """Every norm of the source."""
+        return (*(norm for block in self.blocks for norm in block.norms), *self.others)
+
+    @property
+    def before(self) -> tuple[NormFact, ...]:
+        """The norms in front of the blocks."""
+        return tuple(norm for norm in self.others if norm.role == "stem")
+
+    @property
+    def elsewhere(self) -> tuple[NormFact, ...]:
+        """The other norms outside of blocks."""
+        return tuple(norm for norm in self.others if norm.role != "stem")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from normswap.training.objective import Objective, Teacher
 from normswap.training.optimizing import Clipping, Rate, optimizer
 from normswap.training.recipe import Recipe
 from normswap.training.training_images import Share, Training, drawn_by, places, validation
+
+if TYPE_CHECKING:  # an optional package
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
 Say = Callable[[str], None]
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -56,7 +60,7 @@ def start(model: nn.Module | None, recipe: Recipe, say: Say) -> Start:
     if recipe.convert is None:
         return Start(model, None, model)
     say(f"converting to {recipe.convert.to}")
-    images: Any = None
+    images: datasets.Loader | None = None
     if recipe.convert.calibrate:
         place = places(recipe.data)[0]
         images = datasets.make_loader(
@@ -79,7 +83,7 @@ def advice(model: nn.Module) -> str | None:
     )
 
 
-def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> Any:
+def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> Accelerator:
     """Accelerate's view of the machine: processes, device, precision.
 
     Raises:
@@ -140,7 +144,7 @@ class Task:
         engine: Accelerate's view of the machine.
     """
 
-    def __init__(self, begin: Start, recipe: Recipe, engine: Any) -> None:
+    def __init__(self, begin: Start, recipe: Recipe, engine: Accelerator) -> None:
         train = recipe.train
         self.recipe, self.engine = recipe, engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
@@ -168,8 +172,8 @@ class Task:
         self.clipping = Clipping(self.raw, recipe.optim.clip) if recipe.optim.clip else None
         if train.compile:
             self.raw.compile()
-        self.model: Any = engine.prepare_model(self.raw)
-        self.optimizer: Any = engine.prepare_optimizer(optim)
+        self.model: nn.Module = engine.prepare_model(self.raw)
+        self.optimizer: AcceleratedOptimizer = engine.prepare_optimizer(optim)
         if self.ema is not None:
             self.ema.set(self.raw)  # DDP has given every process the weights of the first
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normswap.errors import SourceError
 from normswap.storage import atomic_write
+
+if TYPE_CHECKING:  # a second to import, for pictures alone
+    from matplotlib.axes import Axes
 
 _NEEDED = ("epoch", "train_loss", "top1")
 
@@ -121,12 +123,12 @@ def _points(run: Run, column: str) -> tuple[list[float], list[float]]:
     return [x for x, _ in found], [y for _, y in found]
 
 
-def _close(axes: Any) -> None:
+def _close(axes: Axes) -> None:
     """Percentages: from a little below the lowest to a little above the highest."""
-    values = [float(v) for drawn in axes.get_lines() for v in drawn.get_ydata() if math.isfinite(v)]
-    if values:
-        margin = max(0.5, 0.06 * (max(values) - min(values)))
-        axes.set_ylim(max(0.0, min(values) - margin), min(100.0, max(values) + margin))
+    low, high = axes.dataLim.intervaly
+    if math.isfinite(low):  # something is drawn
+        margin = max(0.5, 0.06 * (high - low))
+        axes.set_ylim(max(0.0, low - margin), min(100.0, high + margin))
 
 
 def to_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -134,8 +136,7 @@ def to_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
     bodies = []
     for run in runs:
         best = run.best()
-        rows = [{key: _plain(value) for key, value in row.items()} for row in run.rows]
-        bodies.append({"name": run.name, "rows": rows, "best": best and {"epoch": best[0], "top1": best[1]}})
+        bodies.append({"name": run.name, "rows": run.rows, "best": best and {"epoch": best[0], "top1": best[1]}})
     return bodies
 
 
@@ -154,16 +155,3 @@ def write_csv(runs: Sequence[Run], file: str | Path) -> Path:
             values = [row.get(column) for column in columns]
             writer.writerow([run.name, *("" if v is None else f"{v:.8g}" for v in values)])
     return atomic_write.text(Path(file), out.getvalue())
-
-
-def write_json(runs: Sequence[Run], file: str | Path) -> Path:
-    """Write `to_json` to a file.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    return atomic_write.text(Path(file), json.dumps(to_json(runs), indent=2, allow_nan=False) + "\n")
-
-
-def _plain(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None

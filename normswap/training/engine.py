@@ -292,13 +292,10 @@ class Run:
         self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
         if self.progress is None:
             return
-        per_update = at.seconds / count
         top1 = at.rows[-1]["top1"] if at.rows else None
-        speed, left = self.recipe.data.batch_size / per_update, per_update * (task.updates - at.update)
+        speed = self.recipe.data.batch_size * count / at.seconds
         epochs = task.updates / task.per_epoch
-        self.progress(
-            Moment(at.update, task.updates, at.update / task.per_epoch, epochs, speed, self.lr, loss, top1, left)
-        )
+        self.progress(Moment(at.update, task.updates, at.update / task.per_epoch, epochs, speed, self.lr, loss, top1))
 
     def network(self, trained: nn.Module) -> nn.Module:
         """A network of the structure that training began with, on the CPU, with the tensors of `trained`."""

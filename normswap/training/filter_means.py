@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import torch
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame
@@ -52,7 +51,7 @@ class Means:
                 average.mean.copy_(layer.mean)
 
 
-def kept(model: nn.Module) -> list[Any]:
+def kept(model: nn.Module) -> list[MeanStdConv2d]:
     """The convolutions of `model` that keep their filters' means."""
     return [module for module in model.modules() if isinstance(module, MeanStdConv2d)]
 
@@ -65,7 +64,7 @@ def drop(model: nn.Module) -> nn.Module:
     if record is None or not layers or any(layer.mean.any() for layer in layers):
         return model
     for layer in layers:
-        layer.__class__ = ScaledStdConv2dSame if layer.same_pad else ScaledStdConv2d
+        layer.__class__ = ScaledStdConv2dSame if layer.same_pad else ScaledStdConv2d  # type: ignore[assignment]
         del layer.mean
         if not layer.same_pad:
             del layer.same_pad

@@ -33,8 +33,8 @@ class Objective:
         self.distill, self.teacher = recipe.distill, teacher
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
-        classes: Any = getattr(model, "num_classes", None)
-        self.mixup: Any = None
+        classes: int | None = getattr(model, "num_classes", None)
+        self.mixup: Mixup | None = None
         if augment.mixup or augment.cutmix:
             if classes is None:
                 raise OptionError("data.augment.mixup needs a network that knows its num_classes")

@@ -24,7 +24,6 @@ class Moment:
         lr: of the latest update.
         loss: mean over the epoch so far.
         top1: of the latest validation, in percent.
-        seconds_left: of training.
     """
 
     update: int
@@ -35,7 +34,6 @@ class Moment:
     lr: float
     loss: float
     top1: float | None
-    seconds_left: float
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -94,7 +93,7 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
     return check(tree, label, overrides)
 
 
-def check(tree: Any, label: str, overrides: Sequence[str] = ()) -> Recipe:
+def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe from plain values.
 
     Args:
@@ -130,7 +129,7 @@ def _found(name: str) -> tuple[str, str]:
         raise RecipeError(f"cannot read the recipe {path}", error.strerror or str(error)) from None
 
 
-def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
     """`tree` with one key set; groups on the way to it are made where they are missing or null."""
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
@@ -146,8 +145,8 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
         below = inner.get(step)
         if not isinstance(below, Mapping | None):
             raise RecipeError(f"{override!r}: {'.'.join(steps[:done])} is {below!r}, no group of keys")
-        inner[step] = dict(below or {})
-        inner = inner[step]
+        group = dict(below or {})
+        inner[step], inner = group, group
     inner[steps[-1]] = plain
     return changed
 
@@ -189,7 +188,7 @@ def keys(part: type[Part] = Recipe, prefix: str = "") -> Iterator[str]:
             yield from keys(group, f"{prefix}{name}.")
 
 
-def _group(annotation: Any) -> type[Part] | None:
+def _group(annotation: object) -> type[Part] | None:
     """The group of keys that a field holds, if it holds one (or null)."""
     union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     candidates = typing.get_args(annotation) if union else (annotation,)

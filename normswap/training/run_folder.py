@@ -66,7 +66,7 @@ class Folder:
         identity: what may not change when the run is continued: see `identify`.
     """
 
-    def __init__(self, place: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, place: Path, identity: Mapping[str, object]) -> None:
         self.place, self.identity = place, dict(identity)
         self.best, self.last, self.state = place / "best", place / "last", place / "state" / "run.pt"
 
@@ -145,7 +145,7 @@ class Folder:
         checkpoint.save(model, place, force=True)
 
 
-def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, Any]:
+def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
     """What makes a run the same run: the recipe, the network it starts from, the images."""
     record = provenance.of(model)
     plan = record.plan.digest if record else ""
@@ -155,12 +155,12 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, Any]:
     return {"network": zoo.hash_tensors(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
 
 
-def flat(recipe: Recipe) -> dict[str, Any]:
+def flat(recipe: Recipe) -> dict[str, object]:
     """Every key of the recipe by its dotted name, as on the command line."""
     return dict(_flat(recipe.model_dump(mode="json")))
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{above}{name}.")

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line
 from normswap.training.recipe import Recipe
@@ -66,7 +67,7 @@ class Sweep:
     """
 
     def __init__(
-        self, recipe: Recipe, subject: Mapping[str, Any], grid: Grid, place: Path, storage: str | None = None
+        self, recipe: Recipe, subject: Mapping[str, str], grid: Grid, place: Path, storage: str | None = None
     ) -> None:
         self.recipe, self.grid, self.place = recipe, grid, place
         self.optuna = _optuna()
@@ -102,7 +103,7 @@ class Sweep:
             event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return storage
 
-    def _agree(self, subject: Mapping[str, Any]) -> None:
+    def _agree(self, subject: Mapping[str, str]) -> None:
         """Write down what this sweep is of, or see that it is what is written there."""
         tree = self.recipe.model_dump(mode="json", exclude={"summary", "source"})
         for part, key in (("optim", "lr"), ("train", "seed"), ("data", "root"), ("data", "workers")):
@@ -238,7 +239,7 @@ def _point(one: optuna.trial.FrozenTrial) -> Point | None:
     return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
 
 
-def _differences(then: Any, now: Any, above: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(then: object, now: object, above: str = "") -> Iterator[tuple[str, object, object]]:
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted(then.keys() | now.keys()):
             yield from _differences(then.get(key), now.get(key), f"{above}.{key}" if above else key)
@@ -246,7 +247,7 @@ def _differences(then: Any, now: Any, above: str = "") -> Iterator[tuple[str, An
         yield above.removeprefix("recipe.").removeprefix("subject."), then, now
 
 
-def _optuna() -> Any:
+def _optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:

@@ -13,10 +13,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normswap.errors import OptionError
 from normswap.storage import atomic_write
+
+if TYPE_CHECKING:  # a second to import, for pictures alone
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def plot(trials: Sequence[Trial], found: Sequence[Line], file: Path, *, title: s
     from normswap.analysis import plots
 
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
-    axes: Any = figure.subplots()
+    axes = figure.subplots()
     runs = [(one.lr, one.top1) for one in trials if one.top1 is not None]
     axes.plot(*_columns(runs), "o", color=plots.COLOURS[5], markersize=5, alpha=0.7, label="a run")
     means = [(line.lr, line.mean) for line in found if line.mean is not None]
@@ -150,14 +153,14 @@ def plot(trials: Sequence[Trial], found: Sequence[Line], file: Path, *, title: s
     style: dict[str, Any] = {"color": plots.COLOURS[0], "marker": "s", "capsize": 4, "linewidth": 1.6}
     axes.errorbar(*_columns(means), spread, label="mean and std of the best", **style)
     for line in found:
-        if line.best:
+        if line.best and line.mean is not None:
             axes.plot([line.lr], [line.mean], "*", color=plots.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}")
     _mark_lost(axes, [one.lr for one in trials if one.top1 is None and one.state != "running"])
     _dress(axes, sorted({one.lr for one in trials}), title)
     return plots.save(figure, file)
 
 
-def _mark_lost(axes: Any, lrs: Sequence[float]) -> None:
+def _mark_lost(axes: Axes, lrs: Sequence[float]) -> None:
     """Crosses at the foot of the plot for runs that diverged or failed."""
     if lrs:
         low, high = axes.get_ylim()
@@ -165,7 +168,7 @@ def _mark_lost(axes: Any, lrs: Sequence[float]) -> None:
         axes.set_ylim(low - 0.03 * (high - low), high)
 
 
-def _dress(axes: Any, lrs: Sequence[float], title: str) -> None:
+def _dress(axes: Axes, lrs: Sequence[float], title: str) -> None:
     if lrs:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lrs, [_power(lr) for lr in lrs], fontsize=11)
@@ -188,5 +191,5 @@ def _power(value: float) -> str:
     return f"$2^{{{power}}}$" if 2.0**power == value else f"{value:g}"
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> object:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from timm.data import create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
@@ -30,6 +31,7 @@ from normswap.training.recipe import Augment
 from normswap.training.recipe import Data as DataPart
 
 Record = Mapping[str, Any]
+Example = tuple[Tensor, int]
 
 _TRAIN = ("train", "training")
 _VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -117,7 +119,7 @@ def drawn_by(*parts: object) -> Iterator[None]:
         torch.set_rng_state(torchs)
 
 
-class Seeded(Dataset[Any]):
+class Seeded(Dataset[Example]):
     """Images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
 
     def __init__(self, images: Any, seed: int) -> None:
@@ -126,7 +128,7 @@ class Seeded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, at: tuple[int, int]) -> Any:
+    def __getitem__(self, at: tuple[int, int]) -> Example:
         epoch, index = at
         with drawn_by(self.seed, "image", epoch, index):
             return self.images[index]
@@ -162,7 +164,7 @@ class Training:
     def batches(self, share: Share, first: int, last: int, *, pin: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[Example] = DataLoader(
             self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
             generator=torch.Generator().manual_seed(0), worker_init_fn=stopping.ignore,
         )  # fmt: skip
@@ -187,7 +189,7 @@ def validation(model: Record, data: DataPart, share: Share, seed: int, *, batch:
     if len(images) < share.world:
         raise SourceError(f"{place} has {len(images)} images", f"{share.world} processes validate")
     mine = Subset(images, range(share.rank, len(images), share.world))
-    loader: DataLoader[Any] = DataLoader(
+    loader: DataLoader[Example] = DataLoader(
         mine, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0),
         worker_init_fn=stopping.ignore,
     )  # fmt: skip
@@ -219,7 +221,7 @@ def _found(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((path for path in options if path.exists()), None)
 
 
-def transform(model: Record, augment: Augment) -> Any:
+def transform(model: Record, augment: Augment) -> transforms.Compose:
     """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
     size = tuple(model["input_size"][1:])
     how: Record = {"mean": model["mean"], "std": model["std"], "interpolation": model.get("interpolation", "bilinear")}
@@ -230,7 +232,7 @@ def transform(model: Record, augment: Augment) -> Any:
     )  # fmt: skip
     if augment.scale is None:
         mode = transforms.InterpolationMode(how["interpolation"])
-        whole: list[Any] = [transforms.Resize(size, mode)]
+        whole: list[Callable[[Image], Image]] = [transforms.Resize(size, mode)]
         if augment.padding:
             whole.append(transforms.RandomCrop(size, augment.padding, padding_mode="reflect"))
         primary = transforms.Compose([*whole, *primary.transforms[1:]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,11 @@ from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import Loader
 from normswap.training.run_folder import Row
 
+if TYPE_CHECKING:  # an optional package
+    from accelerate import Accelerator
 
-def measure(model: nn.Module, mine: Loader | None, engine: Any) -> Evaluation | None:
+
+def measure(model: nn.Module, mine: Loader | None, engine: Accelerator) -> Evaluation | None:
     """One pass over the validation images, or None where there are none.
 
     Args:

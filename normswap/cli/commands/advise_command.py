@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -31,7 +32,8 @@ def run(
     """Say which target to choose, why, and what it was measured to cost.
 
     The keys of --json: source, batch_size, private, deploy, choose and others (scheme, why, command, kept: percent of
-    the accuracy without training, step and memory: against BatchNorm's), refused (scheme: why) and measured (where).
+    the accuracy without training, step, step_range and memory: against BatchNorm's; null where not measured), refused
+    (scheme: why) and measured (by figure: on which networks, and where that is written).
     """
     net = opening.open(model)
     from normswap.analysis.advice import advise, body_of
@@ -44,20 +46,28 @@ def run(
 
 
 def _say(body: Body) -> None:
-    chosen = body["choose"]
+    chosen, where = body["choose"], body["measured"]
     facts(("choose", chosen["scheme"]), ("because", chosen["why"]), ("run", chosen["command"]))
-    rows = [(row["scheme"], _kept(row["kept"]), row["step"], row["memory"], row["why"])
-            for row in (chosen, *body["others"])]  # fmt: skip
-    columns = ("target", "accuracy kept", "step time", "memory", "why")
-    table("Measured", columns, rows, right=columns[2:4])
+    rows = [
+        (row["scheme"], _kept(row["kept"]), _step(row["step"], row["step_range"]), row["memory"], row["why"])
+        for row in (chosen, *body["others"])
+    ]
+    titles = {"kept": "accuracy kept", "step": "step time", "memory": "memory"}
+    table("Measured, training against BatchNorm", ("target", *titles.values(), "why"), rows)
+    listing("measured", (f"{titles[what]} on {one['on']}: {one['where']}" for what, one in where.items()))
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
-    listing("measured", (f"{what}: {where}" for what, where in body["measured"].items()))
     for row in body["others"]:
         if row["command"]:
             line(f"or: {row['command']}")
 
 
-def _kept(span: list[float] | None) -> str:
+def _kept(span: Sequence[float] | None) -> str:
     if span is None:
         return ""
     return f"{span[0]:g} %" if span[0] == span[1] else f"{span[0]:g} to {span[1]:g} %"
+
+
+def _step(middle: float | None, ends: Sequence[float] | None) -> str:
+    if middle is None or ends is None:
+        return ""
+    return f"{middle:g}" if ends[0] == ends[1] else f"{middle:g} ({ends[0]:g} .. {ends[1]:g})"
