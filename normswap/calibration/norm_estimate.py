@@ -22,7 +22,7 @@ from normswap.calibration.lockstep import March, Walker
 from normswap.calibration.sequential_fit import Progress, evaluating
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
-from normswap.graph.tracing import inputs, trace
+from normswap.graph.tracing import inputs
 from normswap.layers.site_norm import SiteNorm
 
 REMEDY = "'--calibrate DATA' (images, no labels needed) replaces them by what they do on average"
@@ -73,7 +73,7 @@ def fit_norms(source: nn.Module, result: nn.Module, batches: Iterable[Any], prog
     """
     like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        theirs, ours = Walker(trace(source)), Walker(trace(result))
+        theirs, ours = Walker(source), Walker(result)
         stops = _stops(theirs, ours)
         march = March([theirs, ours], batches, like=like, needed=NEEDED)
         try:

@@ -6,16 +6,14 @@ g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to bo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import fx
 
 from normswap.folding.draft import Blocked, Draft, check_linear, name, passes_positive, scalar_readers
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import inputs, is_add, is_mul
+from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
 from normswap.layers import seats
 
 
@@ -60,11 +58,6 @@ def shrink_input(draft: Draft, path: str, factor: float) -> None:
     if any(how == "before" for _, how in take.reads):
         raise Blocked(f"{path} has taken in a shift of its input")
     take.in_gain /= factor
-
-
-def is_constant_mul(node: fx.Node) -> bool:
-    """Whether `node` multiplies one tensor by a number."""
-    return node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1 and len(node.args) == 2
 
 
 def constant(node: fx.Node) -> float:

@@ -17,8 +17,8 @@ from timm.models.nfnet import GammaAct, NormFreeBlock
 from torch import Tensor, fx
 
 from normswap.folding.draft import Blocked, Draft, scalar_readers
-from normswap.folding.gauge import attempt, constant, enlarge, is_constant_mul, shrink_input
-from normswap.graph.tracing import inputs
+from normswap.folding.gauge import attempt, constant, enlarge, shrink_input
+from normswap.graph.tracing import inputs, is_constant_mul
 
 
 def free(draft: Draft) -> None:

@@ -14,11 +14,10 @@ from torch import fx, nn
 
 from normswap.folding import layer_scale
 from normswap.folding.draft import Blocked, Draft, check_linear, name
-from normswap.folding.gauge import is_constant_mul
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import inputs, is_add
+from normswap.graph.tracing import inputs, is_add, is_constant_mul
 from normswap.layers import affine, channel_norm
 
 
