@@ -49,7 +49,7 @@ class Walker:
         if size not in self.records:
             own = record_once(self.traced.modules[""], Example((images,)))
             if [(node.name, str(node.target)) for node in own.nodes] != [(n.name, str(n.target)) for n in self.nodes]:
-                raise SourceError(f"images of size {size} take another way through the network", self.traced.recorded[0])
+                raise SourceError(f"images of size {size} take another way through the network")
             self.records[size] = own
         first = next(node for node in self.nodes if node.op == "placeholder")
         return {first.name: images, SIZE: size}

@@ -20,45 +20,13 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from normswap.graph.copying import tree
+from normswap.graph.spelling import Attribute, after, is_plain, left, memory, places, shapes, spelled, version
 from normswap.layers import affine
 from normswap.models.network_input import Example, named_tensors
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_PLAIN = frozenset((
-    "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "ndimension", "is_contiguous",
-    "is_floating_point", "is_complex", "is_signed", "get_device", "type", "__len__", "__hash__", "_is_view",
-    "has_names", "is_inference", "is_pinned", "is_shared", "is_conj", "is_neg", "is_same_size", "is_tensor",
-    "is_set_to", "result_type", "can_cast", "retain_grad", "register_hook", "is_distributed",
-))  # fmt: skip
-_PLAIN_PROPERTIES = frozenset((
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta",
-    "is_sparse", "is_quantized", "is_leaf", "is_nested", "is_mkldnn", "grad", "grad_fn", "_grad_fn", "names",
-    "itemsize", "nbytes", "_version", "output_nr", "_base", "is_vulkan", "is_maia", "is_ipu", "is_sparse_csr",
-))  # fmt: skip
-_OPERATORS = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "matmul": operator.matmul,
-    "truediv": operator.truediv, "true_divide": operator.truediv, "add_": operator.iadd, "sub_": operator.isub,
-    "mul_": operator.imul, "div_": operator.itruediv, "iadd": operator.iadd, "imul": operator.imul,
-    "getitem": operator.getitem, "neg": operator.neg,
-}  # fmt: skip
-_SWAPPED = {"rsub": operator.sub, "rdiv": operator.truediv, "rtruediv": operator.truediv, "radd": operator.add,
-            "rmul": operator.mul}  # fmt: skip
+_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
 _MARK = "_normswap_mark"
-
-
-def setitem_(x: Tensor, index: Any, value: Any) -> Tensor:
-    """`x[index] = value`, as a node with a value: x."""
-    x[index] = value
-    return x
-
-
-def after(x: Tensor, write: Any) -> Tensor:
-    """x, once `write` has been done to a view of it."""
-    return x
-
-
-def left(x: Any, way: str) -> None:
-    """What reads x where no graph can follow: in Python."""
 
 
 class _Mark:
@@ -66,8 +34,8 @@ class _Mark:
 
     __slots__ = ("keys", "node", "run", "version")
 
-    def __init__(self, run: Recorder, node: fx.Node | None, version: int, keys: tuple[Any, ...] = ()) -> None:
-        self.run, self.node, self.version, self.keys = run, node, version, keys
+    def __init__(self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[Any, ...] = ()) -> None:
+        self.run, self.node, self.version, self.keys = run, node, at, keys
 
     def __deepcopy__(self, memo: Any) -> _Mark:
         return self
@@ -125,8 +93,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self.resting or name in _PLAIN or (name == "__get__" and func.__self__.__name__ in _PLAIN_PROPERTIES):
+        if self.resting or is_plain(func):
             return func(*args, **kwargs)
         tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
         if not any(self._is_tracked(tensor) for tensor in tensors):
@@ -135,14 +102,14 @@ class Recorder(TorchFunctionMode):
                 if id(tensor) not in self.named:
                     self._set(tensor, None)
             return result
-        kind, target, given, named = _spelled(func, name, args, kwargs)
+        kind, target, given, named = spelled(func, args, kwargs)
         given, named = self._mapped(given), self._mapped(named)
-        before = [_version(tensor) for tensor in tensors]
+        before = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
-        overwritten = [t for t, version in zip(tensors, before, strict=True) if _version(t) != version]
+        overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if not overwritten and next(named_tensors(result), None) is None:
-            kind, target, given, named = "call_function", left, (given[0] if given else None, name), {}
-            if name in ("__bool__", "is_nonzero", "__int__", "item"):
+            kind, target, given, named = "call_function", left, (given[0] if given else None, func.__name__), {}
+            if func.__name__ in _LOOKS:
                 self.branches.append(self.around[-1] if self.around else "")
         node = self._add(kind, target, given, named, result)
         return self._made(node, result, tensors, overwritten)
@@ -150,7 +117,7 @@ class Recorder(TorchFunctionMode):
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
-        node.meta["shape"] = _shapes(value)
+        node.meta["shape"] = shapes(value)
         if self.look is not None:
             self.look(node.name, value)
         return node
@@ -158,14 +125,14 @@ class Recorder(TorchFunctionMode):
     def _made(self, node: fx.Node, result: Any, tensors: list[Tensor], overwritten: list[Tensor]) -> Any:
         """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
         for tensor in overwritten:
-            self._writes[_memory(tensor)] = node
+            self._writes[memory(tensor)] = node
             self._set(tensor, node)
         if isinstance(result, Tensor):
             if any(result is t for t in tensors) and not any(result is t for t in overwritten):
                 result = torch.Tensor.detach(result)  # passed on as it is: the same memory under another name
             self._set(result, node)
             return result
-        for keys, tensor in _places(result):
+        for keys, tensor in places(result):
             if not any(tensor is t for t in tensors):
                 self._set(tensor, node, keys)
         return result
@@ -175,9 +142,9 @@ class Recorder(TorchFunctionMode):
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[Any, ...] = ()) -> None:
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
-                self._known[id(tensor)] = (tensor, node, _version(tensor))
+                self._known[id(tensor)] = (tensor, node, version(tensor))
             return
-        setattr(tensor, _MARK, _Mark(self, node, _version(tensor), keys))
+        setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
     def _mark(self, tensor: Tensor) -> _Mark | None:
         mark = tensor.__dict__.get(_MARK) if hasattr(tensor, "__dict__") else None
@@ -188,7 +155,7 @@ class Recorder(TorchFunctionMode):
             return True
         mark = self._mark(tensor)
         return mark is None or mark.node is not None or (
-            mark.version != _version(tensor) and _memory(tensor) in self._writes)  # fmt: skip
+            mark.version != version(tensor) and memory(tensor) in self._writes)  # fmt: skip
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
         """The node whose value `tensor` is now."""
@@ -197,26 +164,27 @@ class Recorder(TorchFunctionMode):
         mark = self._mark(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
-            if mark is not None and mark.version != _version(tensor) and _memory(tensor) in self._writes:
-                node = self._add("call_function", after, (node, self._writes[_memory(tensor)]), {}, tensor)
-                self._known[id(tensor)] = (tensor, node, _version(tensor))
+            if mark is not None and mark.version != version(tensor) and memory(tensor) in self._writes:
+                node = self._add("call_function", after, (node, self._writes[memory(tensor)]), {}, tensor)
+                self._known[id(tensor)] = (tensor, node, version(tensor))
             return node
         while mark.keys:
             key, *rest = mark.keys
-            fetch = getattr if isinstance(key, _Attribute) else operator.getitem
-            mark.node = self._add("call_function", fetch, (mark.node, str(key) if fetch is getattr else key), {}, tensor)
+            fetch = getattr if isinstance(key, Attribute) else operator.getitem
+            name = str(key) if fetch is getattr else key
+            mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
             mark.keys = tuple(rest)
-        if mark.version != _version(tensor):
-            write = self._writes.get(_memory(tensor))
+        if mark.version != version(tensor):
+            write = self._writes.get(memory(tensor))
             if write is not None:
                 mark.node = self._add("call_function", after, (mark.node, write), {}, tensor)
-            mark.version = _version(tensor)
+            mark.version = version(tensor)
         return mark.node
 
     def _fixed(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._known:
             node = self._add("get_attr", self.named[id(tensor)], (), {}, tensor)
-            self._known[id(tensor)] = (tensor, node, _version(tensor))
+            self._known[id(tensor)] = (tensor, node, version(tensor))
         return self._known[id(tensor)][1]
 
     def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
@@ -225,7 +193,7 @@ class Recorder(TorchFunctionMode):
         if stranger:
             self.strangers[name] = self.around[-1] if self.around else ""
         node = self._add("get_attr", name, (), {}, tensor)
-        self._known[id(tensor)] = (tensor, node, _version(tensor))
+        self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
 
     def _mapped(self, value: Any) -> Any:
@@ -279,70 +247,16 @@ class Recorder(TorchFunctionMode):
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
             given, named = self._mapped(args), self._mapped(kwargs)
-            before = [_version(tensor) for tensor in tensors]
+            before = [version(tensor) for tensor in tensors]
             hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
             result = original(module, *args, **kwargs)  # its hooks are the user's, who did not ask to see this
             module._forward_hooks = hooks
-            overwritten = [t for t, version in zip(tensors, before, strict=True) if _version(t) != version]
+            overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
             node = self._add("call_module", path, given, named, result)
             self.outputs.setdefault(node, []).append(path)
             return self._made(node, result, tensors, overwritten)
         finally:
             self.resting = False
-
-
-class _Attribute(str):
-    """The name of an attribute, where other keys are items."""
-
-
-def _places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    if isinstance(value, Tensor):
-        yield keys, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _places(part, (*keys, key))
-    elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from _places(part, (*keys, i))
-    elif hasattr(value, "__dataclass_fields__"):
-        for name, part in vars(value).items():
-            yield from _places(part, (*keys, _Attribute(name)))
-
-
-def _spelled(func: Any, name: str, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
-    """(kind, target, args, kwargs) of a node, as the symbolic trace of torch.fx would name them."""
-    if name == "__get__":
-        return "call_function", getattr, (args[0], func.__self__.__name__), {}
-    if getattr(Tensor, name, None) is not func:
-        return "call_function", func, args, kwargs
-    bare = name.strip("_") if name.startswith("__") else name
-    if bare == "setitem":
-        return "call_function", setitem_, args, kwargs
-    if bare in _OPERATORS and not kwargs and len(args) == (1 if bare == "neg" else 2):
-        return "call_function", _OPERATORS[bare], args, kwargs
-    if bare in _SWAPPED:
-        return "call_function", _SWAPPED[bare], args[::-1], kwargs
-    return "call_method", name, args, kwargs
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode
-        return 0
-
-
-def _memory(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape
-    return tuple(_shapes(part) for part in value) if isinstance(value, list | tuple) else None
 
 
 @contextmanager

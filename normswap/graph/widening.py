@@ -26,7 +26,6 @@ class Widening(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.wide and getattr(func, "__name__", "") in _MAKERS:
-            if isinstance(result, Tensor) and result.dtype == torch.float32:
-                return result.double()
-        return result
+        if not self.wide or getattr(func, "__name__", "") not in _MAKERS or not isinstance(result, Tensor):
+            return result
+        return result.double() if result.dtype == torch.float32 else result

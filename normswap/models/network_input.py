@@ -124,8 +124,6 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
     return Example((x,)).like(model)
 
 
-
-
 def size(model: nn.Module) -> tuple[int, ...]:
     """The size of one input, (C, H, W) of an image, that the network is made for."""
     found = candidates(model)
