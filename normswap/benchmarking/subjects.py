@@ -15,7 +15,7 @@ from normswap import provenance
 from normswap.benchmarking.runtimes import DTYPES, Settings
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.exporting import exporter, sidecar
-from normswap.models import zoo
+from normswap.models import network_input
 from normswap.models.weight_files import first_line, quiet
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
@@ -104,7 +104,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     Raises:
         OptionError: the network rejects images of that size.
     """
-    chans, height, width = zoo.input_size(model)
+    chans, height, width = network_input.size(model)
     size = (chans, side or height, side or width)
     group = Group(network, [], size, model=model)
     _demand_size(network, model, size)

@@ -147,12 +147,12 @@ def _spp(sources: Sequence[Any], look: Look, output: Path | None, table: Path | 
 def _batches(model: Any, look: Look) -> tuple[list[Any], str]:
     import torch
 
-    from normswap.models import zoo
+    from normswap.models import network_input
 
     if look.images is not None:
         loaded = [x for x, _ in look.images.loader(model)]
         return loaded, f"{sum(len(x) for x in loaded)} images of {look.images.data}"
-    chans, height, width = zoo.input_size(model)
+    chans, height, width = network_input.size(model)
     size = (chans, look.side or height, look.side or width)
     x = torch.randn(look.samples, *size, generator=torch.Generator().manual_seed(look.seed))
     return [x], f"{look.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {look.seed}"

@@ -161,7 +161,8 @@ def record_once(model: nn.Module, example: Example, look: Callable[[str, Any], N
     try:
         with ExitStack() as stack:
             _eagerly(stack)
-            stack.enter_context(Widening(model))
+            if network_input.anchor(model).dtype == torch.float64:
+                stack.enter_context(Widening())
             recorder.run(example)
     except Exception as error:
         where = f"{type(model).__name__} does not run on an input of size {example}"

@@ -145,7 +145,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     if first and len(first) == 1:
         found += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
-        found += [(channels, side, side) for side in (224, 64, 32, 256, 384, 512)]
+        found += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
     return list(dict.fromkeys(found))
 
 
