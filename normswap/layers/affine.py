@@ -1,8 +1,8 @@
 """Which modules are, in eval mode, an affine map per channel: y = act(s * x + t); and their s and t, in float64.
 
 Ioffe & Szegedy 2015, section 3.1: at inference BatchNorm is y = gamma / sqrt(var + eps) * x + (beta - gamma * mean /
-sqrt(var + eps)). A class counts only when its `forward` is one that was read by a person: a subclass with a forward
-of its own may compute anything, and is refused by path.
+sqrt(var + eps)). A class counts when its `forward` is one that was read by a person, or computes the same as far as
+can be measured (`unknown_norms`): any other forward may compute anything, and is refused by path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap.layers import channel_norm, scalars, seats, site_norm
+from normswap.layers import channel_norm, scalars, seats, site_norm, unknown_norms
 
 _BATCHNORM_FORWARDS = {
     _BatchNorm.forward,
@@ -45,12 +45,18 @@ _OTHER_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether `module` normalizes with population statistics in eval mode."""
-    return isinstance(module, _BATCHNORMS)
+    return isinstance(module, _BATCHNORMS) or unknown_norms.has_the_tensors(module)
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether `module` is a BatchNorm whose four tensors never change."""
+    frozen = unknown_norms.has_the_tensors(module) and not module._parameters
+    return isinstance(module, FROZEN) or (frozen and not isinstance(module, _BatchNorm))
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` is any kind of normalization layer."""
-    return isinstance(module, (*_BATCHNORMS, *_OTHER_NORMS))
+    return is_batchnorm(module) or isinstance(module, _OTHER_NORMS)
 
 
 def is_affine(module: nn.Module) -> bool:
@@ -75,11 +81,15 @@ def refusal(module: nn.Module) -> str | None:
         return None
     if not is_batchnorm(module):
         return f"{type(module).__name__} computes its statistics per sample"
-    if type(module).forward not in _BATCHNORM_FORWARDS or "forward" in vars(module):
-        return f"{type(module).__name__} is an unknown BatchNorm subclass with a forward of its own"
+    if not _was_read(module) and ("forward" in vars(module) or unknown_norms.eps(module) is None):
+        return f"{type(module).__name__} has a forward of its own, which is not that of a BatchNorm"
     if module.running_mean is None or module.running_var is None:
         return "it has no running statistics (track_running_stats=False), so eval mode depends on the batch"
     return None
+
+
+def _was_read(module: nn.Module) -> bool:
+    return type(module).forward in _BATCHNORM_FORWARDS and "forward" not in vars(module)
 
 
 def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor]:
@@ -105,7 +115,8 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
         return channel_norm.read(module)
     norm: Any = module
     mean, var = norm.running_mean.double(), norm.running_var.double()
-    scale = torch.rsqrt(var + norm.eps)
+    eps = norm.eps if _was_read(module) else unknown_norms.eps(module)
+    scale = torch.rsqrt(var + eps)
     if unit_gamma:
         return scale, -mean * scale
     if norm.weight is not None:

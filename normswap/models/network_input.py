@@ -44,9 +44,14 @@ class Example:
         return next((t for t in self.tensors() if t.is_floating_point()), self.tensors()[0])
 
     def first(self, count: int) -> Example:
-        """The first samples of the batch, where every tensor has the same number of them."""
-        sizes = {len(t) if t.ndim else 0 for t in self.tensors()}
-        return self.map(lambda t: t[:count]) if len(sizes) == 1 and min(sizes) > count else self
+        """The first samples of the batch, where every argument, a tensor or a list, has the same number of them."""
+        own = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor | list)]
+        sizes = {len(value) if isinstance(value, list) or value.ndim else 0 for value in own}
+        if len(sizes) != 1 or min(sizes) <= count:
+            return self
+        cut = {id(value): value[:count] for value in own}
+        named = {name: cut.get(id(value), value) for name, value in self.kwargs.items()}
+        return Example(tuple(cut.get(id(value), value) for value in self.args), named)
 
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""

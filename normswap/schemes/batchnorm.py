@@ -36,7 +36,7 @@ def plan(anatomy: Anatomy, *, ghost_batch: int = 0) -> Draft:
 
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not isinstance(module, affine.FROZEN):
+        if same and not affine.is_frozen(module):
             draft.verdicts[path] = "kept"
         else:
             draft.seat(path, "SiteNorm", **ghost)

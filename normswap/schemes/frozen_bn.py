@@ -28,7 +28,7 @@ def plan(anatomy: Anatomy) -> Draft:
 
 
 def _freeze(draft: Draft, path: str, module: nn.Module) -> None:
-    if isinstance(module, affine.FROZEN):
+    if affine.is_frozen(module):
         draft.verdicts[path] = "frozen already"
     elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
         draft.refusals[path] = f"there is no frozen {type(module).__name__}; `--to tune` keeps its statistics"

@@ -70,7 +70,7 @@ def _amend(draft: Draft, path: str, **args: bool) -> None:
 
 def _refuse_statistics(draft: Draft, path: str, module: nn.Module) -> None:
     remedy = "groupnorm, skipinit and frozen-bn do not"
-    if affine.is_batchnorm(module) and not isinstance(module, affine.FROZEN):
+    if affine.is_batchnorm(module) and not affine.is_frozen(module):
         draft.refusals[path] = f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         draft.refusals[path] = f"a {type(module).__name__} keeps running statistics; {remedy}"
