@@ -404,6 +404,13 @@ def edit_of(plan: dict[str, Any]) -> dict[str, Any]:
     return edit
 
 
+def a_run(file: Path) -> None:
+    """A folder as `finetune` leaves it."""
+    file.touch()
+    (file.parent / "best").mkdir()
+
+
+RUN = ("run/recipe.yaml", a_run)
 NET = ("convert", "net.safetensors", *FILE, "--to", "folded")
 PLAN = ("convert", MODEL, "--from-plan", "plan.json")
 DEMO = ("convert", MODEL, "--to")
@@ -413,6 +420,9 @@ BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[s
     ("unknown model", "", None, ("inspect", "resnet5o"), ("Did you mean",)),
     ("missing file", "", None, NET, ("net.safetensors does not exist",)),
     ("missing directory", "", None, ("verify", "nowhere"), ("nowhere",)),
+    ("a run", *RUN, ("evaluate", "run", "--data", IMAGES), ("run is the folder of a run", "run/best")),
+    ("a run", *RUN, ("verify", "run"), ("run/best",)),
+    ("a run", *RUN, ("report", "run"), ("run/best",)),
     ("missing data", "", None, ("evaluate", MODEL, "--data", "nowhere"), ("nowhere does not exist",)),
     ("truncated", "net.safetensors", truncated, NET, ("net.safetensors", "truncated")),
     ("pickle", "net.pth", lambda file: write(file, Evil()), ("inspect", "net.pth", *FILE), ("never executes",)),
