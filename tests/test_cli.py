@@ -85,6 +85,16 @@ def test_help_of_every_command(command: str, capfd: Capture) -> None:
     assert capfd.readouterr().out.startswith(f"Usage: normswap {command}")
 
 
+def test_no_help_imports_anything_heavy() -> None:
+    code = (
+        "import sys; from normswap.cli.app import main\n"
+        f"for command in {COMMANDS}: main([command, '--help'])\n"
+        "sys.exit(str([m for m in ('torch', 'timm', 'numpy', 'pydantic', 'rich', 'matplotlib') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "[]"
+
+
 def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
     assert main(["--help"]) == 0
     listed = capfd.readouterr().out.partition("Commands:")[2].splitlines()
