@@ -59,17 +59,3 @@ def attach(model: nn.Module, record: Provenance) -> nn.Module:
 def of(model: nn.Module) -> Provenance | None:
     """The record `model` carries, if any."""
     return model.__dict__.get(_KEY)
-
-
-def input_size(model: nn.Module) -> tuple[int, int, int]:
-    """(C, H, W) that the network is made for, as far as its patches, record or timm's configuration say; else 224."""
-    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
-    patches = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if isinstance(patches, tuple) and len(patches) == 2:
-        return (channels, *patches)
-    record = of(model)
-    for config in (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {}):
-        size = config.get("test_input_size") or config.get("input_size")
-        if size:
-            return tuple(size)  # type: ignore[return-value]
-    return (channels, 224, 224)

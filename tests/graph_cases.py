@@ -202,8 +202,8 @@ KINDS = [
                                            **HEAD), {"bn": KEPT}),
     Case("renamed class", net(simple, conv=conv, bn=lambda: Renamed(C)), {"bn": BACK}),
     Case("unknown class", net(simple, conv=conv, bn=lambda: MeanOnly(C)), {"bn": REFUSED + "forward of its own"}),
-    Case("hidden", net(lambda m, x: m.inner(m.bn(m.conv(x))), inner=Untraceable, **ONE),
-         {"bn": BACK, "inner.norm": REFUSED + "inside inner, which cannot be traced"}),
+    Case("looks at values", net(lambda m, x: m.inner(m.bn(m.conv(x))), inner=Untraceable, **ONE),
+         {"bn": BACK, "inner.norm": KEPT + "another consumer|elsewhere|consumer"}),
 ]  # fmt: skip
 
 PLACES = [

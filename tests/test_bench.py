@@ -28,7 +28,7 @@ from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.exporting import exporter
 from normswap.exporting import sidecar as sidecars
-from normswap.models import zoo
+from normswap.models import network_input
 from normswap.reporting import demo
 from normswap.storage import checkpoint
 from normswap.surgery import conversion
@@ -138,7 +138,7 @@ def test_table_picture_and_json(here: Path, capfd: Capture) -> None:
         assert row["memory_mib"] > 1 or sys.platform != "linux"
     assert [row["speedup"] for row in rows if (row["form"], row["runtime"]) == ("original", "eager")] == [1]
     assert body["settings"]["threads"] == 1
-    assert body["settings"]["sizes"] == {demo.FOLDER.name: list(zoo.input_size(checkpoint.open_model(MODEL)))}
+    assert body["settings"]["sizes"] == {demo.FOLDER.name: list(network_input.size(checkpoint.open_model(MODEL)))}
     assert body["machine"]["versions"]["torch"]
     assert body["files"] == ["a.png", "a.csv"]
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -354,14 +354,15 @@ def two_threads() -> Iterator[Settings]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="OpenVINO takes no more threads than there are cores")
 def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings) -> None:
     model = checkpoint.open_model(MODEL)
-    made = original(model, zoo.input_size(model), making(here, two_threads, [1]))
+    made = original(model, network_input.size(model), making(here, two_threads, [1]))
+    made = original(model, network_input.size(model), Making(here, two_threads, [1]))
     runtimes.RUNTIMES["eager"].start(made.file("directory"), "directory", two_threads, "")
     assert torch.get_num_threads() == 2
     in_ort: Any = runtimes.RUNTIMES["onnxruntime"].start(made.file("onnx"), "onnx", two_threads, "")
     options = in_ort.session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 1)
     in_openvino: Any = runtimes.RUNTIMES["openvino"].start(made.file("onnx"), "onnx", two_threads, "")
-    in_openvino.feed(np.zeros((1, *zoo.input_size(model)), np.float32))
+    in_openvino.feed(np.zeros((1, *network_input.size(model)), np.float32))
     assert in_openvino.request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == 2
     assert in_openvino.request.get_compiled_model().get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
 

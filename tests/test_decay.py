@@ -135,6 +135,8 @@ CONVERTED = [
         {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1},
     ),
     ("resnet18", "frozen-bn", {}, {"weight": 21, "bias": 1}),
+    # as `resnet18` itself: every gamma and beta is in its seat
+    ("resnet18", "affine", {}, TABLE["resnet18"]),
     # scalar biases before the 21 linear layers, and before the stem's and the branches' inner activations (1 + 8)
     ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 30}),
     ("resnet18", "residual-scale", {"rule": "arpit"}, {"weight": 21, "bias": 21}),

@@ -24,7 +24,7 @@ from normswap.surgery import applying
 
 GHOST = ("batchnorm", {"ghost_batch": 2})
 NEW = [
-    GHOST, ("frozen-bn", {}), ("tune", {}), ("fixup", {}), ("weightnorm", {}), ("spectralnorm", {}),
+    GHOST, ("frozen-bn", {}), ("affine", {}), ("tune", {}), ("fixup", {}), ("weightnorm", {}), ("spectralnorm", {}),
     ("residual-scale", {"rule": "arpit"}), ("residual-scale", {"rule": "rescale"}),
 ]  # fmt: skip
 ids = [name + "-".join(["", *map(str, options.values())]) for name, options in NEW]

@@ -46,6 +46,7 @@ ROWS = (
     Row("regularized-skipinit", {"dropout": 0.6}),
     Row("batchnorm", {"ghost_batch": 2}, norms=True),
     Row("frozen-bn", norms=True),
+    Row("affine"),
     Row("tune"),
     Row("fixup"),
     Row("fixup", {"init": "fixup"}, exact=False),

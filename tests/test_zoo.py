@@ -16,7 +16,7 @@ from small import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.models import zoo
+from normswap.models import network_input, zoo
 from normswap.models.zoo import create, hash_tensors, identify, open_source
 from normswap.plan import Arch
 
@@ -80,7 +80,7 @@ def test_directory(folder: Path, state: State, prefix: str) -> None:
     assert record.pretrained_cfg["input_size"] == [3, 48, 48]
     assert record.pretrained_cfg["label_names"][3] == "class3"
     assert json.loads(json.dumps(record.pretrained_cfg)) == record.pretrained_cfg
-    assert zoo.input_size(model) == (3, 48, 48)
+    assert network_input.size(model) == (3, 48, 48)
     assert zoo.data_config(model)["crop_pct"] == 1.0
     assert same(open_source(record.source), state)
     assert same(create(record.arch), state) is False
@@ -89,7 +89,7 @@ def test_directory(folder: Path, state: State, prefix: str) -> None:
 def test_flat_config(folder: Path, state: State) -> None:
     flat = {"architecture": "resnet18", "num_classes": 10, "input_size": [3, 40, 40], "model_args": ARGS}
     (folder / "config.json").write_text(json.dumps(flat))
-    assert zoo.input_size(open_source(str(folder))) == (3, 40, 40)
+    assert network_input.size(open_source(str(folder))) == (3, 40, 40)
 
 
 def test_another_head_and_stem(folder: Path, state: State) -> None:
@@ -263,4 +263,4 @@ def test_identify(build: Callable[[], nn.Module], expected: Arch | None) -> None
     before = torch.get_rng_state()
     assert identify(model) == expected
     assert torch.equal(torch.get_rng_state(), before)
-    assert zoo.input_size(model)[1:] == ((224, 224) if "resnet10t" not in str(expected) else (176, 176))
+    assert network_input.size(model)[1:] == ((224, 224) if "resnet10t" not in str(expected) else (176, 176))

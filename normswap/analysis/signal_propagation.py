@@ -17,7 +17,6 @@ variance 1, and alpha^2 more after each further one (section 4).
 from __future__ import annotations
 
 import copy
-import inspect as python
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +27,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap.errors import RefusedError
+from normswap.errors import RefusedError, TraceError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.tracing import Traced, inputs
+from normswap.graph.recording import record_once
+from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.scalars import Scale
+from normswap.models.network_input import Example
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
@@ -79,22 +80,20 @@ def signal(
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
-    watched = {node for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
+    sums = {node.name: _Sums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
     last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-    probe = _Probe(model, seen.traced, watched, last)
     like = next(model.parameters())
-    rest = [parameter.default for parameter in python.signature(model.forward).parameters.values()][1:]
     with torch.no_grad(), _measuring(model, batch_statistics):
         for batch in [batches] if isinstance(batches, Tensor) else batches:
-            _run(probe, batch.to(like), rest)
+            _run(model, sums, batch.to(like), last)
     return [
         Point(
             block.path,
             block.stage,
             depth,
-            *probe.sums[block.total].read(),
-            probe.sums[ends[block.path]].read()[1],
-            probe.sums[block.branch].read()[1],
+            *sums[block.total.name].read(),
+            sums[ends[block.path].name].read()[1],
+            sums[block.branch.name].read()[1],
         )
         for depth, block in enumerate(seen.blocks, 1)
     ]
@@ -171,31 +170,22 @@ class _Sums:
         return float(mean.square().mean()), float(variance.mean())
 
 
-class _Probe(fx.Interpreter):
-    """Runs a traced graph on the original modules and looks at some nodes, before anything can overwrite them."""
+def _run(model: nn.Module, sums: dict[str, _Sums], batch: Tensor, last: bool) -> None:
+    """Look at some values, by the names of their nodes, as they are made, before anything can overwrite them."""
+    left = dict.fromkeys(sums)
 
-    def __init__(self, model: nn.Module, traced: Traced, watched: set[fx.Node], last: bool) -> None:
-        super().__init__(model, graph=traced.graph)
-        self.constants = traced.constants
-        self.sums = {node: _Sums() for node in watched}
-        self.last = last
+    def look(name: str, value: Any) -> None:
+        if name in sums:
+            sums[name].add(value, last)
+            left.pop(name, None)
 
-    def fetch_attr(self, target: str) -> Any:
-        return self.constants[target] if target in self.constants else super().fetch_attr(target)
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n in self.sums:
-            self.sums[n].add(value, self.last)
-        return value
-
-
-def _run(probe: _Probe, batch: Tensor, rest: list[Any]) -> None:
     try:
-        probe.run(batch, *rest)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        size, why = tuple(batch.shape), str(error).strip().split("\n")[0]
-        raise RefusedError(f"the network does not run on inputs of size {size}", why, "Try larger ones") from None
+        record_once(model, Example((batch,)), look)
+    except TraceError as error:
+        size = tuple(batch.shape)
+        raise RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones") from None
+    if left:
+        raise RefusedError(f"inputs of size {tuple(batch.shape)} take another way through the network")
 
 
 def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:

@@ -18,7 +18,7 @@ from normswap.folding.verdict import Verdict, counts
 from normswap.graph.inspection import Anatomy, Block, Norm, inspect
 from normswap.layers import affine
 from normswap.layers.scalars import Scale
-from normswap.models import zoo
+from normswap.models import network_input
 from normswap.plan import Step
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
@@ -44,7 +44,7 @@ def of_network(model: nn.Module, source: str) -> Body:
         "class": type(model).__name__,
         "architecture": record.arch.name if record and record.arch else None,
         "parameters": parameters(model),
-        "input_size": list(zoo.input_size(model)),
+        "input_size": list(network_input.size(model)),
         "plan": [step.scheme for step in record.plan.steps] if record else [],
         "classifier": seen.classifier,
         "dropout": seen.dropout,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.benchmarking.runtimes import DTYPES, Settings
 from normswap.errors import NormswapError, OptionError, RefusedError, first_line
-from normswap.models import zoo
+from normswap.models import network_input, zoo
 from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
@@ -119,7 +119,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     Raises:
         OptionError: the network rejects images of that size.
     """
-    chans, height, width = zoo.input_size(model)
+    chans, height, width = network_input.size(model)
     size = (chans, side or height, side or width)
     group = Group(network, [], size, model=model)
     _demand_size(network, model, size)

@@ -12,62 +12,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from normswap.calibration.least_squares import checked
 from normswap.errors import SourceError, VerificationError, first_line
-from normswap.graph.tracing import Traced
+from normswap.graph.recording import record, record_once
+from normswap.graph.tracing import Traced, apply
+from normswap.models.network_input import Example
 
 Values = dict[str, Any]
 MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves
+SIZE = ""  # the name, among values, of the images' size
 FAR = 48  # nodes that are computed anew at each stop, at most
 
 
 class Walker:
-    """One traced network, run from node to node."""
+    """One network, run from node to node: for each size of its input there is a record of its own."""
 
-    def __init__(self, traced: Traced) -> None:
-        self.traced, self.nodes = traced, traced.nodes
+    def __init__(self, model: nn.Module) -> None:
+        self.traced = record(model)
+        self.nodes = self.traced.nodes
+        self.records: dict[tuple[int, ...], Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.last: dict[fx.Node, int] = {}  # the last node that reads each value
         for i, node in enumerate(self.nodes):
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 
     def start(self, images: Tensor) -> Values:
-        """The values before the first node: the images in the place of the first input."""
+        """The values before the first node: the images in the place of the first input, and their size.
+
+        Raises:
+            SourceError: on images of this size the network takes another way.
+        """
+        size = tuple(images.shape)
+        if size not in self.records:
+            own = record_once(self.traced.modules[""], Example((images,)))
+            if [(node.name, str(node.target)) for node in own.nodes] != [(n.name, str(n.target)) for n in self.nodes]:
+                raise SourceError(f"images of size {size} take another way through the network")
+            self.records[size] = own
         first = next(node for node in self.nodes if node.op == "placeholder")
-        return {first.name: images}
+        return {first.name: images, SIZE: size}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
         """`values` after the nodes from `begin` up to, but not including, `end`; what nobody reads any more is gone."""
+        record = self.records[values[SIZE]]
         for i in range(begin, end):
-            node = self.nodes[i]
+            node = record.nodes[i]
             if node.op == "output":
                 break
             if node.name not in values:
-                values[node.name] = self._compute(node, values)
-        return {n.name: values[n.name] for n in self.nodes[:end] if n.name in values and self.last.get(n, -1) >= end}
+                values[node.name] = self._compute(record, node, values)
+        alive = (n.name for n in self.nodes[:end] if n.name in values and self.last.get(n, -1) >= end)
+        return {SIZE: values[SIZE], **{name: values[name] for name in alive}}
 
     def alive(self, end: int) -> int:
         """How many values are still read at the node `end` or after it."""
         return sum(self.last.get(node, -1) >= end for node in self.nodes[:end])
 
-    def _compute(self, node: fx.Node, values: Values) -> Any:
+    def _compute(self, record: Traced, node: fx.Node, values: Values) -> Any:
+        if node.op == "get_attr":
+            return record.fetch(str(node.target))
         args = fx.node.map_arg(node.args, lambda n: values[n.name])
         kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n.name])
-        target: Any = node.target
-        if node.op == "call_module":
-            return self.traced.modules[target](*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        if node.op == "call_function":
-            return target(*args, **kwargs)
-        if node.op == "placeholder":  # an optional argument, pinned when traced
-            return node.args[0] if node.args else None
-        found: Any = self.traced.modules[""]
-        for name in target.split("."):
-            found = getattr(found, name)
-        return found
+        return apply(record, node, args, kwargs)
 
 
 class March:
@@ -114,7 +121,7 @@ class March:
             self.files = [name for file in self.files for name in (file, self._mirrored(file))]
 
     def _mirrored(self, file: str) -> str:
-        (images,) = self._load(file)[0].values()
+        images = next(value for value in self._load(file)[0].values() if isinstance(value, Tensor))
         self._save(f"{file}-mirrored", [walker.start(images.flip(-1)) for walker in self.walkers])
         return f"{file}-mirrored"
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from normswap.calibration.lockstep import March, Walker
 from normswap.calibration.sequential_fit import Progress
 from normswap.graph.inspection import Anatomy
-from normswap.graph.tracing import inputs, trace
+from normswap.graph.tracing import inputs
 from normswap.layers.known_norms import known
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import evaluating
@@ -66,7 +66,7 @@ def fit_norms(source: nn.Module, result: nn.Module, batches: Iterable[Any], prog
     """
     like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        theirs, ours = Walker(trace(source)), Walker(trace(result))
+        theirs, ours = Walker(source), Walker(result)
         stops = _stops(theirs, ours)
         march = March([theirs, ours], batches, like=like, needed=NEEDED)
         try:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from normswap.calibration.least_squares import Fit, Folds, fits, patches, regress
 from normswap.calibration.lockstep import March, Values, Walker
-from normswap.graph.tracing import Traced, inputs, is_add, trace
+from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine
 from normswap.layers.activations import RELU_FUNCTIONS
 from normswap.layers.per_sample import PER_SAMPLE, normalized
@@ -63,7 +63,7 @@ def refit(
     """
     like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        walkers = [Walker(trace(source)), Walker(trace(result))]
+        walkers = [Walker(source), Walker(result)]
         stops = [pair for pair in stations(*(walker.traced for walker in walkers)) if only(*pair[2:])]
         march = March(walkers, batches, like=like, mirror=mirror, needed=needed)
         try:

@@ -59,8 +59,11 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
     for path, module in traced.modules.items():
         if affine.is_batchnorm(module) and id(module) not in reached and anatomy.takes_part(path):
             outer = next((p for p in traced.opaque if path.startswith(f"{p}.")), None)
-            if outer:
-                draft.refusals[path] = f"it is inside {outer}, which cannot be traced: {traced.opaque[outer]}"
+            read = read_directly(traced, module)
+            if read:
+                draft.refusals[path] = f"forward reads {read} by itself and does not call the module"
+            elif outer:
+                draft.refusals[path] = f"it is inside {outer}, which cannot be looked into: {traced.opaque[outer]}"
             else:
                 draft.judge(path, Fate.NEVER_CALLED)
     return draft

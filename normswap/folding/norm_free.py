@@ -75,7 +75,9 @@ def _forward(draft: Draft, node: fx.Node, factor: float, name: str, path: str = 
 def _back(draft: Draft, node: fx.Node, factor: float, name: str, path: str) -> None:
     """A factor of what was computed: through gates into the last convolution."""
     (above,) = inputs(node)
-    enlarge(draft, above, factor, {node, *_in_place(draft, above)})
+    while _is_in_place(above):  # SkipInit's gain, between the attention and alpha
+        node, above = above, inputs(above)[0]
+    enlarge(draft, above, factor, {node})
     draft.seat(f"{path}.{name}", "Number", value=1.0)
 
 
@@ -88,10 +90,6 @@ def _back_skipinit(draft: Draft, own: list[fx.Node], block: Any, path: str) -> N
     readers = set(draft.anatomy.traced.users[source])
     enlarge(draft, source, gain, readers)
     draft.seat(f"{path}.skipinit_gain", "Number", value=None)
-
-
-def _in_place(draft: Draft, node: fx.Node) -> list[fx.Node]:
-    return [user for user in draft.anatomy.traced.users[node] if _is_in_place(user)]
 
 
 def _is_in_place(node: fx.Node) -> bool:

@@ -1,17 +1,15 @@
 """SEE where the channels are: which axis of a value in the graph holds the outputs of the linear layer that made it.
 
 Windows, heads, tokens and patches are cut by reshapes and permutations, whose arguments depend on the input's size. So
-the graph is run: at two sizes, where the network takes them, else at its own. Beside each value that a linear
-layer wrote, the number of its channel travels through the steps that act on every channel alike and by itself.
+each record is read, with the arguments that were recorded, of two sizes where the network takes them. From each
+value that a linear layer wrote, the number of its channel travels through the steps that act on every channel alike.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +18,8 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
-from normswap import provenance
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import Traced, inputs, is_add, is_constant_mul
+from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mul
 from normswap.layers import affine
 from normswap.layers.channel_norm import channel_dim
 
@@ -34,7 +31,6 @@ _STEPS = (
     "view_as", "expand_as", "swapaxes", "movedim",
 )  # fmt: skip
 _STEP_MODULES = (nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, timm_layers.BlurPool2d)
-_SIZES = ((128, 160), (160, 224))  # where the network takes them; less work than its own
 _Silent = Callable[[fx.Node], bool]
 
 
@@ -58,8 +54,10 @@ class Axis:
 class Axes:
     """The channel axes of a traced network, by node; those are left out that have none, or not at every size."""
 
-    def __init__(self, of: dict[fx.Node, Axis], why: str | None = None) -> None:
-        self._of, self.why = of, why
+    why: str | None = None
+
+    def __init__(self, of: dict[fx.Node, Axis]) -> None:
+        self._of = of
 
     def get(self, node: fx.Node) -> Axis | None:
         return self._of.get(node)
@@ -73,52 +71,15 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 @torch.no_grad()
 def read(traced: Traced, silent: _Silent) -> Axes:
-    """Run the graph and follow the channels.
+    """Follow the channels through every record.
 
     Args:
         silent: whether a node passes its input on unchanged.
-
-    Returns:
-        Nothing but the reason (`why`) if the network does not run at its own size.
     """
-    channels, height, width = provenance.input_size(traced.modules[""])
-    twin = _twin(traced)
-    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
-
-    def run(*size: int, flexible: bool) -> dict[fx.Node, Axis]:
-        one = _Run(twin, traced, silent, flexible)
-        one.run(*_arguments(traced.graph, like.new_zeros(1, channels, *size)))
-        return one.axes()
-
-    own = (height, width)
-    sizes = (own, (height + 32, width + 64)) if height * width < math.prod(_SIZES[0]) else _SIZES
-    found: dict[tuple[int, int], dict[fx.Node, Axis]] = {}
-    for size in sizes:
-        with suppress(_DoesNotRunError):
-            found[size] = run(*size, flexible=True)
-    if len(found) < len(sizes):
-        try:
-            found[own] = run(*own, flexible=any(size != own for size in found))
-        except _DoesNotRunError as error:
-            return Axes({}, f"it does not run on {height} x {width} pixels: {error}".split("\n")[0])
-    first, *others = found.values()
+    records = [traced, *traced.others]
+    found = [_Reading(traced, one, silent, dict(zip(one.nodes, traced.nodes, strict=True))).axes() for one in records]
+    first, *others = found
     return Axes({node: axis for node, axis in first.items() if all(axis == other.get(node) for other in others)})
-
-
-def _twin(traced: Traced) -> nn.Module:
-    """The network in eval mode, on the same tensors."""
-    model = traced.modules[""]
-    shared = [*model.parameters(), *model.buffers()]
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    twin.eval()
-    twin.__dict__.update(traced.constants)
-    return twin
-
-
-def _arguments(graph: fx.Graph, x: Tensor) -> list[Any]:
-    """`x`, and the defaults that tracing pinned the other arguments to."""
-    pinned = [node for node in graph.nodes if node.op == "placeholder"][1:]
-    return [x, *(node.args[0] if node.args else None for node in pinned)]
 
 
 @dataclass(frozen=True)
@@ -135,40 +96,25 @@ class _Label:
         return once.repeat(math.prod(shape) // len(once)).view(shape)
 
 
-class _DoesNotRunError(Exception):
-    """The network does not take an input of this size."""
+class _Reading:
+    """One record, read."""
 
-
-class _Run(fx.Interpreter):
-    """One run.
-
-    Args:
-        flexible: whether the network takes other sizes too: paddings that depend on the size may then be any.
-    """
-
-    def __init__(self, twin: nn.Module, traced: Traced, silent: _Silent, flexible: bool) -> None:
-        super().__init__(twin, graph=traced.graph)
-        self.traced, self.silent, self.flexible = traced, silent, flexible
+    def __init__(self, traced: Traced, record: Traced, silent: _Silent, same: dict[fx.Node, fx.Node]) -> None:
+        self.traced, self.record, self.same = traced, record, same
+        self.silent = lambda node: silent(same[node])
+        self.flexible = traced.flexible
         self.labels: dict[fx.Node, Any] = {}  # a label, or a tuple of them where the value is a tuple
-        self.shapes: dict[fx.Node, torch.Size] = {}
 
     def axes(self) -> dict[fx.Node, Axis]:
-        return {n: _axis(label, self.shapes[n]) for n, label in self.labels.items() if isinstance(label, _Label)}
+        for node in self.record.nodes:
+            label = self._label(node, node.meta["shape"])
+            if label is not None:
+                self.labels[node] = label
+        return {self.same[n]: _axis(label, n.meta["shape"]) for n, label in self.labels.items()
+                if isinstance(label, _Label)}  # fmt: skip
 
-    def run_node(self, n: fx.Node) -> Any:
-        try:
-            value = super().run_node(n)
-        except Exception as error:  # whatever the model raises
-            raise _DoesNotRunError(str(error).split("\n")[0]) from None
-        if isinstance(value, Tensor):
-            self.shapes[n] = value.shape
-        label = self._label(n, value)
-        if label is not None:
-            self.labels[n] = label
-        return value
-
-    def _label(self, node: fx.Node, value: Any) -> Any:
-        if isinstance(value, Tensor) and (own := self._written(node, value)):
+    def _label(self, node: fx.Node, shape: Any) -> Any:
+        if isinstance(shape, torch.Size) and (own := self._written(node, shape)):
             return own
         sources = inputs(node)
         if not any(source in self.labels for source in sources):
@@ -181,25 +127,26 @@ class _Run(fx.Interpreter):
             return self._moved(node, set(sources))
         return None
 
-    def _written(self, node: fx.Node, value: Tensor) -> _Label | None:
+    def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
         """The label of what linear layers, LayerScales and norms write, and of parameters, whose channels come last."""
         if node.op == "get_attr":
-            return _Label(value.shape[-1], 1) if value.ndim > 1 and value.is_floating_point() else None
+            floating = self.record.fetch(str(node.target)).is_floating_point()
+            return _Label(shape[-1], 1) if len(shape) > 1 and floating else None
         module = self.traced.module(node)
         if module is None:
             return None
         dim = channel_dim(module)
         if isinstance(module, (*LINEAR, *affine.LAYER_SCALES)):
             dim = -1 if isinstance(module, nn.Linear | timm_layers.LayerScale) else 1
-        if dim is None or value.ndim < 2:
+        if dim is None or len(shape) < 2:
             return None
-        return _Label(value.shape[dim], 1 if dim == -1 else math.prod(value.shape[2:]))
+        return _Label(shape[dim], 1 if dim == -1 else math.prod(shape[2:]))
 
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
         """The label of a sum, if both arms, broadcast to its shape, agree on it."""
         for arm, other in (arms, arms[::-1]):
             theirs = self.labels.get(other)
-            if arm.op == "get_attr" and theirs and not math.prod(self.shapes[arm]) % (theirs.size * theirs.stride):
+            if arm.op == "get_attr" and theirs and not math.prod(arm.meta["shape"]) % (theirs.size * theirs.stride):
                 self.labels[arm] = theirs  # embeddings of maps have their channels where the maps have them
         found = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
         return found[0] if len(found) == 2 and found[0] == found[1] else None
@@ -208,25 +155,25 @@ class _Run(fx.Interpreter):
         """What the step makes of the channels' numbers in the values of `carriers`; other values count as 0."""
 
         def number(source: fx.Node) -> Any:
-            value = self.env[source]
-            if source in carriers:
-                label = self.labels[source]
-                if isinstance(label, tuple):
-                    return tuple(part and part.numbers(own.shape) for part, own in zip(label, value, strict=True))
-                return label.numbers(value.shape)
-            return torch.zeros(value.shape, dtype=torch.float64) if isinstance(value, Tensor) else value
+            shape = source.meta["shape"]
+            if source not in carriers:
+                return torch.zeros(shape, dtype=torch.float64) if isinstance(shape, torch.Size) else None
+            label = self.labels[source]
+            if isinstance(label, tuple):
+                return tuple(part and part.numbers(own) for part, own in zip(label, shape, strict=True))
+            return label.numbers(shape)
 
         args, kwargs = (fx.node.map_arg(part, number) for part in (node.args, node.kwargs))
         try:
-            moved = getattr(self, node.op)(node.target, args, kwargs)
-        except (RuntimeError, TypeError, AttributeError):
+            moved = apply(self.traced, node, args, kwargs)
+        except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
         labels = [self.labels[carrier] for carrier in carriers]
         whole = [part for label in labels for part in (label if isinstance(label, tuple) else (label,)) if part]
         sizes = {label.size for label in whole}
         if len(sizes) != 1:
             return None
-        varies = node.target is F.pad and self.flexible and len(node.all_input_nodes) > len(inputs(node))
+        varies = node.target is F.pad and self.flexible  # by how much may depend on the size
         pure = all(label.pure for label in whole) and not varies
         if isinstance(moved, tuple | list):
             return tuple(_recognized(part, *sizes, pure=pure) for part in moved)

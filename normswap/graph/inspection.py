@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from normswap import provenance
-from normswap.graph import opaque
 from normswap.graph.anatomy import Anatomy, Block, Norm
-from normswap.graph.tracing import Traced, inputs, is_add, is_mul, trace
+from normswap.graph.recording import record
+from normswap.graph.tracing import Traced, inputs, is_add, is_mul
 from normswap.layers import affine
 from normswap.layers.activations import is_activation, is_activation_call
+from normswap.models.network_input import Inputs
 from normswap.provenance import Provenance
 
 __all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
@@ -27,21 +28,24 @@ LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
 
 
-def inspect(model: nn.Module) -> Anatomy:
+def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     """Read the anatomy of `model`, which is not changed.
 
+    Args:
+        inputs: what it takes (`network_input.batches`); by default what it says of itself.
+
     Raises:
-        TraceError: the model's own forward cannot be traced.
+        TraceError: the model does not run, or something in its forward cannot be seen.
     """
-    traced = opaque.read(trace(model))
+    traced = record(model, inputs)
     reader = _Reader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
-    untraced = [(path, f"not traceable: {why}") for path, why in traced.opaque.items()]
+    untraced = [(path, f"{why}") for path, why in traced.opaque.items()]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
-    end, record = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
-    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, provenance=record)
+    end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
+    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, provenance=origin)
 
 
 class _Reader:

@@ -1,8 +1,8 @@
 """Which modules are, in eval mode, an affine map per channel: y = act(s * x + t); and their s and t, in float64.
 
 Ioffe & Szegedy 2015, section 3.1: at inference BatchNorm is y = gamma / sqrt(var + eps) * x + (beta - gamma * mean /
-sqrt(var + eps)). A class counts only when its `forward` is one that was read by a person: a subclass with a forward
-of its own may compute anything, and is refused by path.
+sqrt(var + eps)). A class counts when its `forward` is one that was read by a person, or computes the same as far as
+can be measured (`unknown_norms`): any other forward may compute anything, and is refused by path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.errors import RefusedError
-from normswap.layers import channel_norm
+from normswap.layers import channel_norm, unknown_norms
 from normswap.layers.known_norms import known
 from normswap.layers.own import OwnLayer
 from normswap.provenance import output_moments
@@ -43,12 +43,18 @@ _OTHER_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether `module` normalizes with population statistics in eval mode."""
-    return isinstance(module, (_BatchNorm, *_FROZEN))
+    return isinstance(module, (_BatchNorm, *_FROZEN)) or _looks_like_one(module)
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Whether `module` is a BatchNorm whose statistics, gamma and beta are constants, also in training mode."""
-    return isinstance(module, _FROZEN)
+    """Whether `module` is a BatchNorm whose four tensors never change, also in training mode."""
+    return isinstance(module, _FROZEN) or (
+        _looks_like_one(module) and not module._parameters and not isinstance(module, _BatchNorm)
+    )
+
+
+def _looks_like_one(module: nn.Module) -> bool:
+    return not isinstance(module, OwnLayer) and unknown_norms.has_the_tensors(module)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -93,14 +99,19 @@ def refusal(module: nn.Module) -> str | None:
         return None
     if not is_batchnorm(module):
         return f"{type(module).__name__} computes its statistics per sample"
-    read_by_somebody = type(module).forward in _BATCHNORM_FORWARDS or isinstance(module, OwnLayer)
-    if known(module) is None and (not read_by_somebody or "forward" in vars(module)):
+    if known(module) is None and not _was_read(module):
         name = type(module).__name__
-        why = f"{name} is an unknown BatchNorm subclass with a forward of its own"
-        return f"{why}; if it computes what BatchNorm computes, say so: normswap.register_norm({name})"
+        if "forward" in vars(module) or unknown_norms.eps(module) is None:
+            why = f"{name} has a forward of its own, which is not that of a BatchNorm"
+            return f"{why} as far as its tensors say; if you know better: normswap.register_norm({name}, ...)"
     if module.running_mean is None or module.running_var is None:
         return "it has no running statistics (track_running_stats=False), so eval mode depends on the batch"
     return None
+
+
+def _was_read(module: nn.Module) -> bool:
+    own = isinstance(module, OwnLayer)
+    return (own or type(module).forward in _BATCHNORM_FORWARDS) and "forward" not in vars(module)
 
 
 def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor]:
@@ -122,7 +133,8 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
         return channel_norm.read(module)
     norm: Any = module
     mean, var = norm.running_mean.double(), norm.running_var.double()
-    scale = torch.rsqrt(var + norm.eps)
+    eps = norm.eps if _was_read(module) or vouched is not None else unknown_norms.eps(module)
+    scale = torch.rsqrt(var + eps)
     if unit_gamma:
         return scale, -mean * scale
     if norm.weight is not None:

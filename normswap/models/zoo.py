@@ -26,7 +26,7 @@ from normswap.models.weight_files import SUFFIXES, check_finite, hash_tensors, l
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = ["create", "data_config", "hash_tensors", "identify", "input_size", "open_source"]
+__all__ = ["create", "data_config", "hash_tensors", "identify", "open_source"]
 
 # Arguments of timm.create_model that would load weights or return something else than the named network.
 _FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
@@ -291,9 +291,3 @@ def data_config(model: nn.Module) -> dict[str, Any]:
     origin = provenance.of(model)
     cfg = (origin.pretrained_cfg if origin else None) or _own_cfg(model) or _GENERAL
     return dict(resolve_data_config(pretrained_cfg=cfg))
-
-
-def input_size(model: nn.Module) -> tuple[int, int, int]:
-    """The input `(C, H, W)` the network was made for."""
-    chans, height, width = data_config(model)["input_size"]
-    return chans, height, width

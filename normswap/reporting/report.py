@@ -24,7 +24,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
 from normswap.layers.scalars import Scale
-from normswap.models import zoo
+from normswap.models import network_input, zoo
 from normswap.plan import Plan, Step, Way
 from normswap.provenance import Provenance
 from normswap.reporting import page
@@ -224,7 +224,7 @@ def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
         batch = next(iter(loader))[0]
         return batch, f"the first {len(batch)} images"
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(_NOISE, *zoo.input_size(result), generator=generator), f"{_NOISE} images of N(0, 1) noise"
+    return torch.randn(_NOISE, *network_input.size(result), generator=generator), f"{_NOISE} images of N(0, 1) noise"
 
 
 def _accuracy(before: nn.Module | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:

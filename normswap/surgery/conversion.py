@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
@@ -17,7 +17,9 @@ from normswap.folding.verdict import Fate, Verdict
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
+from normswap.models import network_input
 from normswap.models.modes import evaluating
+from normswap.models.network_input import Example, Inputs
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, route, unfolding
@@ -109,7 +111,7 @@ def convert(
     to: str,
     *,
     purpose: str | None = None,
-    inputs: Sequence[Tensor] | Tensor | None = None,
+    inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
     calibrate: Batches | None = None,
@@ -125,8 +127,9 @@ def convert(
             that fits values to data, and for a source whose norms have statistics per sample. "noise": N(0, 1) images,
             a poor substitute.
         progress: called while fitting, with the layers done and their total.
-        inputs: batches (N, C, H, W) to verify on; by default N(0, 1) noise of `size`.
-        size: (C, H, W); by default what the model's timm configuration says, else (3, 224, 224).
+        inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments, a dict of keywords,
+            or a list of batches of these; by default N(0, 1) noise of `size`.
+        size: (C, H, W); by default what the model says of itself (`network_input.size`).
         options: those of the scheme, and `only` and `skip`, patterns of what is converted and what is not
         (`selection`).
 
@@ -136,15 +139,16 @@ def convert(
     """
     if to == "unfold":
         return _unfold(model, inputs, size, seed, {**options, **({"purpose": purpose} if purpose else {})})
-    seen: Anatomy | None = inspection.inspect(model)
+    given = _given(model, inputs, size)
+    seen: Anatomy | None = inspection.inspect(model, given)
     assert seen is not None
     legs = route.legs(seen, to, options, purpose, measured=calibrate is not None)
     data = fitting.repeatable(calibrate) if len(legs) > 1 else calibrate
     done: list[Conversion] = []
-    for scheme, given in legs:
+    for scheme, chosen in legs:
         source = done[-1].model if done else model
-        seen = seen or inspection.inspect(source)
-        step, sketch = _draft(seen, scheme, given)
+        seen = seen or inspection.inspect(source, given)
+        step, sketch = _draft(seen, scheme, chosen)
         own = data if fitting.fits(step) or len(legs) == 1 else None
         last = carry_out(source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress)
         done.append(replace(last, verdicts=sketch.verdicts, notes=(*sketch.notes, *last.notes)))
@@ -160,7 +164,7 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     exact = all(schemes.exact(step) for step in steps)
     precise = comparison.compare_double(model, lambda: applying.in_double(model, steps), batches) if exact else None
     report = comparison.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
-                                  anatomy=inspection.inspect(model))  # fmt: skip
+                                  anatomy=inspection.inspect(model, _given(model, inputs, size)))  # fmt: skip
     _demand(report, " and ".join(step.scheme for step in steps))
     verdicts = {path: said for one in done for path, said in one.verdicts.items()}
     renames: dict[str, str] = {}
@@ -178,7 +182,7 @@ def carry_out(
     step: Step,
     seen: Anatomy | None = None,
     *,
-    inputs: Sequence[Tensor] | Tensor | None = None,
+    inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
     calibrate: Batches | None = None,
@@ -192,19 +196,20 @@ def carry_out(
         PlanError: the step does not fit the model.
         VerificationError: the result is wrong.
     """
-    seen = seen or inspection.inspect(model)
+    seen = seen or inspection.inspect(model, _given(model, inputs, size))
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.exact(step)
     fitted = fitting.wanted(step, calibrate)
     result = applying.apply_step(model, step)
     if not exact:
-        _demand_runs(result, batches[0][:1], step.scheme)
+        _demand_runs(result, batches[0].first(1), step.scheme)
     precise = None  # what is fitted differs by far more than float32 does
     if not fitted:
         precise = comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
     notes: tuple[str, ...] = ()
     if fitted and calibrate is not None:
-        notes = fitting.fit(model, result, step, calibrate, size=batches[0].shape[1:], seed=seed, progress=progress)
+        shape = batches[0].images.shape[1:]
+        notes = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     _demand(report, step.scheme)
     _count(model, result, step)
@@ -220,16 +225,22 @@ def _unfold(
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = _batches(model, inputs, size, seed)
     result = unfolding.unfold(model)
-    report = comparison.compare(model, result, batches, anatomy=inspection.inspect(model), described=described)
+    report = comparison.compare(model, result, batches, anatomy=inspection.inspect(model, batches), described=described)
     _demand(report, "unfold")
     norms = {path: Verdict(Fate.RESTORED) for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)
 
 
-def _batches(model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int) -> tuple[list[Tensor], str]:
-    if inputs is None:
-        return comparison.noise(model, size or _size(model), seed=seed), comparison.described(seed)
-    return ([inputs] if isinstance(inputs, Tensor) else list(inputs)), "given inputs"
+def _batches(model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int) -> tuple[list[Example], str]:
+    if inputs is not None:
+        return network_input.batches(inputs), "given inputs"
+    noise = comparison.noise(model, size or network_input.size(model), seed=seed)
+    return network_input.batches(noise), comparison.described(seed)
+
+
+def _given(model: nn.Module, inputs: Inputs, size: Sequence[int] | None) -> Inputs:
+    """What to look at the network with, if anything was said about it."""
+    return network_input.noise(model, size, batch=2) if inputs is None and size else inputs
 
 
 def _demand(report: Report, scheme: str) -> None:
@@ -244,7 +255,7 @@ def _demand(report: Report, scheme: str) -> None:
 
 
 @torch.no_grad()
-def _demand_runs(model: nn.Module, x: Tensor, scheme: str) -> None:
+def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
     """Raises:
     RefusedError: a norm does not take what reaches it; names the norm.
     """
@@ -256,11 +267,12 @@ def _demand_runs(model: nn.Module, x: Tensor, scheme: str) -> None:
     handles = [watch(path, module) for path, module in model.named_modules() if affine.is_norm(module)]
     try:
         with evaluating(model):
-            model(x)
+            example.call(model)
     except (RuntimeError, ValueError) as error:
         why = str(error).split("\n")[0]
         remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out with '--skip'"
-        raise RefusedError(f"{scheme} does not run on {tuple(x.shape[1:])}", f"{at[-1]}: {why}", remedy) from None
+        size = tuple(example.images.shape[1:])
+        raise RefusedError(f"{scheme} does not run on {size}", f"{at[-1]}: {why}", remedy) from None
     finally:
         for handle in handles:
             handle.remove()
@@ -294,13 +306,3 @@ def _record(model: nn.Module, step: Step) -> Provenance:
             state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
             norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
     return replace(record, plan=record.plan.then(step), norms=norms)
-
-
-def _size(model: nn.Module) -> tuple[int, int, int]:
-    record = provenance.of(model)
-    for config in (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {}):
-        size = config.get("test_input_size") or config.get("input_size")
-        if size:
-            return tuple(size)  # type: ignore[return-value]
-    first = next((p for p in model.parameters() if p.ndim == 4), torch.empty(0))
-    return (first.shape[1] if first.ndim == 4 else 3, 224, 224)

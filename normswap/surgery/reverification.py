@@ -13,7 +13,7 @@ from normswap.graph import inspection
 from normswap.images.accuracy import Progress
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import zoo
+from normswap.models import network_input
 from normswap.models.weight_files import SUFFIXES
 from normswap.surgery import comparison
 from normswap.surgery.comparison import Report
@@ -61,7 +61,7 @@ def again(source: nn.Module, result: nn.Module) -> Report:
     record = provenance.of(result)
     steps = record.plan.steps if record else ()
     exact = all(schemes.exact(step) for step in steps)
-    inputs = comparison.noise(source, zoo.input_size(source))
+    inputs = comparison.noise(source, network_input.size(source))
     seen = inspection.inspect(source)
     return comparison.compare(source, result, inputs, exact=exact, anatomy=seen, described=comparison.described(0))
 

@@ -31,10 +31,10 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
+from normswap.errors import first_line
 from normswap.exporting import formats
 from normswap.exporting.exported_module import Shipped
 from normswap.images import datasets
-from normswap.models.weight_files import first_line
 from normswap.storage.checkpoint import open_model
 
 ROOT = Path(__file__).resolve().parents[2]

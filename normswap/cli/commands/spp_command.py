@@ -128,12 +128,12 @@ def _measure(
 def _batches(model: nn.Module, images: Seen, look: Look) -> tuple[list[Tensor], str]:
     import torch
 
-    from normswap.models import zoo
+    from normswap.models import network_input
 
     if images.data != "noise":
         loaded = [x for x, _ in images.loader(model)]
         return loaded, f"{sum(len(x) for x in loaded)} images of {images.data}"
-    chans, height, width = zoo.input_size(model)
+    chans, height, width = network_input.size(model)
     size = (chans, look.side or height, look.side or width)
     x = torch.randn(images.samples, *size, generator=torch.Generator().manual_seed(look.seed))
     return [x], f"{images.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {look.seed}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.graph.inspection import Anatomy
+from normswap.models import network_input
 from normswap.models.modes import evaluating
 
 COUNT, BATCH, LARGEST = 128, 32, 96  # images of noise, and their largest side
@@ -83,7 +84,7 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
     handles = [norm.register_forward_pre_hook(spy(path)) for path, norm in norms.items()]
     try:
         with evaluating(model):
-            for size in _sizes(model):
+            for size in _sizes(network_input.size(model)):
                 found.clear()
                 try:
                     for i in range(COUNT // BATCH):
@@ -98,13 +99,9 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
     return {path: pair for path, pair in seen.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
 
 
-def _sizes(model: Any) -> list[tuple[int, int, int]]:
+def _sizes(size: tuple[int, ...]) -> list[Any]:
     """Sizes to try: small ones cost less."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    first = next((p for p in model.parameters() if p.ndim == 4), None)
-    chans = 3 if first is None else first.shape[1]
-    chans, height, width = config.get("input_size") or (chans, LARGEST, LARGEST)
-    return [(chans, min(height, LARGEST), min(width, LARGEST)), (chans, height, width)]
+    return [(size[0], *(min(side, LARGEST) for side in size[1:])), size] if len(size) == 3 else []
 
 
 def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float) -> Signs:

@@ -9,13 +9,7 @@ the parameters are all there is to average.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import operator
-import textwrap
 from dataclasses import replace
-from typing import Any
 
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -30,7 +24,6 @@ from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy, Vacant
 from normswap.plan import Edit, Then
 
-_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
 _VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous")
 
 
@@ -54,10 +47,10 @@ def plan_opacus(anatomy: Anatomy) -> Draft:
         if path not in draft.refusals and path not in draft.seats:
             _refuse_buffers(draft, path, module)
     for node in traced.nodes:
-        if _may_overwrite(traced, node):
+        if overwrites(traced, node):
             _copy_before(draft, node)
     for path, why in traced.opaque.items():
-        draft.notes.append(f"{path} cannot be traced ({why}): whether it writes in place is not known")
+        draft.notes.append(f"{path} cannot be looked into ({why}): whether it writes in place is not known")
     return draft
 
 
@@ -116,29 +109,6 @@ def _copy_before(draft: Draft, node: fx.Node) -> None:
         draft.seats[path] = replace(edit, then=(*edit.then, Then("Copy")))
     else:
         draft.seats[path] = Edit(path, "Copy", keep=True)
-
-
-def _may_overwrite(traced: Traced, node: fx.Node) -> bool:
-    """Whether `node` writes, or, as `x += y` is traced as `x + y`, may write, into its first input."""
-    if overwrites(traced, node):
-        return True
-    if node.target not in _ARITHMETIC or not isinstance(node.args[0], fx.Node):
-        return False
-    kind: Any = type(traced.modules[node.meta["inside"][-1] if node.meta["inside"] else ""])
-    return _augments(kind)
-
-
-@functools.cache
-def _augments(kind: type) -> bool:
-    """Whether the code of a module's class has an augmented assignment, or cannot be read."""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            return True
-        if any(isinstance(part, ast.AugAssign) for part in ast.walk(tree)):
-            return True
-    return False
 
 
 def _owners(traced: Traced, node: fx.Node) -> list[str]:

@@ -1,0 +1,274 @@
+"""SEE: one real forward, recorded as a graph whose leaves are norms and childless modules.
+
+The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation, on whatever
+tensors: those that came from the input carry the node that made them, so shapes, branches and loops are plain Python,
+and what happens is written down. Calls of modules are intercepted as torch.fx does it.
+
+What leaves through Python (`.item()`, `bool`, `.numpy()`) has a reader in the graph that nobody can pass; what was
+overwritten through another view is a value made of both; a tensor that turns up from nowhere must be a constant.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from normswap.graph.copying import tree
+from normswap.graph.spelling import Attribute, after, is_plain, left, memory, places, shapes, spelled, version
+from normswap.layers import affine
+from normswap.models.network_input import Example, named_tensors
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
+_MARK = "_normswap_mark"
+
+
+class _Mark:
+    """What a tensor remembers: the node that made it, or that of a collection and its place in there."""
+
+    __slots__ = ("keys", "node", "run", "version")
+
+    def __init__(self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[Any, ...] = ()) -> None:
+        self.run, self.node, self.version, self.keys = run, node, at, keys
+
+    def __deepcopy__(self, memo: Any) -> _Mark:
+        return self
+
+
+class Recorder(TorchFunctionMode):
+    """One run.
+
+    Args:
+        model: the twin that runs.
+        look: called with the name of each node, as it is made, and its value.
+    """
+
+    def __init__(self, model: nn.Module, look: Callable[[str, Any], None] | None = None) -> None:
+        super().__init__()
+        self.model, self.look = model, look
+        self.graph = fx.Graph()
+        self.paths: dict[int, str] = {}
+        self.named: dict[int, str] = {}
+        for path, module in tree(model).items():
+            self.paths.setdefault(id(module), path)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self.named.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        self.around: list[str] = []
+        self.failed = ""
+        self.outputs: dict[fx.Node, list[str]] = {}
+        self.opaque: dict[str, str] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.strangers: dict[str, str] = {}
+        self.branches: list[str] = []
+        self.resting = False
+        self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}  # parameters, buffers and constants
+        self._writes: dict[int, fx.Node] = {}
+
+    def run(self, example: Example) -> None:
+        """Record the forward on `example`, whose tensors are not changed."""
+        names = iter(name for name, _ in named_tensors((dict(enumerate(example.args)), example.kwargs)))
+
+        def enter(tensor: Tensor) -> Tensor:
+            value = tensor.detach().clone()
+            name = next(names).partition(".")[2].replace(".", "_")
+            node = self._add("placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value)
+            self._set(value, node)
+            return value
+
+        entered = example.map(enter)
+        with intercepted(self._call), self:
+            result = entered.call(self.model)
+        nodes = [self._node(tensor) for _, tensor in named_tensors(result)]
+        found = tuple(node for node in nodes if node is not None)
+        self._add("output", "output", (found[0] if len(found) == 1 else found,), {}, None)
+
+    # operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.resting or is_plain(func):
+            return func(*args, **kwargs)
+        tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
+        if not any(self._is_tracked(tensor) for tensor in tensors):
+            result = func(*args, **kwargs)
+            for _, tensor in named_tensors(result):
+                if id(tensor) not in self.named:
+                    self._set(tensor, None)
+            return result
+        kind, target, given, named = spelled(func, args, kwargs)
+        given, named = self._mapped(given), self._mapped(named)
+        before = [version(tensor) for tensor in tensors]
+        result = func(*args, **kwargs)
+        overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
+        if not overwritten and next(named_tensors(result), None) is None:
+            kind, target, given, named = "call_function", left, (given[0] if given else None, func.__name__), {}
+            if func.__name__ in _LOOKS:
+                self.branches.append(self.around[-1] if self.around else "")
+        node = self._add(kind, target, given, named, result)
+        return self._made(node, result, tensors, overwritten)
+
+    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta["inside"] = tuple(self.around)
+        node.meta["shape"] = shapes(value)
+        if self.look is not None:
+            self.look(node.name, value)
+        return node
+
+    def _made(self, node: fx.Node, result: Any, tensors: list[Tensor], overwritten: list[Tensor]) -> Any:
+        """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
+        for tensor in overwritten:
+            self._writes[memory(tensor)] = node
+            self._set(tensor, node)
+        if isinstance(result, Tensor):
+            if any(result is t for t in tensors) and not any(result is t for t in overwritten):
+                result = torch.Tensor.detach(result)  # passed on as it is: the same memory under another name
+            self._set(result, node)
+            return result
+        for keys, tensor in places(result):
+            if not any(tensor is t for t in tensors):
+                self._set(tensor, node, keys)
+        return result
+
+    # what tensors remember
+
+    def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[Any, ...] = ()) -> None:
+        if id(tensor) in self.named or id(tensor) in self._known:
+            if node is not None:
+                self._known[id(tensor)] = (tensor, node, version(tensor))
+            return
+        setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
+
+    def _mark(self, tensor: Tensor) -> _Mark | None:
+        mark = tensor.__dict__.get(_MARK) if hasattr(tensor, "__dict__") else None
+        return mark if mark is not None and mark.run is self else None
+
+    def _is_tracked(self, tensor: Tensor) -> bool:
+        if id(tensor) in self.named or id(tensor) in self._known:
+            return True
+        mark = self._mark(tensor)
+        return mark is None or mark.node is not None or (
+            mark.version != version(tensor) and memory(tensor) in self._writes)  # fmt: skip
+
+    def _node(self, tensor: Tensor) -> fx.Node | None:
+        """The node whose value `tensor` is now."""
+        if id(tensor) in self.named or id(tensor) in self._known:
+            return self._fixed(tensor)
+        mark = self._mark(tensor)
+        if mark is None or mark.node is None:
+            node = self._constant(tensor, stranger=mark is None)
+            if mark is not None and mark.version != version(tensor) and memory(tensor) in self._writes:
+                node = self._add("call_function", after, (node, self._writes[memory(tensor)]), {}, tensor)
+                self._known[id(tensor)] = (tensor, node, version(tensor))
+            return node
+        while mark.keys:
+            key, *rest = mark.keys
+            fetch = getattr if isinstance(key, Attribute) else operator.getitem
+            name = str(key) if fetch is getattr else key
+            mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
+            mark.keys = tuple(rest)
+        if mark.version != version(tensor):
+            write = self._writes.get(memory(tensor))
+            if write is not None:
+                mark.node = self._add("call_function", after, (mark.node, write), {}, tensor)
+            mark.version = version(tensor)
+        return mark.node
+
+    def _fixed(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self._known:
+            node = self._add("get_attr", self.named[id(tensor)], (), {}, tensor)
+            self._known[id(tensor)] = (tensor, node, version(tensor))
+        return self._known[id(tensor)][1]
+
+    def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
+        name = f"_tensor_constant{len(self.constants)}"
+        self.constants[name] = tensor.detach().clone()
+        if stranger:
+            self.strangers[name] = self.around[-1] if self.around else ""
+        node = self._add("get_attr", name, (), {}, tensor)
+        self._known[id(tensor)] = (tensor, node, version(tensor))
+        return node
+
+    def _mapped(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._node(value)
+        if isinstance(value, slice):
+            return slice(*(self._mapped(part) for part in (value.start, value.stop, value.step)))
+        if isinstance(value, Mapping):
+            return {key: self._mapped(part) for key, part in value.items()}
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._mapped, value)) if type(value) in (tuple, list) else tuple(
+                map(self._mapped, value))  # fmt: skip
+        return value
+
+    # modules
+
+    def _call(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = self.paths.get(id(module))
+        if self.resting or not path:
+            return original(module, *args, **kwargs)
+        try:
+            if self._is_leaf(module, path):
+                return self._leaf(module, path, original, args, kwargs)
+            self.around.append(path)
+            try:
+                result = original(module, *args, **kwargs)
+            finally:
+                self.around.pop()
+        except Exception:
+            self.failed = self.failed or path
+            raise
+        node = self._node(result) if isinstance(result, Tensor) and self._is_tracked(result) else None
+        if node is not None:
+            self.outputs.setdefault(node, []).append(path)
+        return result
+
+    def _is_leaf(self, module: nn.Module, path: str) -> bool:
+        if isinstance(module, torch.jit.ScriptModule):
+            self.opaque[path] = "it is scripted, and no one can look into it"
+            return True
+        if affine.is_norm(module) or affine.is_affine(module):
+            return True
+        if next(iter(module._modules), None) is None:
+            return not isinstance(module, _CONTAINERS)
+        return type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS)
+
+    def _leaf(self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.resting = True
+        try:
+            tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
+            given, named = self._mapped(args), self._mapped(kwargs)
+            before = [version(tensor) for tensor in tensors]
+            hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
+            result = original(module, *args, **kwargs)  # its hooks are the user's, who did not ask to see this
+            module._forward_hooks = hooks
+            overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
+            node = self._add("call_module", path, given, named, result)
+            self.outputs.setdefault(node, []).append(path)
+            return self._made(node, result, tensors, overwritten)
+        finally:
+            self.resting = False
+
+
+@contextmanager
+def intercepted(call: Callable[..., Any]) -> Iterator[None]:
+    """Calls of modules go through `call(module, original, args, kwargs)`."""
+    original = nn.Module.__call__
+
+    def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(module, original, args, kwargs)
+
+    nn.Module.__call__ = wrapper  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,214 @@
+"""SEE: a network's forward as a graph, recorded on an example, and again on another size, to be sure that it is one.
+
+A record holds for the way that was taken. Where another size takes another way, the nodes of that way are kept too
+(`Traced.hidden`), and whatever is done to a module must be right on both.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from normswap.errors import TraceError
+from normswap.graph.copying import tree, twin
+from normswap.graph.recorder import Recorder
+from normswap.graph.tracing import Traced, inputs
+from normswap.graph.widening import Widening
+from normswap.layers.placeholders import Copy
+from normswap.models import network_input
+from normswap.models.network_input import Example
+
+_OTHER = (160, 224)  # where the network takes it; less work than its own
+
+
+def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
+    """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
+
+    Args:
+        given: what it takes (`network_input.batches`); by default what it says of itself.
+
+    Raises:
+        TraceError: it does not run; says where. Or something in it cannot be seen.
+    """
+    main, first, others = _first(model, given)
+    flexible = False
+    for other in others:
+        try:
+            second = record_once(model, other)
+        except TraceError:
+            continue
+        _demand_constants(model, main, second)
+        if _same(main, second):
+            main.others.append(second)
+        elif _outline(main) != _outline(second):
+            main.adopt(second)
+            main.remarks.append(f"{other} takes another way than {first}; both were followed")
+        main.recorded += second.recorded
+        flexible |= other.images.shape[1:] != first.images.shape[1:]
+        break
+    main.flexible = flexible
+    if not flexible:
+        main.remarks.append(f"recorded at one size only, {first}")
+    main.remarks += [f"{path or 'forward'} looks at values: recorded is the way it took" for path in main.branches]
+    return main
+
+
+def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Example, list[Example]]:
+    """The record of the first example that runs, that example, and others to try."""
+    if given is not None:
+        batches = network_input.batches(given)
+        short = batches[0].first(1)
+        try:
+            traced = record_once(model, short)
+        except TraceError:
+            short = batches[0]
+            traced = record_once(model, short)
+        shapes = {str(short)}
+        apart = [b.first(2) for b in batches if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes]
+        return traced, short, [*apart[:1], *_resized(batches[0].first(2)), batches[0].first(2)]
+    found: TraceError | None = None
+    for size in network_input.candidates(model):
+        example = network_input.noise(model, size)
+        try:
+            traced = record_once(model, example)
+        except TraceError as error:
+            found = found or error
+        else:
+            return traced, example, [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))]
+    raise found or TraceError(f"what {type(model).__name__} takes is not known", remedy="Give an example: `inputs=`")
+
+
+def _resized(example: Example) -> Iterator[Example]:
+    """The same at another size, where it holds maps or series; and as it is."""
+    if any(t.ndim > 2 and t.is_floating_point() for t in example.tensors()):
+        yield example.map(lambda t: _other(t) if t.ndim > 2 and t.is_floating_point() else t)
+    yield example
+
+
+def _other(x: Tensor) -> Tensor:
+    height, width = x.shape[-2:]
+    if x.ndim < 4:
+        return F.interpolate(x, width + 32)
+    size = _OTHER if height * width >= 128 * 160 else (height + 32, width + 64)
+    return F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
+
+
+def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
+    """A network of linear layers may take rows of features, too."""
+    if len(size) == 1:
+        out = next((m.out_features for m in tree(model).values() if isinstance(m, nn.Linear)), 1)
+        yield network_input.noise(model, (out, *size), batch=3)
+
+
+def _demand_constants(model: nn.Module, one: Traced, two: Traced) -> None:
+    """Tensors that turned up from nowhere must be the same whatever the input is."""
+    for name, path in one.strangers.items():
+        a, b = one.constants[name], two.constants.get(name)
+        if b is None or a.shape != b.shape or not torch.equal(a, b):
+            raise TraceError(
+                f"a tensor in the forward of {path or type(model).__name__} depends on the input, unseen",
+                "it comes from a scripted function or an operator that passes by PyTorch's functions",
+            )
+
+
+def _same(one: Traced, two: Traced) -> bool:
+    """Whether both have the same nodes, one by one."""
+    if len(one.nodes) != len(two.nodes):
+        return False
+    return all(
+        a.op == b.op
+        and a.target == b.target
+        and a.meta["inside"] == b.meta["inside"]
+        and [one.index(i) for i in inputs(a)] == [two.index(i) for i in inputs(b)]
+        for a, b in zip(one.nodes, two.nodes, strict=True)
+    )
+
+
+def _outline(traced: Traced) -> list[Any]:
+    """The calls of modules in order, each with the calls and functions between it and the calls before."""
+    found: list[Any] = []
+    between: dict[fx.Node, frozenset[str]] = {}
+    for node in traced.nodes:
+        above: set[str] = set()
+        for source in inputs(node):
+            above |= {str(source.target)} if source.op == "call_module" else between.get(source, frozenset())
+        if node.op == "call_module":
+            found.append((str(node.target), frozenset(above)))
+        else:
+            between[node] = frozenset({*above, getattr(node.target, "__name__", str(node.target))})
+    return found
+
+
+@torch.no_grad()
+def record_once(model: nn.Module, example: Example, look: Callable[[str, Any], None] | None = None) -> Traced:
+    """Record one forward of `model`, which is not changed.
+
+    Raises:
+        TraceError: it does not run on the example; says where.
+    """
+    copied = twin(model)
+    if isinstance(getattr(copied, "drop_rate", None), float | int):
+        copied.__dict__["drop_rate"] = 0.5  # timm hides F.dropout behind `if self.drop_rate`: make it show
+    recorder = Recorder(copied, look)
+    try:
+        with ExitStack() as stack:
+            _eagerly(stack)
+            if network_input.anchor(model).dtype == torch.float64:
+                stack.enter_context(Widening())
+            recorder.run(example)
+    except Exception as error:
+        where = f"{type(model).__name__} does not run on an input of size {example}"
+        raise TraceError(
+            f"{where}, at {recorder.failed}" if recorder.failed else where,
+            reason(error),
+            "Give an example of what it takes: `inputs=`",
+        ) from error
+    modules = tree(model)
+    _leave_out_ones(recorder.graph, recorder.outputs, modules)
+    calls: dict[int, list[fx.Node]] = {}
+    for node in recorder.graph.nodes:
+        if node.op == "call_module":
+            calls.setdefault(id(modules[str(node.target)]), []).append(node)
+    traced = Traced(recorder.graph, modules, calls, recorder.outputs, recorder.opaque, recorder.constants)
+    traced.recorded.append(str(example))
+    traced.strangers = recorder.strangers
+    traced.branches = list(dict.fromkeys(recorder.branches))
+    return traced
+
+
+def _eagerly(stack: ExitStack) -> None:
+    """What was compiled runs as it was written."""
+    if "torch._dynamo" in sys.modules:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
+    """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them."""
+    for node in list(graph.nodes):
+        if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
+            value: Any = node.args[0]
+        elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
+            one, two = node.args
+            value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
+        else:
+            continue
+        if isinstance(value, fx.Node):
+            node.replace_all_uses_with(value)
+            outputs.setdefault(value, []).extend(outputs.pop(node, []))
+            graph.erase_node(node)
+
+
+def reason(error: Exception) -> str:
+    """The reason, with the last line of the model's own code that led to it."""
+    said = str(error).strip().split("\n")[0] or type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/normswap/" not in f.filename]
+    return f"{said} (at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`)" if own else said

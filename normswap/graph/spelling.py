@@ -1,0 +1,105 @@
+"""How an operation is written down: as the symbolic trace of torch.fx would name it; and what it is not to say."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_PLAIN = frozenset((
+    "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "ndimension", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "get_device", "type", "__len__", "__hash__", "_is_view",
+    "has_names", "is_inference", "is_pinned", "is_shared", "is_conj", "is_neg", "is_same_size", "is_tensor",
+    "is_set_to", "result_type", "can_cast", "retain_grad", "register_hook", "is_distributed",
+))  # fmt: skip
+_PLAIN_PROPERTIES = frozenset((
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta",
+    "is_sparse", "is_quantized", "is_leaf", "is_nested", "is_mkldnn", "grad", "grad_fn", "_grad_fn", "names",
+    "itemsize", "nbytes", "_version", "output_nr", "_base", "is_vulkan", "is_maia", "is_ipu", "is_sparse_csr",
+))  # fmt: skip
+_OPERATORS = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "matmul": operator.matmul,
+    "truediv": operator.truediv, "true_divide": operator.truediv, "add_": operator.iadd, "sub_": operator.isub,
+    "mul_": operator.imul, "div_": operator.itruediv, "iadd": operator.iadd, "imul": operator.imul,
+    "getitem": operator.getitem, "neg": operator.neg,
+}  # fmt: skip
+_SWAPPED = {"rsub": operator.sub, "rdiv": operator.truediv, "rtruediv": operator.truediv, "radd": operator.add,
+            "rmul": operator.mul}  # fmt: skip
+
+
+def setitem_(x: Tensor, index: Any, value: Any) -> Tensor:
+    """`x[index] = value`, as a node with a value: x."""
+    x[index] = value
+    return x
+
+
+def after(x: Tensor, write: Any) -> Tensor:
+    """x, once `write` has been done to a view of it."""
+    return x
+
+
+def left(x: Any, way: str) -> None:
+    """What reads x where no graph can follow: in Python."""
+
+
+def is_plain(func: Any) -> bool:
+    """Whether `func` asks for a shape, a dtype, or the like, and reads no value."""
+    name = getattr(func, "__name__", "")
+    return name in _PLAIN or (name == "__get__" and func.__self__.__name__ in _PLAIN_PROPERTIES)
+
+
+class Attribute(str):
+    """The name of an attribute, where other keys are items."""
+
+
+def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield keys, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from places(part, (*keys, key))
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from places(part, (*keys, i))
+    elif hasattr(value, "__dataclass_fields__"):
+        for name, part in vars(value).items():
+            yield from places(part, (*keys, Attribute(name)))
+
+
+def spelled(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+    """(kind, target, args, kwargs) of a node, as the symbolic trace of torch.fx would name them."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "call_function", getattr, (args[0], func.__self__.__name__), {}
+    if getattr(Tensor, name, None) is not func:
+        return "call_function", func, args, kwargs
+    bare = name.strip("_") if name.startswith("__") else name
+    if bare == "setitem":
+        return "call_function", setitem_, args, kwargs
+    if bare in _OPERATORS and not kwargs and len(args) == (1 if bare == "neg" else 2):
+        return "call_function", _OPERATORS[bare], args, kwargs
+    if bare in _SWAPPED:
+        return "call_function", _SWAPPED[bare], args[::-1], kwargs
+    return "call_method", name, args, kwargs
+
+
+def version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return 0
+
+
+def memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape
+    return tuple(shapes(part) for part in value) if isinstance(value, list | tuple) else None

@@ -1,0 +1,206 @@
+"""What a network takes, and how to look at what it gives: the one answer for the whole package.
+
+An example comes from what the user gives; else from what the network says of itself (its patches, timm's record, a
+Hugging Face config), else from its first layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.errors import OptionError
+
+Inputs = Any  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
+_SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}  # by dimensions, where nothing says more
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, model: nn.Module) -> Any:
+        return model(*self.args, **self.kwargs)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Example:
+        """The same, every tensor changed."""
+        return Example(changed(self.args, change), changed(self.kwargs, change))
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in named_tensors((self.args, self.kwargs))]
+
+    @property
+    def images(self) -> Tensor:
+        """The first floating-point tensor: what the network looks at."""
+        return next((t for t in self.tensors() if t.is_floating_point()), self.tensors()[0])
+
+    def first(self, count: int) -> Example:
+        """The first samples of the batch, where every argument, a tensor or a list, has the same number of them."""
+        own = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor | list)]
+        sizes = {len(value) if isinstance(value, list) or value.ndim else 0 for value in own}
+        if len(sizes) != 1 or min(sizes) <= count:
+            return self
+        cut = {id(value): value[:count] for value in own}
+        named = {name: cut.get(id(value), value) for name, value in self.kwargs.items()}
+        return Example(tuple(cut.get(id(value), value) for value in self.args), named)
+
+    def like(self, model: nn.Module) -> Example:
+        """On the model's device, and floating-point tensors in its dtype."""
+        own = anchor(model)
+        return self.map(lambda t: t.to(own.device, own.dtype if t.is_floating_point() else t.dtype))
+
+    def __str__(self) -> str:
+        return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
+
+
+def anchor(model: nn.Module) -> Tensor:
+    """A tensor of the network's device and dtype."""
+    tensors = (t for m in nn.Module.modules(model) for t in (*m._parameters.values(), *m._buffers.values()))
+    return next((t for t in tensors if t is not None and t.is_floating_point()), torch.empty(0))
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in tuples, lists, dicts and records of them, with its name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    for key, part in _parts(value):
+        yield from named_tensors(part, f"{name}.{key}" if name else str(key))
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return vars(value).items()
+    return ()
+
+
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure, every tensor in it changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: changed(part, change) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(changed(part, change) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(changed(part, change) for part in value)
+    return value
+
+
+def batches(inputs: Inputs) -> list[Example]:
+    """What the user gives, one call each.
+
+    Raises:
+        OptionError: there is no tensor in it.
+    """
+    given = list(inputs) if isinstance(inputs, list) else [inputs]
+    found = [one if isinstance(one, Example) else _call(one) for one in given]
+    if not found or not all(one.tensors() for one in found):
+        raise OptionError(
+            "there is no tensor in the inputs",
+            remedy="Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these",
+        )
+    return found
+
+
+def _call(one: Any) -> Example:
+    if isinstance(one, Mapping):
+        return Example((), dict(one))
+    return Example(tuple(one)) if isinstance(one, tuple) else Example((one,))
+
+
+def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:
+    """N(0, 1) of a size (C, H, W), on the network's device and in its dtype."""
+    x = torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
+    return Example((x,)).like(model)
+
+
+def size(model: nn.Module) -> tuple[int, ...]:
+    """The size of one input, (C, H, W) of an image, that the network is made for."""
+    found = candidates(model)
+    channels = {one[0] for one in found[:2]}
+    if len(channels) < 2:
+        return found[0]
+    return next((one for one in found[:2] if _runs(model, one)), found[0])  # its stem may rearrange channels
+
+
+def candidates(model: nn.Module) -> list[tuple[int, ...]]:
+    """Sizes to try, the likeliest first."""
+    said, first = _said(model), _first_layer(model)
+    found = [said] if said else []
+    if first and said and len(first) == len(said):
+        found.append((first[0], *said[1:]))
+    elif first:
+        found.append(first)
+    channels = (first or said or (3,))[0]
+    if first and len(first) == 1:
+        found += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
+    if len(first or (3, 0, 0)) == 3:
+        found += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
+    return list(dict.fromkeys(found))
+
+
+def _said(model: Any) -> tuple[int, ...] | None:
+    """What the network says of itself."""
+    record = provenance.of(model)
+    configs = (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {})
+    stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
+    patches = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if isinstance(patches, tuple) and len(patches) == 2:
+        return ((stated or _first_layer(model) or (3,))[0], *patches)
+    return stated or _configured(getattr(model, "config", None))
+
+
+def _configured(config: Any) -> tuple[int, ...] | None:
+    """Of a Hugging Face config, or of the config of the vision part in it."""
+    for one in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
+        side, channels = getattr(one, "image_size", None), getattr(one, "num_channels", 3)
+        if isinstance(side, int):
+            return (channels, side, side)
+        if isinstance(side, list | tuple) and len(side) == 2:
+            return (channels, *side)
+    return None
+
+
+def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
+    for module in nn.Module.modules(model):
+        if isinstance(module, nn.modules.conv._ConvNd):
+            return (module.in_channels, *_SIDE[len(module.kernel_size)])
+        if isinstance(module, nn.Linear):
+            return (module.in_features,)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return (module.num_features, *_SIDE[2])
+    return None
+
+
+def _outputs(model: nn.Module) -> int:
+    return next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
+
+
+@torch.no_grad()
+def _runs(model: nn.Module, one: tuple[int, ...]) -> bool:
+    modes = [(module, module.training) for module in nn.Module.modules(model)]
+    try:
+        for module, _ in modes:
+            module.training = False
+        noise(model, one).call(model)
+    except Exception:  # whatever the network raises
+        return False
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return True

@@ -1,0 +1,128 @@
+"""Run a network for comparison: in eval mode, and left as it was; what it gives, by name; in float64 without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.errors import VerificationError
+from normswap.graph.copying import tree
+from normswap.graph.widening import Widening
+from normswap.models import network_input
+from normswap.models.network_input import Example, named_tensors
+from normswap.surgery.applying import to_double
+
+Outputs = dict[str, Tensor]
+
+
+@torch.no_grad()
+def run(model: nn.Module, example: Example, paths: Sequence[str] = ()) -> tuple[Outputs, Outputs]:
+    """The tensors that the network returns, by name, and those of the modules at `paths`."""
+    seen: Outputs = {}
+
+    def keep(path: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen[path] = output.clone()  # in-place activations would overwrite it
+
+        return hook
+
+    present = tree(model)
+    modes = {module: module.training for module in present.values()}
+    handles = [present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present]
+    try:
+        model.eval()
+        output = example.map(torch.clone).call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return dict(named_tensors(output)), seen
+
+
+def run_double(model: nn.Module, x: network_input.Inputs) -> Tensor:
+    """The outputs in float64, those of each sample in a row."""
+    outputs = outputs_double(model, network_input.batches(x)[0])
+    return torch.cat([value.double().flatten(1) for value in outputs.values()], 1)
+
+
+def outputs_double(model: nn.Module, example: Example) -> Outputs:
+    """The outputs in float64. Each module gets float64 tensors for the time its forward runs only, so that
+    the whole network never exists twice; where a forward reads another module's tensors, it does.
+    """
+    lent: dict[nn.Module, dict[str, Tensor]] = {}
+
+    def lend(module: nn.Module, _args: Any) -> None:
+        tensors = {**module._parameters, **module._buffers}
+        lent[module] = {name: t.data for name, t in tensors.items() if t is not None and t.is_floating_point()}
+        for name, tensor in lent[module].items():
+            _hold(module, name, tensor.double())
+
+    def back(module: nn.Module, *_: Any) -> None:
+        for name, tensor in lent.pop(module).items():
+            _hold(module, name, tensor)
+
+    owners = [module for module in dict.fromkeys(tree(model).values()) if module._parameters or module._buffers]
+    handles = [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
+    try:
+        return widely(lambda: run(model, example)[0])
+    except (RuntimeError, KeyError):  # dtypes were mixed, or a module calls itself
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in list(lent):
+            back(module)
+    double = to_double(model)
+    return widely(lambda: run(double, example)[0])
+
+
+def widely(work: Callable[[], Outputs]) -> Outputs:
+    """What `work` gives while all that forward makes is made in float64."""
+    with Widening():
+        return work()
+
+
+def double(example: Example) -> Example:
+    return example.map(lambda t: t.double() if t.is_floating_point() else t)
+
+
+def noise(model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0) -> list[Tensor]:
+    """Batches of N(0, 1) inputs (batch, C, H, W) on the model's device: at 64 and at 97 pixels where the model accepts
+    that, else at its own `size` (C, H, W); of another shape: at its size.
+
+    Raises:
+        VerificationError: the model runs on none of them.
+    """
+    like = network_input.anchor(model)
+    generator = torch.Generator().manual_seed(seed)
+    channels, *sides = size
+    found: list[Tensor] = []
+    why = ""
+    small = [tuple(min(side, to) for side in sides) for to in (64, 97)] if len(sides) == 2 else []
+    shapes = dict.fromkeys([*small, tuple(sides)])
+    for i, shape in enumerate(shapes):
+        if found:  # one more image at a second size, which `compare` leaves out if the network does not take it
+            return [*found, torch.randn(1, channels, *shape, generator=generator).to(like)] if i < 2 else found
+        x = torch.randn(batch, channels, *shape, generator=generator).to(like)
+        try:
+            run(model, Example((x[:1],)))
+        except Exception as error:  # whatever the network raises
+            why = str(error).split("\n")[0]
+        else:
+            found.append(x)
+    if not found:
+        raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
+    return found
+
+
+def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        parameter.data = tensor
+    else:
+        module._buffers[name] = tensor

@@ -1,0 +1,140 @@
+"""What a network takes is known from what it says, or from its first layer; and every form of input is understood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import batchnorms, distance, lived_in, run
+from tiny import C, bn, conv
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import OptionError, TraceError, VerificationError
+from normswap.models import network_input
+from normswap.models.network_input import Example
+
+
+def test_channels_that_were_given_when_it_was_made() -> None:
+    torch.manual_seed(0)
+    model = lived_in(timm.create_model("resnet18", in_chans=4, channels=(8, 16, 24, 32)), torch.randn(4, 4, 64, 64))
+    assert network_input.size(model) == (4, 224, 224)
+    done = normswap.convert(model, "folded")
+    assert batchnorms(done.model) == []
+    assert done.report.logits[0].size[1] == 4
+
+
+def test_a_vision_transformer_of_another_size() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=96, depth=2).eval()
+    assert network_input.size(model) == (3, 96, 96)
+    assert normswap.convert(model, "folded").report.passed
+
+
+def test_a_network_that_begins_with_a_transposed_convolution() -> None:
+    torch.manual_seed(0)
+    begin = nn.ConvTranspose2d(5, C, 2, stride=2)
+    model = lived_in(nn.Sequential(begin, bn(), nn.ReLU(), conv(), bn()), torch.randn(4, 5, 9, 9))
+    assert network_input.size(model) == (5, 224, 224)
+    assert batchnorms(normswap.convert(model, "folded").model) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.Conv1d(6, 4, 3), (6, 224)),
+        (nn.Conv3d(2, 4, 3), (2, 16, 64, 64)),
+        (nn.Linear(7, 4), (7,)),
+        (nn.BatchNorm2d(5), (5, 224, 224)),
+    ],
+)
+def test_the_first_layer_tells(layer: nn.Module, expected: tuple[int, ...]) -> None:
+    assert network_input.size(nn.Sequential(layer)) == expected
+    assert normswap.graph.inspection.inspect(nn.Sequential(layer)).traced.recorded  # type: ignore[attr-defined]
+
+
+def test_a_config_tells() -> None:
+    class Config:
+        image_size, num_channels = 48, 2
+
+    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(2 * 48 * 48, 3))
+    model.config = Config()
+    assert network_input.size(model) == (2, 48, 48)
+
+
+class Both(nn.Module):
+    """Takes two arguments, gives everything one can give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.other, self.bn2 = conv(), bn(), conv(), bn()
+
+    def forward(self, x: Tensor, y: Tensor, *, gain: float = 1.0) -> dict[str, Any]:
+        a, b = self.bn(self.conv(x)), self.bn2(self.other(y))
+        found = [{"boxes": row.flatten()[:4] * gain, "labels": torch.ones(1).long()} for row in a]
+        return {"sum": a + b, "parts": (a, [b, None]), "found": found, "none": torch.zeros(0, 4).to(a)}
+
+
+def both() -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = Both().double().eval()
+    with torch.no_grad():
+        for norm in (model.bn, model.bn2):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+            norm.weight.normal_()
+    return model
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, C, 8, 8, dtype=torch.float64), torch.randn(2, C, 8, 8, dtype=torch.float64)
+
+
+FORMS: dict[str, Any] = {
+    "a tuple": pair(),
+    "keywords": dict(zip(("x", "y"), pair(), strict=True)),
+    "a list of tuples": [pair(), pair()],
+    "a list of keywords": [{"y": pair()[0], "x": pair()[1], "gain": 2.0}],
+    "an example": Example(pair()[:1], {"y": pair()[1]}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_input(form: str) -> None:
+    model = both()
+    done = normswap.convert(model, "folded", inputs=FORMS[form])
+    assert batchnorms(done.model) == []
+    assert done.report.passed
+    x, y = pair()
+    for key in ("sum", "none"):
+        assert torch.allclose(model(x, y)[key], done.model(x, y)[key], atol=1e-12)
+    assert normswap.verify(model, done.model, inputs=FORMS[form]).passed
+
+
+@pytest.mark.parametrize("place", ["bn", "bn2"])
+def test_an_error_in_any_output_is_seen(place: str) -> None:
+    model, wrong = both(), both()
+    wrong.get_submodule(place).get_parameter("bias").data += 1e-3
+    report = normswap.verify(model, wrong, inputs=pair())
+    assert not report.passed
+    assert report.worst.output
+
+
+def test_what_is_no_input_is_said() -> None:
+    with pytest.raises(OptionError, match="no tensor in the inputs"):
+        normswap.convert(both(), "folded", inputs=[])
+    with pytest.raises(TraceError, match="does not run on an input of size"):
+        normswap.convert(both(), "folded")
+    with pytest.raises(TraceError, match="does not run on an input of size 2x3x8x8"):
+        normswap.convert(nn.Sequential(conv()), "folded", inputs=torch.randn(2, 3, 8, 8))
+    with pytest.raises(VerificationError, match="does not run"):
+        normswap.verify(both(), both(), inputs=torch.randn(2, C, 8, 8))
+
+
+def test_one_output_is_called_nothing() -> None:
+    model = lived_in(nn.Sequential(conv(), bn()), torch.randn(2, C, 8, 8))
+    done = normswap.convert(model, "folded", inputs=torch.randn(2, C, 8, 8).double())
+    assert done.report.worst.output == ""
+    x = torch.randn(1, C, 5, 5).double()
+    assert distance(run(model, x), run(done.model, x)) < 1e-12
