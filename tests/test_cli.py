@@ -85,6 +85,16 @@ def test_help_of_every_command(command: str, capfd: Capture) -> None:
     assert capfd.readouterr().out.startswith(f"Usage: normswap {command}")
 
 
+def test_no_help_imports_anything_heavy() -> None:
+    code = (
+        "import sys; from normswap.cli.app import main\n"
+        f"for command in {COMMANDS}: main([command, '--help'])\n"
+        "sys.exit(str([m for m in ('torch', 'timm', 'numpy', 'pydantic', 'rich', 'matplotlib') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "[]"
+
+
 def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
     assert main(["--help"]) == 0
     listed = capfd.readouterr().out.partition("Commands:")[2].splitlines()
@@ -404,6 +414,13 @@ def edit_of(plan: dict[str, Any]) -> dict[str, Any]:
     return edit
 
 
+def a_run(file: Path) -> None:
+    """A folder as `finetune` leaves it."""
+    file.touch()
+    (file.parent / "best").mkdir()
+
+
+RUN = ("run/recipe.yaml", a_run)
 NET = ("convert", "net.safetensors", *FILE, "--to", "folded")
 PLAN = ("convert", MODEL, "--from-plan", "plan.json")
 DEMO = ("convert", MODEL, "--to")
@@ -413,6 +430,9 @@ BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[s
     ("unknown model", "", None, ("inspect", "resnet5o"), ("Did you mean",)),
     ("missing file", "", None, NET, ("net.safetensors does not exist",)),
     ("missing directory", "", None, ("verify", "nowhere"), ("nowhere",)),
+    ("a run", *RUN, ("evaluate", "run", "--data", IMAGES), ("run is the folder of a run", "run/best")),
+    ("a run", *RUN, ("verify", "run"), ("run/best",)),
+    ("a run", *RUN, ("report", "run"), ("run/best",)),
     ("missing data", "", None, ("evaluate", MODEL, "--data", "nowhere"), ("nowhere does not exist",)),
     ("truncated", "net.safetensors", truncated, NET, ("net.safetensors", "truncated")),
     ("pickle", "net.pth", lambda file: write(file, Evil()), ("inspect", "net.pth", *FILE), ("never executes",)),

@@ -15,9 +15,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 import normswap
 from normswap.cli import commands
@@ -26,8 +27,20 @@ from normswap.errors import NormswapError
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
 
+
+class _Group(typer.core.TyperGroup):
+    """Of a --help that is not given typer finds out by pydantic that it is false; that takes 0.1 s to import."""
+
+    def get_help_option(self, ctx: Any) -> Any:  # click's, which newer versions of typer hide
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
+
+
 app = typer.Typer(
     name="normswap",
+    cls=_Group,
     help="Move a pretrained vision network to another normalization scheme, keeping the function it learned.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -75,7 +75,9 @@ def open_model(name: str, **options: object) -> nn.Module:
     local = Path(name.removeprefix("local-dir:")).exists() or options.get("weights") == "random"
     with progress.working(f"opening {name}", spin=local):
         from normswap.storage import checkpoint
+        from normswap.training.run_folder import demand_no_run
 
+        demand_no_run(Path(name))
         return checkpoint.open_model(name, **options)  # type: ignore[arg-type]
 
 

@@ -145,6 +145,16 @@ class Folder:
         checkpoint.save(model, place, force=True)
 
 
+def demand_no_run(place: Path) -> None:
+    """For whoever wants a network.
+
+    Raises:
+        SourceError: `place` is the folder of a run; says where its networks are.
+    """
+    if (place / "recipe.yaml").is_file() and (place / "best").is_dir():
+        raise SourceError(f"{place} is the folder of a run", remedy=f"Its networks are {place / 'best'} and last")
+
+
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
     """What makes a run the same run: the recipe, the network it starts from, the images."""
     record = provenance.of(model)

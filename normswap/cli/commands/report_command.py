@@ -41,7 +41,9 @@ def run(
     with progress.stages() as say:
         say("starting")
         from normswap.reporting import report
+        from normswap.training.run_folder import demand_no_run
 
+        demand_no_run(directory)
         file = output or Path(f"{directory.resolve().name}.html")
         report.claim(file, force=force)
         facts = report.collect(directory, None if images.data is None else images.loader, say)

@@ -41,7 +41,9 @@ def run(
         from normswap.analysis import summary
         from normswap.storage import checkpoint
         from normswap.surgery import reverification
+        from normswap.training.run_folder import demand_no_run
 
+        demand_no_run(directory)
         result = checkpoint.load(directory)
     name = against or reverification.recorded(result, directory)
     source = open_model(name, **({} if against else reverification.how(result)))
