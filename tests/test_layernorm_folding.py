@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lived import distance, run, step
 from timm.layers import LayerNorm2d, LayerNormAct2d, LayerNormFp32, LayerScale
 from torch import Tensor, nn
-from transformers import SMALL, inhabit, skeleton, small
+from small_transformers import SMALL, inhabit, skeleton, small
 
 import normswap
 from normswap.errors import RefusedError

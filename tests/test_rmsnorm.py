@@ -14,7 +14,7 @@ import torch
 from lived import distance, run, step
 from timm.layers import RmsNorm
 from torch import Tensor, nn
-from transformers import TINY, inhabit, skeleton, small
+from small_transformers import TINY, inhabit, skeleton, small
 
 import normswap
 from normswap.errors import RefusedError

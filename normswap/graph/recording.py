@@ -132,19 +132,14 @@ def _same(one: Traced, two: Traced) -> bool:
     )
 
 
-def _outline(traced: Traced) -> list[Any]:
-    """The calls of modules in order, each with the calls and functions between it and the calls before."""
-    found: list[Any] = []
-    between: dict[fx.Node, frozenset[str]] = {}
-    for node in traced.nodes:
-        above: set[str] = set()
-        for source in inputs(node):
-            above |= {str(source.target)} if source.op == "call_module" else between.get(source, frozenset())
-        if node.op == "call_module":
-            found.append((str(node.target), frozenset(above)))
-        else:
-            between[node] = frozenset({*above, getattr(node.target, "__name__", str(node.target))})
-    return found
+def _outline(traced: Traced) -> Any:
+    """The modules in the order of their calls, and who reads whom, however often."""
+
+    def label(node: fx.Node) -> Any:
+        return node.target if node.op in ("call_module", "get_attr") else (str(node.target), node.meta["inside"])
+
+    calls = [node.target for node in traced.nodes if node.op == "call_module"]
+    return calls, {(label(source), label(node)) for node in traced.nodes for source in inputs(node)}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 Built = tuple[nn.Module, Any]
 LARGEST = 70e6  # parameters of torchvision's classifiers that are tried
 SMP = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet",
-       "Segformer", "DPT")  # fmt: skip
+       "Segformer")
 ENCODERS = ("resnet18", "mobilenet_v2", "efficientnet-b0", "timm-regnetx_002")
 YOLO = ("yolov8n", "yolov8n-seg", "yolov8n-pose", "yolov8n-cls", "yolo11n", "yolo11n-seg", "yolo11n-pose",
         "yolo11n-cls", "yolo26n", "yolo26n-seg", "yolo26n-pose", "yolo26n-cls")  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import libraries  # noqa: E402
 import torch  # noqa: E402
@@ -148,8 +148,8 @@ def apart(name: str, timeout: float) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """By library; then every network that is not exact, and every one with affine layers left."""
-    lines = ["# Other libraries' networks, folded", "", "Written by `wild.py`: lived-in statistics, float64, measured on",
-             "an input that was not recorded. `exact`: relative L2 at most 1e-8 at every output, no norm left.", "",
+    lines = ["# Other libraries' networks, folded", "", "Written by `wild.py`: lived-in statistics, float64, measured",
+             "on an input that was not recorded. `exact`: relative L2 at most 1e-8 at every output, no norm left.", "",
              "| library | networks | with BatchNorm | exact | largest error | affines left in | refused | other |",
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for library in sorted({row["name"].split(":")[0] for row in rows}):
@@ -162,7 +162,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {library} | {len(own)} | {len(with_norms)} | {len(exact)} | {worst:.0e} | "
             f"{sum(bool(row['affines']) for row in exact)} | {refused} | {len(with_norms) - len(exact) - refused} |"
         )
-    lines += ["", "| network | norms | status | error | affines left | seconds | why |", "|---|---|---|---|---|---|---|"]
+    lines += ["", "| network | norms | status | error | affines left | seconds | why |", "|---|" + 6 * "---|"]
     for row in sorted(rows, key=lambda row: row["name"]):
         if row["status"] != "none":
             size = f"{row['error']:.0e}" if "error" in row else ""
