@@ -177,7 +177,9 @@ def test_what_a_module_that_looks_at_values_calls(name: str) -> None:
     model, x = around(make())
     planned, draft = step(model, "folded")
     assert draft.refusals == {}
-    assert [str(verdict)[: len(want)] for verdict, want in zip(draft.verdicts.values(), expected, strict=True)] == expected
+    assert [
+        str(verdict)[: len(want)] for verdict, want in zip(draft.verdicts.values(), expected, strict=True)
+    ] == expected
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-12

@@ -6,6 +6,7 @@ each stop goes on from there: little is computed or written twice, and memory do
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap.calibration.least_squares import checked
-from normswap.errors import SourceError, VerificationError, first_line
+from normswap.errors import SourceError, TraceError, VerificationError, first_line
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
 from normswap.models.network_input import Example
@@ -29,8 +30,9 @@ FAR = 48  # nodes that are computed anew at each stop, at most
 class Walker:
     """One network, run from node to node: for each size of its input there is a record of its own."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.traced = record(model)
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
+        """`images`: an example (N, C, ...) of what it will be run on."""
+        self.traced = record(model, images)
         self.nodes = self.traced.nodes
         self.records: dict[tuple[int, ...], Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
@@ -75,6 +77,25 @@ class Walker:
         args = fx.node.map_arg(node.args, lambda n: values[n.name])
         kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n.name])
         return apply(record, node, args, kwargs)
+
+
+def walkers(batches: Iterable[Any], *models: nn.Module) -> tuple[list[Walker], Iterable[Any]]:
+    """A walker for each network, recorded on the first of the batches, and all the batches again.
+
+    Raises:
+        SourceError: there is none, or the images do not fit the networks.
+    """
+    rest = iter(batches)
+    first = next(rest, None)
+    if first is None:
+        raise SourceError("0 calibration images", "at least 2 are needed")
+    images = checked(first, None, 0)
+    like = next(p for p in models[0].parameters() if p.is_floating_point())
+    try:
+        found = [Walker(model, images[:2].to(like.device, like.dtype)) for model in models]
+    except TraceError as error:
+        raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
+    return found, itertools.chain([first], rest)
 
 
 class March:

@@ -18,7 +18,7 @@ from timm.layers import norm as timm_norm
 from timm.layers import norm_act
 from torch import Tensor, fx, nn
 
-from normswap.calibration.lockstep import March, Walker
+from normswap.calibration.lockstep import March, Walker, walkers
 from normswap.calibration.sequential_fit import Progress
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
@@ -66,7 +66,7 @@ def fit_norms(source: nn.Module, result: nn.Module, batches: Iterable[Any], prog
     """
     like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        theirs, ours = Walker(source), Walker(result)
+        (theirs, ours), batches = walkers(batches, source, result)
         stops = _stops(theirs, ours)
         march = March([theirs, ours], batches, like=like, needed=NEEDED)
         try:

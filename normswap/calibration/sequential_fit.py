@@ -18,7 +18,7 @@ from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
 from normswap.calibration.least_squares import Fit, Folds, fits, patches, regress
-from normswap.calibration.lockstep import March, Values, Walker
+from normswap.calibration.lockstep import March, Values, Walker, walkers
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine
 from normswap.layers.activations import RELU_FUNCTIONS
@@ -63,12 +63,12 @@ def refit(
     """
     like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        walkers = [Walker(source), Walker(result)]
-        stops = [pair for pair in stations(*(walker.traced for walker in walkers)) if only(*pair[2:])]
-        march = March(walkers, batches, like=like, mirror=mirror, needed=needed)
+        pair, batches = walkers(batches, source, result)
+        stops = [stop for stop in stations(*(walker.traced for walker in pair)) if only(*stop[2:])]
+        march = March(pair, batches, like=like, mirror=mirror, needed=needed)
         try:
             for done, (theirs, ours, path, module) in enumerate(stops):
-                end = End.of(walkers, theirs, ours, streams)
+                end = End.of(pair, theirs, ours, streams)
                 stop = Stop(march, theirs, ours)
                 if isinstance(module, PER_SAMPLE):
                     _fit_norm(module, source.get_submodule(path), stop, end)

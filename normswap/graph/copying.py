@@ -1,4 +1,4 @@
-"""A copy of a network to run: its own modules and containers, the same parameters, buffers of its own.
+"""Copies of a network: one to run, with the same parameters, and one of everything.
 
 Forward may write to attributes and buffers (caches, counters); what is run must not be the user's network. Whatever
 cannot be copied (a lock, a Python module, a tensor with a history) is shared.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -29,20 +30,46 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy in eval mode."""
-    memo: dict[int, Any] = {}
-    modules = list({id(module): module for module in tree(model).values()}.values())
-    shells = []
-    for module in modules:
+    """A copy in eval mode, for one run."""
+    copied = _copy(model, {}, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone())
+    for module in tree(copied).values():
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__["training"] = False
+    return copied
+
+
+def duplicate(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy`, also of a network that holds what cannot be copied: that is shared."""
+    attempt = dict(memo)
+    try:
+        copied: nn.Module = copy.deepcopy(model, attempt)
+    except Exception:  # whatever it holds raises
+        return _copy(model, memo, _cloned)
+    memo.update(attempt)
+    return copied
+
+
+def _copy(model: nn.Module, memo: dict[int, Any], own: Callable[[Tensor], Tensor]) -> nn.Module:
+    fresh: list[tuple[nn.Module, nn.Module]] = []
+    for module in tree(model).values():
+        if id(module) in memo:
+            continue
         shell = module if isinstance(module, torch.jit.ScriptModule) else object.__new__(type(module))
         memo[id(module)] = shell
-        shells.append(shell)
-        memo.update({id(buffer): buffer.detach().clone() for buffer in module._buffers.values() if buffer is not None})
-    for module, shell in zip(modules, shells, strict=True):
         if shell is not module:
-            shell.__dict__.update({name: _copied(value, memo) for name, value in vars(module).items()})
-            shell.__dict__["training"] = False
-    return memo[id(model)]
+            fresh.append((module, shell))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = own(tensor)
+    for module, shell in fresh:
+        shell.__dict__.update({name: _copied(value, memo) for name, value in vars(module).items()})
+    copied: nn.Module = memo[id(model)]
+    return copied
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    value = tensor.detach().clone()
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

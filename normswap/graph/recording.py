@@ -39,13 +39,14 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
         TraceError: it does not run; says where. Or something in it cannot be seen.
     """
     main, first, others = _first(model, given)
+    if main.strangers:
+        _demand_constants(model, main, first)
     flexible = False
     for other in others:
         try:
             second = record_once(model, other)
         except TraceError:
             continue
-        _demand_constants(model, main, second)
         if _same(main, second):
             main.others.append(second)
         elif _outline(main) != _outline(second):
@@ -108,8 +109,9 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
         yield network_input.noise(model, (out, *size), batch=3)
 
 
-def _demand_constants(model: nn.Module, one: Traced, two: Traced) -> None:
-    """Tensors that turned up from nowhere must be the same whatever the input is."""
+def _demand_constants(model: nn.Module, one: Traced, example: Example) -> None:
+    """Tensors that turned up from nowhere must be the same on another input of the same size."""
+    two = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
     for name, path in one.strangers.items():
         a, b = one.constants[name], two.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
@@ -132,19 +134,14 @@ def _same(one: Traced, two: Traced) -> bool:
     )
 
 
-def _outline(traced: Traced) -> list[Any]:
-    """The calls of modules in order, each with the calls and functions between it and the calls before."""
-    found: list[Any] = []
-    between: dict[fx.Node, frozenset[str]] = {}
-    for node in traced.nodes:
-        above: set[str] = set()
-        for source in inputs(node):
-            above |= {str(source.target)} if source.op == "call_module" else between.get(source, frozenset())
-        if node.op == "call_module":
-            found.append((str(node.target), frozenset(above)))
-        else:
-            between[node] = frozenset({*above, getattr(node.target, "__name__", str(node.target))})
-    return found
+def _outline(traced: Traced) -> Any:
+    """The modules in the order of their calls, and who reads whom, however often."""
+
+    def label(node: fx.Node) -> Any:
+        return node.target if node.op in ("call_module", "get_attr") else (str(node.target), node.meta["inside"])
+
+    calls = [node.target for node in traced.nodes if node.op == "call_module"]
+    return calls, {(label(source), label(node)) for node in traced.nodes for source in inputs(node)}
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from normswap.models.network_input import is_record
+
 _PLAIN = frozenset((
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "ndimension", "is_contiguous",
     "is_floating_point", "is_complex", "is_signed", "get_device", "type", "__len__", "__hash__", "_is_view",
@@ -63,7 +65,7 @@ def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
     elif isinstance(value, list | tuple):
         for i, part in enumerate(value):
             yield from places(part, (*keys, i))
-    elif hasattr(value, "__dataclass_fields__"):
+    elif is_record(value) and len(keys) < 8:
         for name, part in vars(value).items():
             yield from places(part, (*keys, Attribute(name)))
 

@@ -22,7 +22,9 @@ _NEAR = 1e-9
 
 def has_the_tensors(module: nn.Module) -> bool:
     """Whether the module looks like a BatchNorm, by what it owns."""
-    if not module._buffers.keys() >= {"running_mean", "running_var"} or module._modules:
+    if isinstance(module, torch.jit.ScriptModule) or module._modules:
+        return False
+    if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
     own: dict[str, Any] = {**module._parameters, **module._buffers}
     tensors: list[Any] = [own.get(name) for name in _TENSORS]

@@ -6,7 +6,6 @@ Hugging Face config), else from its first layer.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,12 +67,13 @@ def anchor(model: nn.Module) -> Tensor:
     return next((t for t in tensors if t is not None and t.is_floating_point()), torch.empty(0))
 
 
-def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in tuples, lists, dicts and records of them, with its name."""
     if isinstance(value, Tensor):
         yield name, value
-    for key, part in _parts(value):
-        yield from named_tensors(part, f"{name}.{key}" if name else str(key))
+    elif depth:
+        for key, part in _parts(value):
+            yield from named_tensors(part, f"{name}.{key}" if name else str(key), depth - 1)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -83,9 +83,14 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return zip(value._fields, value, strict=True)
     if isinstance(value, list | tuple):
         return enumerate(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return vars(value).items()
-    return ()
+    return vars(value).items() if is_record(value) else ()
+
+
+def is_record(value: Any) -> bool:
+    """Whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass), not a program."""
+    kind = type(value)
+    return hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in (
+        "torch", "builtins", "types", "numpy")  # fmt: skip
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -6,7 +6,6 @@ the source is never written to, and no tensor that is replaced is ever copied.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from normswap.errors import PlanError, first_line
+from normswap.graph import copying
 from normswap.layers import placeholders
 from normswap.layers.seat import Seat, seated
 from normswap.plan import Edit, Plan, Step
@@ -34,7 +34,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
     like = next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
     like = like.double() if double else like
-    duplicate = to_double if double else copy.deepcopy
+    duplicate = to_double if double else copying.duplicate
     memo: dict[int, Any] = {}
     attributes: list[tuple[str, Any]] = []
     # innermost seats first, so that a kept module is copied with its own newcomers inside
@@ -67,7 +67,7 @@ def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:
 def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
     memo = {} if memo is None else memo
-    for module in model.modules():
+    for module in copying.tree(model).values():
         if id(module) in memo:
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -76,7 +76,7 @@ def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
                 if isinstance(tensor, nn.Parameter):
                     double = nn.Parameter(double, tensor.requires_grad)
                 memo[id(tensor)] = double
-    return copy.deepcopy(model, memo)
+    return copying.duplicate(model, memo)
 
 
 def find(model: nn.Module, path: str, who: str) -> Any:

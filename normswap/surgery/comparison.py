@@ -209,7 +209,8 @@ def _tolerance(own: str, stray: float, precise: Precise | None) -> dict[str, flo
     wide = FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.stray))
     if own == "float64":
         return {own: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * stray))}
-    return {own: max(FLOAT32_TOLERANCE * max(1.0, _coarseness(own)), 4 * stray), "float64": wide}
+    narrow = FLOAT32_TOLERANCE * max(1.0, _coarseness(own))
+    return {own: narrow if stray == float("inf") else max(narrow, 4 * stray), "float64": wide}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,19 @@ from torch import Tensor, nn
 
 Built = tuple[nn.Module, Any]
 LARGEST = 70e6  # parameters of torchvision's classifiers that are tried
-SMP = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet",
-       "Segformer", "DPT")  # fmt: skip
+SMP = (
+    "Unet",
+    "UnetPlusPlus",
+    "MAnet",
+    "Linknet",
+    "FPN",
+    "PSPNet",
+    "PAN",
+    "DeepLabV3",
+    "DeepLabV3Plus",
+    "UPerNet",
+    "Segformer",
+)
 ENCODERS = ("resnet18", "mobilenet_v2", "efficientnet-b0", "timm-regnetx_002")
 YOLO = ("yolov8n", "yolov8n-seg", "yolov8n-pose", "yolov8n-cls", "yolo11n", "yolo11n-seg", "yolo11n-pose",
         "yolo11n-cls", "yolo26n", "yolo26n-seg", "yolo26n-pose", "yolo26n-cls")  # fmt: skip
@@ -21,11 +32,11 @@ SMALL: dict[str, dict[str, Any]] = {  # what makes a network of transformers sma
     "RegNet": {"depths": [1, 2], "hidden_sizes": [16, 32], "groups_width": 8, "embedding_size": 16},
     "MobileNetV1": {"depth_multiplier": 0.5},
     "MobileNetV2": {"depth_multiplier": 0.5},
-    "EfficientNet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "image_size": 96},
+    "EfficientNet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "image_size": 96, "hidden_dim": 640},
     "MobileViT": {},
     "MobileViTV2": {"width_multiplier": 0.5},
     "LevitForImageClassification": {},
-    "Cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4]},
+    "Cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "num_channels": 3},
     "PoolFormer": {"depths": [1, 1, 1, 1]},
     "Segformer": {"depths": [1, 1, 1, 1]},
     "DPT": {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96,
@@ -38,8 +49,8 @@ SMALL: dict[str, dict[str, Any]] = {  # what makes a network of transformers sma
     "Dinov2": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3},
     "Swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16},
     "HGNetV2": {},
-    "Detr": {}, "ConditionalDetr": {}, "TableTransformer": {}, "DeformableDetr": {}, "RTDetr": {}, "RTDetrV2": {},
-    "DFine": {}, "UperNet": {}, "ZoeDepth": {}, "VitMatte": {}, "SuperPoint": {}, "Focalnet": {},
+    "Detr": {}, "ConditionalDetr": {}, "TableTransformer": {}, "RTDetr": {}, "RTDetrV2": {},
+    "DFine": {}, "UperNet": {},
 }  # fmt: skip
 HEADS = ("ForImageClassification", "ForObjectDetection", "ForSemanticSegmentation", "ForDepthEstimation", "Model")
 MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -60,7 +71,7 @@ MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "resnet18": ({"spatial_dims": 3, "n_input_channels": 1}, (1, 32, 32, 32)),
     "EfficientNetBN": ({"model_name": "efficientnet-b0", "spatial_dims": 2, "in_channels": 1, "pretrained": False},
                        (1, 64, 64)),
-    "SENet": ({"spatial_dims": 2, "in_channels": 1, "block": "se_resnext_bottleneck", "layers": (1, 1, 1, 1),
+    "SENet": ({"spatial_dims": 2, "in_channels": 1, "block": "se_resnetxt_bottleneck", "layers": (1, 1, 1, 1),
                "groups": 4, "reduction": 4}, (1, 64, 64)),
 }  # fmt: skip
 
@@ -109,7 +120,9 @@ def _torchvision(name: str) -> Built:
     builder = models.get_model_builder(name)
     room = builder.__module__
     if "detection" in room:
-        model = models.get_model(name, weights=None, weights_backbone=None, num_classes=5, min_size=128, max_size=160)
+        size = {} if "ssd" in name else {"min_size": 128, "max_size": 160}
+        size |= {"rpn_post_nms_top_n_test": 50} if "rcnn" in name else {}
+        model = models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **size)
         if hasattr(model, "score_thresh"):
             model.score_thresh = 0.0
         return model, ([_images(3, 96, 128)[0], _images(3, 128, 100)[0]],)

@@ -20,10 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from normswap.layers.channelwise import ChannelAffine, ChannelBias
-
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import libraries  # noqa: E402
 import torch  # noqa: E402
@@ -33,6 +31,7 @@ from normswap import schemes  # noqa: E402
 from normswap.errors import NormswapError  # noqa: E402
 from normswap.graph import inspection  # noqa: E402
 from normswap.graph.widening import Widening  # noqa: E402
+from normswap.layers.channelwise import ChannelAffine, ChannelBias  # noqa: E402
 from normswap.models import network_input  # noqa: E402
 from normswap.models.network_input import Example, named_tensors  # noqa: E402
 from normswap.plan import Step  # noqa: E402
@@ -163,11 +162,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {library} | {len(own)} | {len(with_norms)} | {len(exact)} | {worst:.0e} | "
             f"{sum(bool(row['affines']) for row in exact)} | {refused} | {len(with_norms) - len(exact) - refused} |"
         )
-    lines += [
-        "",
-        "| network | norms | status | error | affines left | seconds | why |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines += ["", "| network | norms | status | error | affines left | seconds | why |", "|---|" + 6 * "---|"]
     for row in sorted(rows, key=lambda row: row["name"]):
         if row["status"] != "none":
             size = f"{row['error']:.0e}" if "error" in row else ""

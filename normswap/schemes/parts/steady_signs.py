@@ -81,10 +81,11 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
         return hook
 
     like = next(p for p in model.parameters() if p.is_floating_point())
+    sizes = _sizes(network_input.size(model))  # before the spies are there: it may run the network
     handles = [norm.register_forward_pre_hook(spy(path)) for path, norm in norms.items()]
     try:
         with evaluating(model):
-            for size in _sizes(network_input.size(model)):
+            for size in sizes:
                 found.clear()
                 try:
                     for i in range(COUNT // BATCH):

@@ -1,0 +1,307 @@
+"""What a record must not hide: branches, views, values that leave, calls by the back door; always exact, or refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from graph_cases import BACK, KEPT, REFUSED, Case
+from lived import batchnorms, distance, lived_in, run, step
+from test_graphs import EXACT, build, outputs
+from tiny import ONE, C, bn, conv, net
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import TraceError
+from normswap.graph import inspection
+from normswap.layers import affine, unknown_norms
+from normswap.surgery import applying
+
+TWO = {**ONE, "conv2": conv, "bn2": bn}
+
+
+def _by_size(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) if x.shape[-1] == x.shape[-2] else y + m.bn(y)
+
+
+def _by_size_elsewhere(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    return y if x.shape[-1] == x.shape[-2] else m.bn2(m.conv2(y))
+
+
+def _by_value(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    return m.bn2(m.conv2(y)) if x.mean() < 100 else y
+
+
+def _view_written_after(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    view = y[:, :2]
+    z = m.bn(y)
+    view.mul_(2)
+    return z + y
+
+
+def _view_written_before(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.view(-1).relu_()
+    return m.bn(y)
+
+
+def _part_added_to(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x)).clone()
+    y[:, :2] += x[:, 2:]
+    return m.bn2(m.conv2(y))
+
+
+def _part_of_conv_added_to(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y[:, :2] += x[:, 2:]
+    return m.bn(y)
+
+
+def _into_zeros(m: Any, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, ::2] = m.bn(m.conv(x))[:, ::2]
+    return m.bn2(m.conv2(out))
+
+
+def _item(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) * y.abs().max().item()
+
+
+def _numpy(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) * float(y.numpy().max())
+
+
+def _detached(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) + y.detach()
+
+
+def _data(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) + y.data
+
+
+def _made_here(m: Any, x: Tensor) -> Tensor:
+    return nn.AvgPool2d(2)(nn.ReLU(inplace=True)(m.bn(m.conv(x))))
+
+
+def _in_lists(m: Any, x: Tensor) -> Any:
+    parts = list(m.bn(m.conv(x)).chunk(2, 1))
+    found = {"parts": [part * 2 for part in parts], "whole": torch.cat(parts[::-1], 1)}
+    return found["whole"], *found["parts"]
+
+
+def _buffers(m: Any, x: Tensor) -> Tensor:
+    norm = m.bn
+    return F.batch_norm(m.conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.1, norm.eps)
+
+
+def _unpacked(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    total = torch.zeros_like(x[0])
+    for sample in m.bn(y):
+        total = total + sample
+    return total[None]
+
+
+def _two_sorts(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    values, where = y.flatten(2).max(dim=-1)
+    return values + where
+
+
+CASES = [
+    Case("branch on the size", net(_by_size, **ONE), {"bn": KEPT}),
+    Case("branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("branch on a value", net(_by_value, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("view written after", net(_view_written_after, **ONE), {"bn": KEPT}),
+    Case("view written before", net(_view_written_before, **ONE), {"bn": KEPT}),
+    Case("part added to", net(_part_added_to, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("part of the conv added to", net(_part_of_conv_added_to, **ONE), {"bn": KEPT}),
+    Case("written into zeros", net(_into_zeros, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("a value leaves", net(_item, **ONE), {"bn": KEPT}),
+    Case("an array leaves", net(_numpy, **ONE), {"bn": KEPT}),
+    Case("detached", net(_detached, **ONE), {"bn": KEPT}),
+    Case("data", net(_data, **ONE), {"bn": KEPT}),
+    Case("modules made in forward", net(_made_here, **ONE), {"bn": BACK}),
+    Case("lists and dictionaries", net(_in_lists, **ONE), {"bn": BACK}),
+    Case("a loop over samples", net(_unpacked, **ONE), {"bn": BACK}),
+    Case("two results", net(_two_sorts, **ONE), {"bn": BACK}),
+    Case("buffers used directly", net(_buffers, **ONE), {"bn": REFUSED + "does not call"}),
+    Case("norm's forward", net(lambda m, x: m.bn.forward(m.conv(x)), **ONE), {"bn": REFUSED + "does not call"}),
+    Case("conv's forward", net(lambda m, x: m.bn(m.conv.forward(x)), **ONE), {"bn": KEPT}),
+    Case("norm's forward, and called", net(lambda m, x: m.bn(m.conv(x)) + m.bn.forward(x), **ONE),
+         {"bn": REFUSED + "read in forward"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fold_is_exact_or_refused(case: Case) -> None:
+    import re
+
+    model, x = build(case)
+    planned, draft = step(model, "folded")
+    for path, pattern in case.expect.items():
+        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else draft.verdicts[path]
+        assert re.search(pattern.removeprefix(REFUSED), said), said
+    assert draft.refusals == {}
+    result = applying.apply_step(model, planned)
+    for value in (x, torch.randn(2, C, 9, 9, dtype=torch.float64), torch.randn(1, C, 6, 8, dtype=torch.float64)):
+        assert distance(outputs(model, value), outputs(result, value)) <= EXACT
+
+
+def test_both_ways_are_said() -> None:
+    model, _ = build(CASES[0])
+    assert any("takes another way" in remark for remark in inspection.inspect(model).traced.remarks)
+
+
+def test_rearranging_by_name() -> None:
+    einops = pytest.importorskip("einops")
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.bn(einops.rearrange(einops.rearrange(m.conv(x), "n c h w -> n (h w) c"), "n (h w) c -> n c h w",
+                                     h=x.shape[2]))  # fmt: skip
+
+    model, x = build(Case("einops", net(body, **ONE), {}))
+    planned, draft = step(model, "folded")
+    assert draft.verdicts["bn"] == "folds into conv"
+    assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= EXACT
+
+
+class Odd(nn.Module):
+    """Cannot be copied, keeps tensors with a history, and has another use for the name `modules`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), bn()
+        self.lock, self.library = threading.Lock(), torch
+        self.modules: Any = [self.conv]
+        self.kept = {"weight": self.conv.weight * 2, "lock": self.lock}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.kept["last"] = x
+            return self.library.relu(self.bn(self.modules[0](x)))
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = Odd().double().eval()
+    with torch.no_grad():
+        model.bn.running_mean.normal_()
+        model.bn.weight.normal_()
+    return model
+
+
+def test_what_cannot_be_copied() -> None:
+    model: Any = odd()
+    x = torch.randn(2, C, 8, 8, dtype=torch.float64)
+    done: Any = normswap.convert(model, "folded", inputs=x)
+    assert "last" not in model.kept or model.kept["last"].shape == x.shape  # only what verification ran, on the model
+    assert done.verdicts == {"bn": "folds into conv"}
+    assert done.model.conv is done.model.modules[0]
+    assert distance(run(model, x), run(done.model, x)) <= EXACT
+
+
+def test_looking_leaves_no_cache_behind() -> None:
+    model: Any = odd()
+    inspection.inspect(model)
+    assert set(model.kept) == {"weight", "lock"}
+
+
+def test_a_levit_that_has_been_used() -> None:
+    torch.manual_seed(0)
+    model = lived_in(timm.create_model("levit_128s"), torch.randn(4, 3, 224, 224, dtype=torch.float64))
+    model(torch.randn(1, 3, 224, 224, dtype=torch.float64)).sum().backward()
+    caches = [m.attention_bias_cache for m in model.modules() if hasattr(m, "attention_bias_cache")]
+    assert any(caches)
+    done = normswap.convert(model, "folded")
+    assert batchnorms(done.model) == []
+    assert done.report.passed
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_what_passes_by_is_refused() -> None:
+    unseen = torch.jit.script(_doubled)
+    with pytest.raises(TraceError, match="depends on the input, unseen"):
+        inspection.inspect(net(lambda m, x: m.bn(m.conv(unseen(x))), **ONE)())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_scripted_parts_are_refused_by_path() -> None:
+    inner = torch.jit.script(nn.Sequential(conv(), bn()))
+    seen = inspection.inspect(nn.Sequential(conv(), bn(), inner))
+    assert [path for path, _ in seen.refusals] == ["2"]
+    _, draft = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
+    assert draft.verdicts["1"] == "folds into 0"
+    assert set(draft.verdicts) == {"1"}
+
+
+class Single(nn.Module):
+    """Makes float32 tensors itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), bn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        ramp = torch.linspace(0, 1, x.shape[-1], dtype=torch.float32).expand_as(x).float()
+        return self.bn(self.conv(ramp + x.float()))
+
+
+def test_a_forward_that_makes_float32() -> None:
+    torch.manual_seed(0)
+    model = Single().eval()
+    with torch.no_grad():
+        model.bn.running_mean.normal_()  # type: ignore[union-attr]
+    done = normswap.convert(model, "folded")
+    assert done.report.logits[0].precision == "float64"
+    assert done.report.passed
+
+
+class Frozen(nn.Module):
+    """As DETR, RT-DETR and detectron2 write it, or with a twist."""
+
+    def __init__(self, twist: Callable[[Tensor], Tensor] = lambda y: y, eps: float = 1e-5) -> None:
+        super().__init__()
+        for name, value in (("weight", 1.5), ("bias", 0.3), ("running_mean", 0.2), ("running_var", 2.0)):
+            self.register_buffer(name, value + 0.1 * torch.randn(C))
+        self.twist, self.own = twist, eps
+
+    def forward(self, x: Any) -> Tensor:
+        weight, bias, mean, var = (getattr(self, name).reshape(1, -1, 1, 1)
+                                   for name in ("weight", "bias", "running_mean", "running_var"))  # fmt: skip
+        scale = weight * (var + self.own).rsqrt()
+        return self.twist(x * scale + (bias - mean * scale))
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-3])
+def test_frozen_norms_of_any_library(eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(), Frozen(eps=eps), nn.ReLU(), conv(1), Frozen(eps=eps)).double()
+    done = normswap.convert(model, "folded")
+    assert set(done.verdicts) == {"1", "4"}
+    assert not any(affine.is_batchnorm(module) for module in done.model.modules())
+
+
+@pytest.mark.parametrize("twist", [F.relu, lambda y: y + 1e-3, lambda y: y * (1 + 1e-6)])
+def test_what_only_looks_like_a_norm_is_refused(twist: Any) -> None:
+    norm = Frozen(twist)
+    assert affine.is_batchnorm(norm)
+    assert unknown_norms.eps(norm) is None
+    assert "not that of a BatchNorm" in step(nn.Sequential(conv(), norm).double(), "folded")[1].refusals["1"]
