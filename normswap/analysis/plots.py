@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -146,10 +145,5 @@ def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = Non
 
 def write_csv(curves: Curves, file: str | Path) -> Path:
     """One row per network and block; the column `network` comes first, the others are the fields of `Point`."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = [field.name for field in fields(Point)]
-    writer.writerow(["network", *names])
-    for network, points in curves.items():
-        writer.writerows([network, *(getattr(point, name) for name in names)] for point in points)
-    return atomic_write.text(Path(file), out.getvalue())
+    rows = ({"network": network, **asdict(point)} for network, points in curves.items() for point in points)
+    return atomic_write.table(Path(file), ["network", *(field.name for field in fields(Point))], rows)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -111,8 +109,4 @@ def write_csv(rows: Sequence[Row], file: str | Path) -> Path:
     Raises:
         OutputError: it cannot be written.
     """
-    out = io.StringIO()
-    writer = csv.DictWriter(out, _COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return atomic_write.text(Path(file), out.getvalue())
+    return atomic_write.table(Path(file), _COLUMNS, map(asdict, rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +11,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.errors import OptionError
+from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -27,9 +28,6 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-Picture = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
-]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where to train.")]
 Weights = Annotated[str, typer.Option(metavar="pretrained|random", help="Random: the bare architecture.")]
 Value = bool | int | float | str | None
@@ -100,6 +98,36 @@ def _one(text: str) -> Value:
         except ValueError:
             continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where a picture and a table go, if anywhere."""
+
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
+    ] = None
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="The same as a table.")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
+
+    def claim(self) -> None:
+        """Raises:
+        OptionError, OutputError: they cannot be written there.
+        """
+        if self.output is not None:
+            from normswap.analysis.plots import check_format
+
+            check_format(self.output)
+        for file in (self.output, self.csv):
+            if file is not None:
+                atomic_write.claim(file, force=self.force)
+
+    def write(self, plot: Callable[[Path], Path], table: Callable[[Path], Path]) -> list[Path]:
+        """Write what is wanted; returns the files."""
+        wanted = ((plot, self.output), (table, self.csv))
+        return [make(file) for make, file in wanted if file is not None]
 
 
 @dataclass(frozen=True)

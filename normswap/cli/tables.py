@@ -73,6 +73,12 @@ def line(text: str) -> None:
     _out().print(Text(text), soft_wrap=True)
 
 
+def written(files: Iterable[object]) -> None:
+    """Where what was made is."""
+    for file in files:
+        line(f"written to {file}")
+
+
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
     """Lines that begin with the same word, not too many of them."""
     listed = list(lines)

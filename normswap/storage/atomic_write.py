@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,23 @@ def text(file: Path, content: str) -> Path:
         OutputError: it cannot be written.
     """
     return whole(file, lambda aside: aside.write_text(content, encoding="utf-8"))
+
+
+def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
+    """The same for a table (CSV): of each row these columns, what is missing or None as nothing.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    return text(file, out.getvalue())
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
 def claim(file: Path, *, force: bool = False) -> None:

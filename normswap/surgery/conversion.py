@@ -200,12 +200,12 @@ def carry_out(
     batches, described = _batches(model, inputs, size, seed)
     exact = schemes.exact(step)
     fitted = fitting.wanted(step, calibrate)
+    # What is exact is proved before anything else is made: the float64 result is the largest thing in a conversion.
+    precise = _precise(model, step, batches) if exact else None
     result = applying.apply_step(model, step)
     if not exact:
         _demand_runs(result, batches[0].first(1), step.scheme)
-    precise = None  # what is fitted differs by far more than float32 does
-    if not fitted:
-        precise = comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
+        precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
     notes: tuple[str, ...] = ()
     if fitted and calibrate is not None:
         shape = batches[0].images.shape[1:]
@@ -218,14 +218,20 @@ def carry_out(
     return Conversion(result, record.plan, report, {}, notes, tuple(applying.renames(model, step)))
 
 
+def _precise(model: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:
+    return comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
+
+
 def _unfold(
     model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int, options: dict[str, Any]
 ) -> Conversion:
     if options:
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = _batches(model, inputs, size, seed)
+    precise = comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model)), batches)
     result = unfolding.unfold(model)
-    report = comparison.compare(model, result, batches, anatomy=inspection.inspect(model, batches), described=described)
+    seen = inspection.inspect(model, batches)
+    report = comparison.compare(model, result, batches, anatomy=seen, precise=precise, described=described)
     _demand(report, "unfold")
     norms = {path: Verdict(Fate.RESTORED) for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)

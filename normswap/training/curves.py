@@ -147,11 +147,5 @@ def write_csv(runs: Sequence[Run], file: str | Path) -> Path:
         OutputError: it cannot be written.
     """
     columns = dict.fromkeys(column for run in runs for column in run.columns)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", *columns])
-    for run in runs:
-        for row in run.rows:
-            values = [row.get(column) for column in columns]
-            writer.writerow([run.name, *("" if v is None else f"{v:.8g}" for v in values)])
-    return atomic_write.text(Path(file), out.getvalue())
+    rows = ({"run": run.name, **row} for run in runs for row in run.rows)
+    return atomic_write.table(Path(file), ["run", *columns], rows)

@@ -9,7 +9,6 @@ tensorboard/   and what other trackers write
 
 from __future__ import annotations
 
-import csv
 import io
 import shutil
 from collections.abc import Iterator, Mapping
@@ -132,11 +131,7 @@ class Folder:
 
     def write_metrics(self, rows: list[Row]) -> None:
         """Replace metrics.csv."""
-        text = io.StringIO()
-        table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows({name: _short(value) for name, value in row.items()} for row in rows)
-        atomic_write.text(self.place / "metrics.csv", text.getvalue())
+        atomic_write.table(self.place / "metrics.csv", COLUMNS, rows)
 
     def write_network(self, model: nn.Module, place: Path) -> None:
         """Replace best/ or last/."""
@@ -187,7 +182,3 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key} was {before.get(key)}, is {after.get(key)}"
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"

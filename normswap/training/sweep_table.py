@@ -6,8 +6,6 @@ a learning rate with fewer than k successes cannot win. No torch here.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -127,11 +125,7 @@ def write_csv(trials: Sequence[Trial], file: Path) -> Path:
     Raises:
         OutputError: it cannot be written.
     """
-    out = io.StringIO()
-    table = csv.DictWriter(out, [field.name for field in fields(Trial)], lineterminator="\n")
-    table.writeheader()
-    table.writerows({key: _short(value) for key, value in asdict(trial).items()} for trial in trials)
-    return atomic_write.text(file, out.getvalue())
+    return atomic_write.table(file, [field.name for field in fields(Trial)], map(asdict, trials))
 
 
 def plot(trials: Sequence[Trial], found: Sequence[Line], file: Path, *, title: str = "") -> Path:
@@ -189,7 +183,3 @@ def _power(value: float) -> str:
     """2 to a whole power as such, others as they are."""
     power = round(math.log2(value))
     return f"$2^{{{power}}}$" if 2.0**power == value else f"{value:g}"
-
-
-def _short(value: object) -> object:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +16,10 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Json, Opening, Picture
+from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import Body, show
-from normswap.cli.tables import facts, line, listing, table
+from normswap.cli.tables import facts, listing, table, written
 from normswap.errors import OptionError
-from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -89,11 +89,7 @@ def run(
     ],
     *,
     setting: Setting,
-    output: Picture = None,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="Table, a line per contender.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    drawn: Drawn,
     opening: Opening,
     json: Json = False,
 ) -> int:
@@ -108,22 +104,16 @@ def run(
     memory_mib, ready_s, runs, rounds: seconds of each run), settings, machine, notes and files.
     """
     setting.check()
-    if output is not None:
-        from normswap.analysis.plots import check_format
-
-        check_format(output)
-    for file in (output, csv):
-        if file is not None:
-            atomic_write.claim(file, force=force)
+    drawn.claim()
     with progress.stages() as say:
         say("starting")
-        body = _bench(models, opening, setting, (output, csv), say)
+        body = _bench(models, opening, setting, drawn, say)
     show(body, json, _say)
     return 0
 
 
 def _bench(
-    names: Sequence[str], opening: Opening, setting: Setting, files: tuple[Path | None, Path | None],
+    names: Sequence[str], opening: Opening, setting: Setting, drawn: Drawn,
     say: Callable[[str], None],
 ) -> Body:  # fmt: skip
     import torch
@@ -151,9 +141,8 @@ def _bench(
         "machine": {**before, "load_after": timing.machine(settings)["load"]},
         "notes": [note for group in groups for note in group.notes],
     }
-    picture, csv = files
-    written = [timing_plot.plot(rows, picture, _title(body))] if picture else []
-    return {**body, "files": written + ([timing_plot.write_csv(rows, csv)] if csv else [])}
+    plot, table = partial(timing_plot.plot, rows, title=_title(body)), partial(timing_plot.write_csv, rows)
+    return {**body, "files": drawn.write(plot, table)}
 
 
 def _open(
@@ -204,8 +193,7 @@ def _say(body: Body) -> None:
         others = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']} in {row['runtime']}: {row['status']}: {row['reason']}" for row in others))
     listing("note", body["notes"])
-    for file in body["files"]:
-        line(f"written to {file}")
+    written(body["files"])
 
 
 def _row(row: Body) -> Sequence[object]:

@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from normswap.cli.options import Json, Picture
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Drawn, Json
 from normswap.cli.printing import Body, show
-from normswap.cli.tables import line, table
-from normswap.storage import atomic_write
+from normswap.cli.tables import table, written
 
 ORDER = 120
 _COLUMNS = ("run", "epochs", "loss", "top-1 before", "top-1 at the end", "best top-1", "in epoch")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("curves")(run)
+    app.command("curves")(spread(run))
 
 
 def run(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", show_default=False, help="Folders that `finetune` wrote.")
     ],
-    output: Picture = None,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="Table, a row per run and epoch.")
-    ] = None,
+    *,
+    drawn: Drawn,
     title: Annotated[str, typer.Option(metavar="TEXT", show_default=False, help="Over the picture.")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json: Json = False,
 ) -> int:
     """Compare the learning curves of several runs: training loss and top-1 by epoch.
 
     The keys of --json: runs, each with name, rows (one per epoch, as in metrics.csv) and best (epoch, top1), and files.
     """
-    if output is not None:
-        from normswap.analysis.plots import check_format
-
-        check_format(output)
-    for file in (output, csv):
-        if file is not None:
-            atomic_write.claim(file, force=force)
+    drawn.claim()
     from normswap.training import curves
 
     found = curves.read(runs)
-    files = [curves.plot(found, output, title=title)] if output else []
-    files += [curves.write_csv(found, csv)] if csv else []
+    files = drawn.write(partial(curves.plot, found, title=title), partial(curves.write_csv, found))
     show({"runs": curves.to_json(found), "files": files}, json, _say)
     return 0
 
@@ -60,8 +51,7 @@ def _say(body: Body) -> None:
         accuracies = (_percent(value) for value in (before, last.get("top1"), best.get("top1")))
         rows.append((run["name"], last.get("epoch"), last.get("train_loss"), *accuracies, best.get("epoch")))
     table("Runs", _COLUMNS, rows, right=_COLUMNS[1:])
-    for file in body["files"]:
-        line(f"written to {file}")
+    written(body["files"])
 
 
 def _percent(value: float | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +12,10 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Images, Json, Opening, Picture
+from normswap.cli.options import Drawn, Images, Json, Opening
 from normswap.cli.printing import Body, show
-from normswap.cli.tables import line, table
+from normswap.cli.tables import table, written
 from normswap.errors import OptionError
-from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
@@ -60,13 +59,9 @@ def register(app: typer.Typer) -> None:
 def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", show_default=False, help="As in `inspect`.")],
     *,
-    output: Picture = None,
-    table: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="Table, a row per block.")
-    ] = None,
+    drawn: Drawn,
     images: Seen,
     look: Look,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
     opening: Opening,
     json: Json = False,
 ) -> int:
@@ -81,20 +76,12 @@ def run(
     """
     if look.statistics not in _STATISTICS:
         raise OptionError(f"--statistics {look.statistics!r} is none of {', '.join(_STATISTICS)}")
-    if output is not None:
-        from normswap.analysis.plots import check_format
-
-        check_format(output)
-    for file in (output, table):
-        if file is not None:
-            atomic_write.claim(file, force=force)
-    show(_measure(models, opening, images, look, output, table), json, _say)
+    drawn.claim()
+    show(_measure(models, opening, images, look, drawn), json, _say)
     return 0
 
 
-def _measure(
-    names: Sequence[str], opening: Opening, images: Seen, look: Look, output: Path | None, csv: Path | None
-) -> Body:
+def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, drawn: Drawn) -> Body:
     import torch
 
     from normswap.analysis import plots
@@ -120,8 +107,7 @@ def _measure(
         if (known := expected_nf(seen)) is not None:
             expected[name] = known
     overlay = {f"{name}, expected": values for name, values in expected.items()}
-    files = [plots.plot(curves, output, expected=overlay)] if output else []
-    files += [plots.write_csv(curves, csv)] if csv else []
+    files = drawn.write(partial(plots.plot, curves, expected=overlay), partial(plots.write_csv, curves))
     return {**plots.to_json(curves, expected), "inputs": inputs, "files": files}
 
 
@@ -146,5 +132,4 @@ def _say(body: Body) -> None:
         rows = [(p["block"], p["mean_sq"], p["variance"], value, p["branch_variance"], p["added_variance"])
                 for p, value in zip(points, expected, strict=True)]  # fmt: skip
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
-    for file in body["files"]:
-        line(f"written to {file}")
+    written(body["files"])

@@ -12,7 +12,7 @@ import typer
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, Opening, Weights
 from normswap.cli.printing import Body, show
-from normswap.cli.tables import line, table
+from normswap.cli.tables import line, table, written
 from normswap.errors import OptionError
 
 if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
@@ -116,5 +116,4 @@ def _say(body: Body) -> None:
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:
         line(note)
-    for file in body["files"]:
-        line(f"written to {file}")
+    written(body["files"])
