@@ -32,7 +32,7 @@ class SourceError(NormswapError):
 
 
 class TraceError(NormswapError):
-    """The model cannot be traced by torch.fx."""
+    """The forward of the model cannot be recorded, or something in it cannot be seen."""
 
 
 class PlanError(NormswapError):

@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md, CONTRIBUTING.md and README.md name is there; the way of a conversion is the one they describe."""
+"""The files that ARCHITECTURE.md, CONTRIBUTING.md and README.md name exist, and a conversion goes the way they say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
 PLACES = ("", "normswap", "tests", "normswap/cli/commands", "normswap/exporting", "normswap/layers", "normswap/models",
           "normswap/schemes/purposes", "normswap/training", "tests/benchmarks")  # fmt: skip
-FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json")  # a name to choose, or what is written
+# A name to choose, or of what is written.
+FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json")
 
 FOLLOWED = """
 import collections, importlib, inspect, json, pkgutil, sys

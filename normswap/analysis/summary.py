@@ -1,4 +1,4 @@
-"""What the commands say about networks, conversions and schemes: plain JSON-able records, which `render` lays out."""
+"""What the commands say about networks, conversions and schemes: plain JSON-able records, which `cli` lays out."""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 
 Enters: every layer that a plan can name, each built from what it replaces (`replacing`), and what a norm, a
 reparametrized weight or an activation of torch, timm or torchvision computes in eval mode. Nothing here has seen a
-network. Imports: `errors`, `plan`.
+network. Imports: `errors`, `plan`, `plugins`, `provenance`.
 """

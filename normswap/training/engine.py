@@ -1,7 +1,7 @@
 """Fine-tune: one loop, on one device or many, that can be killed at any moment and continued.
 
 What it stands on: Accelerate (processes, devices, precision, accumulation, trackers), timm (transforms, optimizers,
-schedules, clipping, averaging), and a folder whose files are whole at every moment (`folder`). Random numbers are a
+schedules, clipping, averaging), and a folder whose files are whole at every moment (`run_folder`). Random numbers are a
 function of (seed, update, process), so a continued run needs none of an interrupted one's.
 """
 

@@ -1,5 +1,5 @@
-"""Residual stacks of fully connected layers, as De & Smith 2020 analyse them, measured with `normswap.signal`; and what
-the scripts here share: their command line and the table they print.
+"""Residual stacks of fully connected layers, as De & Smith 2020 analyse them, measured with
+`analysis.signal_propagation`; and what the scripts here share: their command line and the table they print.
 """
 
 from __future__ import annotations
