@@ -26,7 +26,7 @@ from normswap.layers.placeholders import Copy
 from normswap.models import network_input
 from normswap.models.network_input import Example
 
-_OTHER = (160, 224)  # where the network takes it; less work than its own
+_OTHER = (96, 160)  # where the network takes it; much less work than its own
 
 
 def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
