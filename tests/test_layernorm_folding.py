@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lived import distance, run, step
+from small_transformers import SMALL, inhabit, skeleton, small
 from timm.layers import LayerNorm2d, LayerNormAct2d, LayerNormFp32, LayerScale
 from torch import Tensor, nn
-from small_transformers import SMALL, inhabit, skeleton, small
 
 import normswap
 from normswap.errors import RefusedError

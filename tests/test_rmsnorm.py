@@ -12,9 +12,9 @@ import pytest
 import timm
 import torch
 from lived import distance, run, step
+from small_transformers import TINY, inhabit, skeleton, small
 from timm.layers import RmsNorm
 from torch import Tensor, nn
-from small_transformers import TINY, inhabit, skeleton, small
 
 import normswap
 from normswap.errors import RefusedError

@@ -123,12 +123,10 @@ def _torchvision(name: str) -> Built:
         size = (3, 16, 224, 224) if "vit" in name or "swin" in name else (3, 16, 112, 112) if "mvit" not in name else (
             3, 16, 224, 224)  # fmt: skip
         return models.get_model(name, weights=None), _images(*size, count=1)
-    with torch.device("meta"):
-        meta = models.get_model(name, weights=None)
-    has = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in meta.modules())
-    if not has or sum(p.numel() for p in meta.parameters()) > LARGEST:
+    model = models.get_model(name, weights=None)
+    if sum(p.numel() for p in model.parameters()) > LARGEST:
         return nn.Identity(), None
-    return models.get_model(name, weights=None), _images(3, *((299, 299) if "inception" in name else (96, 96)))
+    return model, _images(3, *((299, 299) if "inception" in name else (96, 96)))
 
 
 def _smp(name: str) -> Built:
