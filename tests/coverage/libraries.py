@@ -123,10 +123,12 @@ def _torchvision(name: str) -> Built:
         size = (3, 16, 224, 224) if "vit" in name or "swin" in name else (3, 16, 112, 112) if "mvit" not in name else (
             3, 16, 224, 224)  # fmt: skip
         return models.get_model(name, weights=None), _images(*size, count=1)
+    if any(word in name for word in ("128gf", "vit_h", "vit_l", "_32gf")):
+        return nn.Identity(), None
     model = models.get_model(name, weights=None)
     if sum(p.numel() for p in model.parameters()) > LARGEST:
         return nn.Identity(), None
-    return model, _images(3, *((299, 299) if "inception" in name else (96, 96)))
+    return model, _images(3, *((299, 299) if "inception" in name else (224, 224) if "maxvit" in name else (96, 96)))
 
 
 def _smp(name: str) -> Built:
