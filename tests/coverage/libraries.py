@@ -25,7 +25,6 @@ SMALL: dict[str, dict[str, Any]] = {  # what makes a network of transformers sma
     "MobileViT": {},
     "MobileViTV2": {"width_multiplier": 0.5},
     "LevitForImageClassification": {},
-    "Cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "num_channels": 3},
     "PoolFormer": {"depths": [1, 1, 1, 1]},
     "Segformer": {"depths": [1, 1, 1, 1]},
     "DPT": {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96,
