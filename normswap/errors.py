@@ -32,7 +32,7 @@ class SourceError(NormswapError):
 
 
 class TraceError(NormswapError):
-    """The model cannot be traced by torch.fx."""
+    """The model does not run on the example, or something in its forward cannot be seen."""
 
 
 class PlanError(NormswapError):
