@@ -32,7 +32,7 @@ class SourceError(NormswapError):
 
 
 class TraceError(NormswapError):
-    """The forward of the model cannot be recorded, or something in it cannot be seen."""
+    """The model does not run on the example, or something in its forward cannot be seen."""
 
 
 class PlanError(NormswapError):

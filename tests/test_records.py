@@ -161,6 +161,11 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
         assert distance(outputs(model, value), outputs(result, value)) <= EXACT
 
 
+def test_norms_that_are_no_modules_are_said() -> None:
+    model, _ = build(next(case for case in CASES if case.name == "buffers used directly"))
+    assert inspection.inspect(model).refusals == (("", "forward calls batch_norm itself, on what nobody can replace"),)
+
+
 def test_both_ways_are_said() -> None:
     model, _ = build(CASES[0])
     assert any("takes another way" in remark for remark in inspection.inspect(model).traced.remarks)

@@ -41,11 +41,20 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     reader = _Reader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
-    untraced = [(path, f"{why}") for path, why in traced.opaque.items()]
+    untraced = [*traced.opaque.items(), *_hidden_norms(traced)]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
     end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
     return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, provenance=origin)
+
+
+def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
+    """BatchNorms that are no modules: batch_norm, called by a forward on tensors of its own."""
+    calls = [n for n in traced.nodes if n.target in (F.batch_norm, torch.batch_norm)]
+    stays = [n for n in calls if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))]
+    return [
+        ("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, on what nobody can replace") for n in stays
+    ]
 
 
 class _Reader:

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from normswap.layers.placeholders import Copy
 from normswap.models import network_input
 from normswap.models.network_input import Example
 
-_OTHER = (96, 160)  # where the network takes it; much less work than its own
+_OTHERS = ((96, 128), (160, 224))  # the first that the network takes; less work than its own size
 
 
 def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
@@ -88,17 +89,19 @@ def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Examp
 
 
 def _resized(example: Example) -> Iterator[Example]:
-    """The same at another size, where it holds maps or series; and as it is."""
-    if any(t.ndim > 2 and t.is_floating_point() for t in example.tensors()):
-        yield example.map(lambda t: _other(t) if t.ndim > 2 and t.is_floating_point() else t)
+    """The same at other sizes, where it holds maps or series; and as it is."""
+    for side in _OTHERS:
+        yield example.map(partial(_other, side=side))
     yield example
 
 
-def _other(x: Tensor) -> Tensor:
+def _other(x: Tensor, side: tuple[int, int]) -> Tensor:
+    if x.ndim < 3 or not x.is_floating_point():
+        return x
     height, width = x.shape[-2:]
     if x.ndim < 4:
         return F.interpolate(x, width + 32)
-    size = _OTHER if height * width >= 128 * 160 else (height + 32, width + 64)
+    size = side if height * width >= 128 * 160 else (height + 32, width + 64)
     return F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
 
 
