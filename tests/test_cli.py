@@ -371,7 +371,9 @@ class Untraceable(nn.Module):
         self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) if x.sum() > 0 else x
+        if x.ndim != 5:
+            raise ValueError("it takes pairs of images")
+        return self.norm(self.conv(x[:, 0] - x[:, 1]))
 
 
 def small_state() -> dict[str, Tensor]:

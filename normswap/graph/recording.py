@@ -77,14 +77,15 @@ def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Examp
         apart = [b.first(2) for b in batches if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes]
         return traced, short, [*apart[:1], *_resized(batches[0].first(2)), batches[0].first(2)]
     found: TraceError | None = None
-    for size in network_input.candidates(model):
-        example = network_input.noise(model, size)
+    examples = [(size, network_input.noise(model, size)) for size in network_input.candidates(model)]
+    for size, example in (*examples, *network_input.tokens(model)):
         try:
             traced = record_once(model, example)
         except TraceError as error:
             found = found or error
-        else:
-            return traced, example, [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))]
+            continue
+        others = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
+        return traced, example, others
     raise found or TraceError(f"what {type(model).__name__} takes is not known", remedy="Give an example: `inputs=`")
 
 

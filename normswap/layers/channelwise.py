@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,13 @@ class ChannelAffine(Seat, OwnLayer):
         return self.weight.detach().double(), self.bias.detach().double()
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor) -> ChannelAffine:
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()
+    ) -> ChannelAffine:
+        """`mean`, `std`: of a seat whose norm is gone: there a scale of 1 and a shift of 0, for so many channels."""
+        if mean and not affine.is_affine(old):
+            one = torch.ones(len(mean)).to(like)
+            return cls(one, torch.zeros_like(one), affine.copied_activation(old))
         scale, shift = affine.read(old)
         return cls(scale.to(like), shift.to(like), affine.copied_activation(old))
 

@@ -134,6 +134,14 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
     return Example((x,)).like(model)
 
 
+def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
+    """A row of numbers of words, with no size of an image, for a network that begins with an embedding."""
+    first = next((m for m in nn.Module.modules(model) if next(m.parameters(recurse=False), None) is not None), None)
+    if isinstance(first, nn.Embedding):
+        row = torch.arange(8, device=first.weight.device) % first.num_embeddings
+        yield (), Example((row[None],))
+
+
 def size(model: nn.Module) -> tuple[int, ...]:
     """The size of one input, (C, H, W) of an image, that the network is made for."""
     found = candidates(model)

@@ -7,34 +7,26 @@ train; unlike `frozen-bn` that gain learns. What is lost: the statistics no long
 
 from __future__ import annotations
 
-from normswap.errors import RefusedError
+from torch import nn
+
 from normswap.folding.draft import Draft
-from normswap.folding.passage import read_directly
 from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine
+from normswap.layers.channelwise import ChannelAffine
 from normswap.schemes import Scheme
+from normswap.schemes.parts.norm_sites import dress_in_norms
 
 
 def plan(anatomy: Anatomy) -> Draft:
     """Raises:
-    RefusedError: there is no norm with statistics to take the place of.
+    RefusedError: there is no BatchNorm, and no record of one.
     """
-    draft, traced = Draft(anatomy), anatomy.traced
-    modules = {str(node.target): traced.module(node) for node in traced.nodes}
-    called = [path for path, module in modules.items() if module is not None and affine.holds_statistics(module)]
-    for path in called:
-        if not anatomy.takes_part(path):
-            continue
-        why = affine.refusal(traced.modules[path]) or read_directly(traced, traced.modules[path])
-        if why:
-            draft.refusals[path] = why
-        else:
-            draft.seat(path, "ChannelAffine")
-            draft.judge(path, Fate.LEFT_AFFINE, reason="its own map")
-    if not called:
-        raise RefusedError("the network has no norm with statistics to take the place of")
-    return draft
+    return dress_in_norms(anatomy, ChannelAffine.__name__, _keep_the_map)
 
 
-SCHEME = Scheme(plan, paper="Touvron et al. 2021, ResMLP, arXiv:2105.03404, section 2 (Aff)", starts_from="batchnorm")
+def _keep_the_map(draft: Draft, path: str, module: nn.Module) -> None:
+    draft.seat(path, ChannelAffine.__name__)
+    draft.judge(path, Fate.LEFT_AFFINE, reason="its own map")
+
+
+SCHEME = Scheme(plan, paper="Touvron et al. 2021, ResMLP, arXiv:2105.03404, section 2 (Aff)")
