@@ -36,6 +36,7 @@ from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.scalars import Scale
+from normswap.models.modes import evaluating
 from normswap.models.network_input import Example
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
@@ -206,16 +207,13 @@ def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
 @contextmanager
 def _measuring(model: nn.Module, batch_statistics: bool) -> Iterator[None]:
     """Eval mode, but BatchNorms may take the statistics of the batch, and forget them again."""
-    modes = {module: module.training for module in model.modules()}
     norms: list[Any] = [m for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
     kept = [(norm, norm.track_running_stats, norm.running_mean, norm.running_var) for norm in norms]
-    model.eval()
-    for norm in norms:
-        norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
-    try:
-        yield
-    finally:
-        for norm, track, mean, var in kept:
-            norm.track_running_stats, norm.running_mean, norm.running_var = track, mean, var
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(model):
+        for norm in norms:
+            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+        try:
+            yield
+        finally:
+            for norm, track, mean, var in kept:
+                norm.track_running_stats, norm.running_mean, norm.running_var = track, mean, var

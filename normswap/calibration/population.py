@@ -10,7 +10,7 @@ Weights stay; dropout and the like are off. What is kept in memory is two number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from normswap.calibration.least_squares import checked
 from normswap.errors import RefusedError, SourceError, VerificationError, first_line
 from normswap.layers.site_norm import SiteNorm
-from normswap.models.modes import evaluating
+from normswap.models.modes import Progress, evaluating
 
-Progress = Callable[[int, int], None]
 _FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
 _REMEDY = "Only norms that take statistics of the batch in training have some to estimate"
 

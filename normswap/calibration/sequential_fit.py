@@ -25,9 +25,8 @@ from normswap.layers.activations import RELU_FUNCTIONS
 from normswap.layers.per_sample import PER_SAMPLE, normalized
 from normswap.layers.placeholders import Vacant
 from normswap.layers.standardized import STANDARDIZED, effective, set_effective
-from normswap.models.modes import evaluating
+from normswap.models.modes import Progress, evaluating
 
-Progress = Callable[[int, int], None]
 PLACES = 64  # sampled per image and layer
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from normswap.errors import TraceError
+from normswap.errors import TraceError, first_line
 from normswap.graph.copying import tree, twin
 from normswap.graph.recorder import Recorder
 from normswap.graph.tracing import Traced, inputs
@@ -209,7 +209,7 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
 
 def reason(error: Exception) -> str:
     """The reason, with the last line of the model's own code that led to it."""
-    said = str(error).strip().split("\n")[0] or type(error).__name__
+    said = first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "/normswap/" not in f.filename]
     return f"{said} (at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`)" if own else said

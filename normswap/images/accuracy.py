@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from normswap.errors import SourceError
-from normswap.models.modes import evaluating
-
-Progress = Callable[[int, int], None]
+from normswap.models.modes import Progress, evaluating
 
 
 @dataclass(frozen=True)

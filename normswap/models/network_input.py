@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import OptionError
+from normswap.models.modes import evaluating
 
 Inputs = Any  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
 _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}  # by dimensions, where nothing says more
@@ -206,14 +207,9 @@ def _outputs(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _runs(model: nn.Module, one: tuple[int, ...]) -> bool:
-    modes = [(module, module.training) for module in nn.Module.modules(model)]
     try:
-        for module, _ in modes:
-            module.training = False
-        noise(model, one).call(model)
+        with evaluating(model):
+            noise(model, one).call(model)
     except Exception:  # whatever the network raises
         return False
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return True

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import __version__, provenance
-from normswap.errors import OutputError, PlanError, SourceError
+from normswap.errors import OutputError, PlanError, SourceError, first_line
 from normswap.models import weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
@@ -167,7 +167,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         with safe_open(file, "pt") as opened:
             text = (opened.metadata() or {}).get("normswap")
     except (OSError, SafetensorError) as error:
-        reason = str(error).split("\n")[0]
+        reason = first_line(error)
         raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
     if text is None:
         raise SourceError(f"{file} was not written by normswap", "its header holds no plan")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import VerificationError
+from normswap.errors import VerificationError, first_line
 from normswap.graph.inspection import Anatomy
 from normswap.models import network_input
 from normswap.models.network_input import Example, Inputs
@@ -178,16 +178,12 @@ def _pair(
         one = run(source, example, (*paths, *tails) if example is first else paths)
     except Exception as error:  # whatever the network raises
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
-            raise VerificationError(f"the source does not run on {example}", _line(error)) from None
+            raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
         return None
     try:
         return one, run(result, example, paths)
     except Exception as error:
-        raise VerificationError(f"the result does not run on {example}", _line(error)) from None
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+        raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
 
 def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, own: str) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 
 from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
-from normswap.errors import OptionError, PlanError, RefusedError, VerificationError
+from normswap.errors import OptionError, PlanError, RefusedError, VerificationError, first_line
 from normswap.folding.draft import Draft
 from normswap.folding.verdict import Fate, Verdict
 from normswap.graph import inspection, selection
@@ -275,7 +275,7 @@ def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
         with evaluating(model):
             example.call(model)
     except (RuntimeError, ValueError) as error:
-        why = str(error).split("\n")[0]
+        why = first_line(error)
         remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out with '--skip'"
         size = tuple(example.images.shape[1:])
         raise RefusedError(f"{scheme} does not run on {size}", f"{at[-1]}: {why}", remedy) from None

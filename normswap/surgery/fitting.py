@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from normswap import schemes
 from normswap.errors import OptionError
+from normswap.models.modes import Progress
 from normswap.plan import Step
+from normswap.schemes.parts.declared import declared_options
 from normswap.surgery import applying
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
-Progress = Callable[[int, int], None]
 NOISE, BATCH = 512, 32
 
 
@@ -30,12 +31,21 @@ def wanted(step: Step, calibrate: Batches | None) -> bool:
     scheme, options = schemes.get(step.scheme), schemes.resolve(step.scheme, step.options)
     if calibrate is None:
         if scheme.demands_data(options):
-            remedy = "Give '--calibrate DATA' (images, no labels needed), or '--mean keep', which is exact"
-            raise OptionError(f"{step.scheme} fits its filters to images", "there are none", remedy)
+            remedy = "Give '--calibrate DATA' (images, no labels needed)" + _exact_instead(scheme, options)
+            raise OptionError(f"{step.scheme} fits its values to images", "there are none", remedy)
         return False
     if not fits(step):
         raise OptionError(f"{step.scheme} has no use for calibration data", "nothing in it is fitted")
     return True
+
+
+def _exact_instead(scheme: schemes.Scheme, options: schemes.Options) -> str:
+    """An option that makes do without data, if the scheme declares one among the words that it takes."""
+    for option in declared_options():
+        for word in option.metavar.split("|"):
+            if option.name in options and not scheme.demands_data({**options, option.name: word}):
+                return f", or '--{option.name.replace('_', '-')} {word}', which is exact"
+    return ""
 
 
 def fits(step: Step) -> bool:

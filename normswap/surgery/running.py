@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import VerificationError
+from normswap.errors import VerificationError, first_line
 from normswap.graph.copying import tree
 from normswap.graph.widening import Widening
 from normswap.models import network_input
+from normswap.models.modes import evaluating
 from normswap.models.network_input import Example, named_tensors
 from normswap.surgery.applying import to_double
 
@@ -31,16 +32,13 @@ def run(model: nn.Module, example: Example, paths: Sequence[str] = ()) -> tuple[
         return hook
 
     present = tree(model)
-    modes = {module: module.training for module in present.values()}
     handles = [present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present]
     try:
-        model.eval()
-        output = example.map(torch.clone).call(model)
+        with evaluating(model):
+            output = example.map(torch.clone).call(model)
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return dict(named_tensors(output)), seen
 
 
@@ -112,7 +110,7 @@ def noise(model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 
         try:
             run(model, Example((x[:1],)))
         except Exception as error:  # whatever the network raises
-            why = str(error).split("\n")[0]
+            why = first_line(error)
         else:
             found.append(x)
     if not found:
