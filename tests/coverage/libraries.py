@@ -23,6 +23,7 @@ SMP = (
     "DeepLabV3Plus",
     "UPerNet",
     "Segformer",
+    "DPT",
 )
 ENCODERS = ("resnet18", "mobilenet_v2", "efficientnet-b0", "timm-regnetx_002")
 YOLO = ("yolov8n", "yolov8n-seg", "yolov8n-pose", "yolov8n-cls", "yolo11n", "yolo11n-seg", "yolo11n-pose",
@@ -50,6 +51,8 @@ SMALL: dict[str, dict[str, Any]] = {  # what makes a network of transformers sma
     "HGNetV2": {},
     "Detr": {}, "ConditionalDetr": {}, "TableTransformer": {}, "RTDetr": {}, "RTDetrV2": {},
     "DFine": {}, "UperNet": {},
+    "ZoeDepth": {}, "VitMatte": {}, "SuperPoint": {}, "Focalnet": {}, "DeformableDetr": {},
+    "Cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4]},
 }  # fmt: skip
 HEADS = ("ForImageClassification", "ForObjectDetection", "ForSemanticSegmentation", "ForDepthEstimation", "Model")
 MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -100,7 +103,7 @@ def names() -> Iterator[str]:
 
 
 def build(name: str) -> Built:
-    """The network, and its input or None for what it says of itself."""
+    """The network, and its input or None for what it says of itself; `nn.Identity` for one that is too large."""
     library, _, rest = name.partition(":")
     makers: dict[str, Callable[[str], Built]] = {
         "torchvision": _torchvision, "smp": _smp, "ultralytics": _ultralytics, "transformers": _transformers,

@@ -92,7 +92,10 @@ def check(name: str) -> dict[str, Any]:
     """What folding did to one network."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model, given = libraries.build(name)
+    try:
+        model, given = libraries.build(name)
+    except Exception as problem:  # our recipe, or the library's
+        return {"status": "not built", "why": f"{type(problem).__name__}: {problem}".split("\n")[0][:200]}
     row: dict[str, Any] = {"norms": len(norms(model))}
     if not row["norms"]:
         return row | {"status": "none"}
@@ -146,20 +149,24 @@ def apart(name: str, timeout: float) -> dict[str, Any]:
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], listed: list[str]) -> str:
     """By library; then every network that is not exact, and every one with affine layers left."""
     lines = ["# Other libraries' networks, folded", "", "Written by `wild.py`: lived-in statistics, float64, measured",
              "on an input that was not recorded. `exact`: relative L2 at most 1e-8 at every output, no norm left.", "",
-             "| library | networks | with BatchNorm | exact | largest error | affines left in | refused | other |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for library in sorted({row["name"].split(":")[0] for row in rows}):
+             "`other`: wrong, incomplete, raised, timed out. Without BatchNorm: also what is too large to try.", "",
+             "| library | listed | walked | not built | no BatchNorm | exact | largest error | affines left in "
+             "| refused | other |", "|---|" + 9 * "---|"]  # fmt: skip
+    for library in sorted({name.split(":")[0] for name in listed}):
         own = [row for row in rows if row["name"].split(":")[0] == library]
-        with_norms = [row for row in own if row["status"] != "none"]
+        count = sum(name.split(":")[0] == library for name in listed)
+        with_norms = [row for row in own if row["status"] not in ("none", "not built")]
+        unbuilt = sum(row["status"] == "not built" for row in own)
         exact = [row for row in with_norms if row["status"] == "exact"]
         refused = sum(row["status"] == "refused" for row in own)
         worst = max((row["error"] for row in exact), default=0.0)
         lines.append(
-            f"| {library} | {len(own)} | {len(with_norms)} | {len(exact)} | {worst:.0e} | "
+            f"| {library} | {count} | {len(own)} | {unbuilt} | {len(own) - unbuilt - len(with_norms)} | {len(exact)} | "
+            f"{worst:.0e} | "
             f"{sum(bool(row['affines']) for row in exact)} | {refused} | {len(with_norms) - len(exact) - refused} |"
         )
     lines += ["", "| network | norms | status | error | affines left | seconds | why |", "|---|" + 6 * "---|"]
@@ -190,7 +197,7 @@ def main() -> int:
         with args.out.open("a") as file:
             print(json.dumps(known[name]), file=file)
         print({key: value for key, value in known[name].items() if key != "remarks"}, flush=True)
-    (HERE / "wild.md").write_text(table(list(known.values())))
+    (HERE / "wild.md").write_text(table(list(known.values()), list(libraries.names())))
     return any(row["status"] in ("wrong", "raised", "crashed") for row in known.values())
 
 
