@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import RefusedError
 from normswap.graph.inspection import inspect
+from normswap.layers import channel_norm
 from normswap.layers.placeholders import Vacant
 from normswap.plan import Plan, Step, Take, Way
 from normswap.surgery import applying
@@ -227,3 +228,35 @@ def test_a_wrong_take_is_noticed() -> None:
 
 def test_every_small_network_is_in_a_table() -> None:
     assert set(SMALL) - set(STAY) == {"swin v2"}
+
+
+class Sideways(nn.LayerNorm):
+    """Over the second dimension, by a forward of its own, as torchvision's and transformers' ConvNeXt."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Louder(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(("kind", "dim"), [(Sideways, 1), (Louder, None), (nn.LayerNorm, -1)])
+def test_a_forward_that_nobody_has_read_is_measured(kind: type[nn.LayerNorm], dim: int | None) -> None:
+    norm = kind(6)
+    nn.init.normal_(norm.weight)
+    assert channel_norm.channel_dim(norm) == dim
+
+
+def test_a_measured_norm_folds() -> None:
+    torch.manual_seed(0)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), Sideways(6), nn.Conv2d(6, 4, 2, 2), *head).double().eval()
+    for parameter in model[1].parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 3, 10, 12, dtype=torch.float64)
+    result, verdicts = folded(model)
+    assert list(map(str, verdicts.values())) == ["its scale and shift move to 2"]
+    assert list(result[1].parameters()) == []
+    assert distance(run(model, x), run(result, x)) < 1e-13

@@ -7,7 +7,9 @@ arXiv:1910.07467) leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps).
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ _RMSNORMS = {
     timm_layers.RmsNorm2d.forward: 1,
     ShiftedRMSNorm.forward: -1,
 }
+_SEEN: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # what was measured
 _SINGLE = (timm_layers.LayerNormFp32, timm_layers.LayerNorm2dFp32)
 
 
@@ -48,9 +51,31 @@ def channel_dim(module: nn.Module) -> int | None:
     """Along which dimension a LayerNorm or RMSNorm normalizes: -1 or 1; None for any other module."""
     kind = type(module)
     dim = {**_LAYERNORMS, **_RMSNORMS}.get(kind.forward)
+    if dim is None and isinstance(module, nn.LayerNorm) and not isinstance(module, _SINGLE):
+        dim = _measured(module)
     if dim is None or "forward" in vars(module) or len(module.normalized_shape) != 1:  # type: ignore[arg-type]
         return None
     return module.dim if isinstance(module, ShiftedRMSNorm) else dim
+
+
+@torch.no_grad()
+def _measured(module: nn.LayerNorm) -> int | None:
+    """The dimension along which a LayerNorm with a forward that nobody has read normalizes, in float64: torchvision's
+    and transformers' ConvNeXt, SAM and their kin permute in forward. None where it computes something else.
+    """
+    if module in _SEEN:
+        return _SEEN[module]
+    found = None
+    if len(module.normalized_shape) == 1:
+        twin, channels = copy.deepcopy(module).double().eval(), module.normalized_shape[0]
+        for dim, shape in ((-1, (2, channels + 1, channels + 2, channels)), (1, (2, channels, channels + 1, 3))):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            y = F.layer_norm(x.movedim(dim, -1), twin.normalized_shape, twin.weight, twin.bias, twin.eps)
+            with suppress(Exception):  # it takes no input of this shape
+                if torch.allclose(twin(x), y.movedim(-1, dim), rtol=1e-9, atol=1e-12):
+                    found = dim
+    _SEEN[module] = found
+    return found
 
 
 def is_layernorm(module: nn.Module) -> bool:
