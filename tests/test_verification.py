@@ -275,3 +275,26 @@ def test_odd_outputs_and_inputs() -> None:
     assert not comparison.verify(model, wrong, size=(1, 28, 28)).passed
     with pytest.raises(VerificationError, match="does not run"):
         comparison.noise(model, (1, 100, 100))
+
+
+class Chaotic(nn.Module):
+    """Its output depends on the last digits of its input."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.conv, self.gain = nn.Conv2d(1, 4, 3), gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * torch.sin(1e8 * self.conv(x))
+
+
+def test_chaos_is_no_excuse_where_float64_does_not_decide() -> None:
+    torch.manual_seed(0)
+    model, wrong = Chaotic(), Chaotic(gain=2.0)
+    wrong.load_state_dict(model.state_dict())
+    wrong.conv.bias.data += 1e-3  # type: ignore[union-attr]
+    x = torch.randn(2, 1, 8, 8)
+    assert not comparison.verify(model, wrong, inputs=x).passed
+    precise = comparison.compare_double(model, lambda: copy.deepcopy(wrong).double(), x)
+    assert not comparison.compare(model, wrong, x, precise=precise).passed
+    assert not comparison.verify(copy.deepcopy(model).double(), wrong.double(), inputs=x.double()).passed
