@@ -29,6 +29,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from normswap import schemes  # noqa: E402
 from normswap.errors import NormswapError  # noqa: E402
+from normswap.folding.verdict import Fate  # noqa: E402
 from normswap.graph import inspection  # noqa: E402
 from normswap.graph.widening import Widening  # noqa: E402
 from normswap.layers.channelwise import ChannelAffine, ChannelBias  # noqa: E402
@@ -117,7 +118,7 @@ def check(name: str) -> dict[str, Any]:
     result = applying.apply_step(model, Step("folded", {}, draft.edits()))
     row["seconds"] = round(time.perf_counter() - begin, 1)
     row["error"] = error(reference, run(result, fresh))
-    unused = sum(verdict.startswith("never called") for verdict in draft.verdicts.values())
+    unused = sum(verdict.fate is Fate.NEVER_CALLED for verdict in draft.verdicts.values())
     row |= {"left": len(norms(result)) - unused, "unused": unused, "remarks": seen.traced.remarks}
     row["affines"] = sum(isinstance(m, ChannelAffine | ChannelBias) for m in result.modules())
     row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
