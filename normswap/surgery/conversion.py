@@ -151,7 +151,7 @@ def convert(
         step, sketch = _draft(seen, scheme, chosen)
         own = data if fitting.fits(step) or len(legs) == 1 else None
         last = carry_out(source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress)
-        done.append(replace(last, verdicts=sketch.verdicts, notes=(*sketch.notes, *last.notes)))
+        done.append(replace(last, verdicts=sketch.verdicts, notes=(*seen.traced.remarks, *sketch.notes, *last.notes)))
         seen = None
     return done[0] if len(done) == 1 else _joined(model, done, inputs, size, seed)
 
