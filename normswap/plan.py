@@ -21,10 +21,22 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class Arch:
-    """How to build the bare skeleton of a timm network: `timm.create_model(name, **kwargs)`."""
+    """How to build the bare skeleton of a network.
+
+    Args:
+        name: what its builder calls it.
+        kwargs: the builder's arguments, as JSON has them.
+        builder: who builds it, one of `models.kinds`: timm (`timm.create_model(name, **kwargs)`), torchvision, ...
+    """
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    builder: str = "timm"
+
+    def __str__(self) -> str:
+        """As a reader wants it: without what is too long to read."""
+        pairs = (f"{key} = {value}" for key, value in self.kwargs.items())
+        return f"{self.name}({', '.join(pair if len(pair) < 80 else f'{pair[:70]} ...' for pair in pairs)})"
 
 
 class Way(str, Enum):

@@ -21,12 +21,13 @@ class Provenance:
     """The origin of a network.
 
     Args:
-        arch: how to build the bare skeleton, or None when it is not a timm network that can be rebuilt by name.
-        source: what the user named: a timm name, a hub id, a path.
+        arch: how to build the bare skeleton, or None when nobody knows.
+        source: what the user named: a name, a hub id, a path.
         sha256: hash of the source's tensors (see `zoo.hash_tensors`), None for random weights.
         pretrained_cfg: timm's preprocessing record (input_size, mean, std, interpolation, crop_pct, label_names ...).
         plan: everything done since the bare architecture.
         norms: the tensors of every norm that was replaced, by their original dotted path.
+        notes: what should be said about the weights, now that they have been read; not kept.
     """
 
     arch: Arch | None = None
@@ -35,6 +36,7 @@ class Provenance:
     pretrained_cfg: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     norms: dict[str, Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def moments(self, path: str) -> tuple[Tensor, Tensor]:
         """Mean and deviation per channel of the output of the norm that stood at `path`: its beta and |gamma|."""

@@ -132,7 +132,8 @@ def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
         return torch.jit.load(file, map_location=settings.device), "fp32"
     from normswap.storage import checkpoint
 
-    model = checkpoint.load(file).to(settings.device, getattr(torch, DTYPES[settings.dtype])).requires_grad_(False)
+    network = checkpoint.load(file, trust_factory=True)  # we wrote it a moment ago
+    model = network.to(settings.device, getattr(torch, DTYPES[settings.dtype])).requires_grad_(False)
     if settings.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model, settings.dtype

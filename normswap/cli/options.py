@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,18 @@ Model = Annotated[
         metavar="MODEL",
         show_default=False,
         help="A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by normswap), "
-        "or a .safetensors/.pth file with --arch.",
+        "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), smp:ARCH:ENCODER, package.module:factory "
+        "of your own, or a .safetensors/.pth file with --arch.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where to train.")]
-Weights = Annotated[str, typer.Option(metavar="pretrained|random", help="Random: the bare architecture.")]
+Weights = Annotated[
+    str, typer.Option(metavar="pretrained|random|FILE", help="Random: the bare architecture; FILE: these weights.")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
+]
 Value = bool | int | float | str | None
 
 
@@ -38,9 +45,7 @@ class Opening:
     """How a MODEL is opened."""
 
     weights: Weights = "pretrained"
-    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="timm architecture of a weights file.")] = (
-        None
-    )
+    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="MODEL that a weights file is of.")] = None
     arch_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,6 +54,7 @@ class Opening:
     ] = None
     num_classes: Annotated[int | None, typer.Option(min=0, metavar="N", help="Another head than the source's.")] = None
     in_chans: Annotated[int | None, typer.Option(min=1, metavar="N", help="Another number of input channels.")] = None
+    trust_factory: Trust = False
 
     def weights_of(self, name: str) -> str:
         """Which weights that MODEL gets."""
@@ -63,7 +69,7 @@ class Opening:
         args = dict(_pair(text) for text in self.arch_arg or [])
         return open_model(
             name, weights=self.weights_of(name), arch=self.arch, arch_args=args,
-            num_classes=self.num_classes, in_chans=self.in_chans,
+            num_classes=self.num_classes, in_chans=self.in_chans, trust_factory=self.trust_factory,
         )  # fmt: skip
 
 
@@ -72,11 +78,16 @@ def open_model(name: str, **options: object) -> nn.Module:
     # downloads show a bar of their own
     local = Path(name.removeprefix("local-dir:")).exists() or options.get("weights") == "random"
     with progress.working(f"opening {name}", spin=local):
+        from normswap import provenance
         from normswap.storage import checkpoint
         from normswap.training.run_folder import demand_no_run
 
         demand_no_run(Path(name))
-        return checkpoint.open_model(name, **options)  # type: ignore[arg-type]
+        model = checkpoint.open_model(name, **options)  # type: ignore[arg-type]
+    record = provenance.of(model)
+    for note in record.notes if record else ():
+        print(f"note: {note}", file=sys.stderr)
+    return model
 
 
 def _pair(text: str) -> tuple[str, Value | list[Value]]:

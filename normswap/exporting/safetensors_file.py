@@ -41,7 +41,7 @@ def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata:
 def open(file: Path) -> Runs:
     """See `formats.Format.open`."""
     try:
-        network = checkpoint.load(file)
+        network = checkpoint.load(file, trust_factory=True)  # we wrote it a moment ago
     except NormswapError as error:
         raise VerificationError("normswap.load does not take it", str(error)) from None
     dtype = next(network.parameters()).dtype

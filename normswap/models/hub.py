@@ -26,13 +26,14 @@ def endpoint() -> str:
     return str(constants.ENDPOINT)
 
 
-def fetch(repo: str, filenames: Sequence[str], arch: str | None = None) -> Path:
+def fetch(repo: str, filenames: Sequence[str], arch: str | None = None, remedy: str = "") -> Path:
     """The local path of the first of `filenames` that the repository has, downloaded unless the cache has it.
 
     Args:
         repo: `org/name` or `org/name@revision`.
         filenames: in order of preference.
-        arch: the architecture, when known, for the advice in the error.
+        arch: the architecture, when known, for the advice in the error; remedy: another advice, where there is no
+            connection.
 
     Raises:
         SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
@@ -41,13 +42,13 @@ def fetch(repo: str, filenames: Sequence[str], arch: str | None = None) -> Path:
     with quiet():
         for filename in filenames:
             try:
-                return _fetch_one(name, filename, revision or None, arch)
+                return _fetch_one(name, filename, revision or None, remedy or _ways(arch))
             except _Absent:
                 continue
     raise SourceError(f"hub repository {repo} has no {' or '.join(filenames)}", f"asked {endpoint()}")
 
 
-def _fetch_one(repo: str, filename: str, revision: str | None, arch: str | None) -> Path:
+def _fetch_one(repo: str, filename: str, revision: str | None, ways: str) -> Path:
     # The client retries an unreachable hub for minutes. A first HEAD of our own, without retries, settles it quickly.
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)
@@ -58,7 +59,7 @@ def _fetch_one(repo: str, filename: str, revision: str | None, arch: str | None)
             return cached
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise _Absent from None
-        raise _explained(error, repo, arch) from None
+        raise _explained(error, repo, ways) from None
     try:
         return Path(client.hf_hub_download(repo, filename, revision=revision, **_guard()))
     except Exception as error:
@@ -74,7 +75,16 @@ def _cached(repo: str, filename: str, revision: str | None) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def _explained(error: Exception, repo: str, arch: str | None) -> SourceError:
+def _ways(arch: str | None) -> str:
+    """How to go on without the hub."""
+    return (
+        "Three ways on: '--weights random' for the bare architecture; weights on this disk, as 'local-dir:DIR' or as "
+        f"a file with '--arch {arch or 'NAME'}'; or a hub that answers (set HF_ENDPOINT to a mirror, or fill the "
+        "cache in HF_HOME while online)."
+    )
+
+
+def _explained(error: Exception, repo: str, ways: str) -> SourceError:
     if isinstance(error, RevisionNotFoundError):
         return SourceError(f"hub repository {repo} has no such revision", f"asked {endpoint()}")
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -86,13 +96,8 @@ def _explained(error: Exception, repo: str, arch: str | None) -> SourceError:
         return SourceError(f"the hub cannot serve {repo}", f"{endpoint()} answers {status}", "Try again later.")
     if isinstance(error, client.errors.HFValidationError):
         return SourceError(f"'{repo}' is not a hub repository", first_line(error))
-    remedy = (
-        "Three ways on: '--weights random' for the bare architecture; weights on this disk, as 'local-dir:DIR' or as "
-        f"a file with '--arch {arch or 'NAME'}'; or a hub that answers (set HF_ENDPOINT to a mirror, or fill the "
-        "cache in HF_HOME while online)."
-    )
     why = f"{endpoint()} cannot be reached ({first_line(error)}) and the cache has no copy"
-    return SourceError(f"no weights for {repo}", why, remedy)
+    return SourceError(f"no weights for {repo}", why, ways)
 
 
 def _guard() -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ def read_config(file: Path, origin: str) -> Config:
         raise SourceError(f"{origin}: config.json cannot be read", first_line(error)) from None
     name = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(name, str):
-        raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy="Is it a timm model?")
+        foreign = isinstance(config, dict) and "model_type" in config
+        remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}" if foreign else (
+            "Is it a timm model?")  # fmt: skip
+        raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy=remedy)
     stated, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
     if not isinstance(stated, dict) or not isinstance(args, dict):
         raise SourceError(f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects")
@@ -61,6 +65,17 @@ def shape_of(size: Any, origin: str) -> tuple[int, int, int]:
     raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
 
 
+def per_channel(values: Sequence[float], channels: int) -> list[float]:
+    """A statistic for each channel; as timm has it, channels that it does not know get the mean of the others."""
+    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
+
+
+def crop_share(crop: int, resize: int) -> float:
+    """The crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
+    found = crop / resize
+    return found if math.floor(crop / found) == resize else math.nextafter(found, 0)
+
+
 def record(cfg: Mapping[str, Any], kwargs: Mapping[str, Any], classes: int) -> Cfg:
     """The JSON-able preprocessing of a network, which may have another head and other channels than its source.
 
@@ -76,9 +91,6 @@ def record(cfg: Mapping[str, Any], kwargs: Mapping[str, Any], classes: int) -> C
     chans = kwargs.get("in_chans", kept["input_size"][0])
     size = kwargs.get("img_size", kept["input_size"][1:])
     kept["input_size"] = [chans, *((size, size) if isinstance(size, int) else size)]
-    for key in ("mean", "std"):  # as timm: channels the statistics do not know get their mean
-        values = kept.get(key)
-        if values is not None and len(values) != chans:
-            kept[key] = [sum(values) / len(values)] * chans
+    kept |= {key: per_channel(kept[key], chans) for key in ("mean", "std") if kept.get(key) is not None}
     plain: Cfg = json.loads(json.dumps(kept))
     return plain

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,18 @@ _SHOWN = 5
 State = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a weights file holds: the tensors by name, and what was taken off to get at them."""
+
+    state: State
+    notes: tuple[str, ...]
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the warnings and log lines of timm and huggingface_hub off the terminal: errors say it in one line."""
-    loggers = [logging.getLogger(name) for name in ("timm", "huggingface_hub")]
+    """Keep the warnings and log lines of the libraries off the terminal: errors say it in one line."""
+    loggers = [logging.getLogger(name) for name in ("timm", "huggingface_hub", "transformers")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -68,6 +77,11 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
 
 
 def read(file: Path) -> State:
+    """The state dict in a weights file; see `read_wrapped`."""
+    return read_wrapped(file).state
+
+
+def read_wrapped(file: Path) -> Contents:
     """Read the state dict in a weights file, unwrapped and with clean keys. No code in the file is ever run.
 
     Raises:
@@ -76,9 +90,12 @@ def read(file: Path) -> State:
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
-    state = _clean(_unwrap(content, file), file)
+    inner, wrappers = _unwrap(content, file)
+    state, prefixes = _clean(inner, file)
     check_finite(state, str(file))
-    return state
+    found = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
+    found += [f"names without '{prefix}'" for prefix in prefixes]
+    return Contents(state, (f"{file}: taken are {', '.join(found)}",) if found else ())
 
 
 def _read_safetensors(file: Path) -> State:
@@ -127,32 +144,38 @@ def _foreign_names(file: Path) -> list[str]:
         return []
 
 
-def _unwrap(content: Any, file: Path) -> Mapping[str, Any]:
+def _unwrap(content: Any, file: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """The state dict, and the keys that led to it."""
+    wrappers: list[str] = []
     while isinstance(content, Mapping):
-        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
-        if inner is None:
+        key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if key is None:
             break
-        content = inner
+        content = content[key]
+        wrappers.append(key)
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
     if not any(isinstance(value, Tensor) for value in content.values()):
         raise SourceError(f"{file} holds no tensors", f"its keys are {some(map(str, content))}" if content else "")
-    return content
+    return content, wrappers
 
 
-def _clean(state: Mapping[str, Any], file: Path) -> State:
+def _clean(state: Mapping[str, Any], file: Path) -> tuple[State, list[str]]:
+    """The tensors by their bare names, and the prefixes that were taken off."""
     strangers = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]
     if strangers:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
     cleaned: State = {}
+    prefixes: list[str] = []
     for key, tensor in state.items():
         name = str(key)
         while name.startswith(_PREFIXES):
-            name = name.split(".", 1)[1]
+            prefix, name = name.split(".", 1)
+            prefixes += [] if f"{prefix}." in prefixes else [f"{prefix}."]
         cleaned[name] = tensor
-    if any(str(key).startswith(_PREFIXES) for key in state):
+    if prefixes:
         cleaned.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
-    return cleaned
+    return cleaned, prefixes
 
 
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:

@@ -1,91 +1,54 @@
-"""Model sources: from what the user names to a network with weights. Only this room knows timm's registry."""
+"""Model sources: from what the user names to a network with weights, whatever kind of source it is (`kinds`)."""
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import timm
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
-from timm.models import get_pretrained_cfg, is_model
 from torch import nn
-from torch.nn.utils import parametrize
 
 from normswap import provenance
-from normswap.errors import OptionError, PlanError, SourceError, first_line
-from normswap.models import (
-    hub,
-    wide_resnet,  # noqa: F401 (adds its network to timm's registry)
-)
-from normswap.models.hub_config import Cfg, read_config, record, shape_of
-from normswap.models.weight_files import SUFFIXES, check_finite, hash_tensors, load_into, quiet, read
+from normswap.errors import OptionError, SourceError
+from normswap.models import kinds, network_input
+from normswap.models.building import Built, Wanted
+from normswap.models.hub_config import per_channel
+from normswap.models.weight_files import SUFFIXES, hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = ["create", "data_config", "hash_tensors", "identify", "open_source"]
-
-# Arguments of timm.create_model that would load weights or return something else than the named network.
-_FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
-_FILES = ("model.safetensors", "pytorch_model.bin")
-# timm's preprocessing where a config.json says nothing
-_GENERAL = {"input_size": (3, 224, 224), "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
-_GENERAL |= {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "num_classes": 1000}
+__all__ = ["create", "data_config", "demand_trust", "hash_tensors", "identify", "open_source"]
 
 
 def create(arch: Arch) -> nn.Module:
-    """The bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file.
+    """The bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file of weights.
 
     Raises:
-        SourceError: timm does not know the name (near ones are suggested), or rejects the arguments.
+        SourceError: the builder does not know the name (near ones are suggested), or rejects the arguments.
     """
-    _demand_known(arch.name)
-    forbidden = sorted(set(arch.kwargs) & set(_FORBIDDEN))
-    if forbidden:
-        raise SourceError(f"{arch.name} cannot be built with {', '.join(forbidden)}", "not part of an architecture")
-    try:
-        with quiet(), torch.device("cpu"):
-            model = timm.create_model(arch.name, pretrained=False, **arch.kwargs)
-    except Exception as error:  # timm raises TypeError, AssertionError, KeyError, ... for arguments it cannot use
-        given = ", ".join(f"{key}={value!r}" for key, value in arch.kwargs.items()) or "its defaults"
-        raise SourceError(f"{arch.name} cannot be built with {given}", first_line(error)) from None
-    return model.eval()
+    return kinds.by_builder(arch.builder).load().create(arch)
 
 
-def _demand_known(name: str) -> None:
-    base, _, tag = name.partition(".")
-    if not _looks_like_path(name) and is_model(base):
-        try:
-            get_pretrained_cfg(name)
-        except RuntimeError:  # the tag is unknown
-            tags = [known.partition(".")[2] for known in timm.list_models(f"{base}.*", include_tags=True)]
-            near = difflib.get_close_matches(tag, tags, n=3, cutoff=0.4) or tags[:3]
-            remedy = f"Try {' or '.join(f'{base}.{one}' for one in near)}." if near else ""
-            raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
-        return
-    names = timm.list_models() + timm.list_models(pretrained=True)
-    near = difflib.get_close_matches(name, names, n=3)
-    raise SourceError(
-        f"unknown model '{name}'", remedy=f"Did you mean {' or '.join(near)}?" if near else "See timm.list_models()."
-    )
+def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
+    """How to rebuild a network that the user made, or None when no candidate gives the same modules.
+
+    `rebuild` does to a skeleton what has been done to the network since (replays a plan).
+    """
+    found = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
+    return next((arch for arch in found if arch is not None), None)
 
 
-def _registered(name: str) -> Cfg:
-    """timm's record of the weights that a name without a tag stands for."""
-    cfg = get_pretrained_cfg(name, allow_unregistered=False)
-    return dict(cfg.to_dict()) if cfg else {}
-
-
-def _own_cfg(model: nn.Module) -> Cfg:
-    cfg: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    return dict(cfg) if isinstance(cfg, Mapping) else {}
-
-
-def _looks_like_path(name: str) -> bool:
-    return any(mark in name for mark in "/\\:")
+def demand_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
+    """Raises:
+    SourceError: such networks are built by code of this machine, and nobody has said that it may be imported.
+    """
+    if kind.foreign and not trusted:
+        raise SourceError(
+            f"{what} is code of this machine, which a file asks for",
+            "it is imported only if you say so",
+            "Add --trust-factory (in Python: trust_factory=True), or name it as MODEL yourself",
+        )
 
 
 def open_source(
@@ -96,198 +59,97 @@ def open_source(
     arch_args: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
     in_chans: int | None = None,
+    trust_factory: bool = True,
 ) -> nn.Module:
     """The network that `source` names, in eval mode on the CPU, carrying its Provenance.
 
     Args:
         source: a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, a directory with config.json and weights,
-            or a weights file (then with `arch`). A timm name wins over a directory of that name.
-        weights: "pretrained", or "random" for the bare architecture.
-        arch: the timm architecture of a weights file.
+            a name of another kind (`kinds`), or a weights file (then with `arch`). A timm name wins over a directory
+            of that name.
+        weights: "pretrained"; "random" for the bare architecture; or a weights file.
+        arch: the architecture of a weights file, named as a source is.
         arch_args: further arguments of the architecture.
         num_classes: another head than the source's; for a weights file, the head it has.
         in_chans: another number of input channels; for a weights file, the number it has.
+        trust_factory: a factory may be imported; false where the name was read from a file.
 
     Raises:
         SourceError: the source cannot be found, read, understood or built.
         OptionError: options that do not go together.
     """
-    if weights not in ("pretrained", "random"):
-        raise OptionError(f"weights '{weights}'", "must be 'pretrained' or 'random'")
-    wanted = {"num_classes": num_classes, "in_chans": in_chans}
-    given = {**(arch_args or {}), **{key: value for key, value in wanted.items() if value is not None}}
-    trained = weights == "pretrained"
-    prefix, _, rest = source.partition(":")
-    if arch is None and prefix in ("hf-hub", "hf_hub"):
-        return _from_hub(rest, given, trained)
-    if arch is None and prefix == "local-dir":
-        return _from_directory(Path(rest), given, trained)
-    if arch is None and not is_model(source) and Path(source).is_dir():
-        return _from_directory(Path(source), given, trained)
-    if Path(source).is_file() or source.endswith(SUFFIXES):
-        return _from_file(Path(source), arch, given, trained)
+    name, file = _parts(source, weights, arch)
+    kind = kinds.of(name)
+    demand_trust(name, kind, trusted=trust_factory)
+    trained = file is None and weights == "pretrained"
+    built = kind.load().build(name, Wanted(dict(arch_args or {}), num_classes, in_chans, trained))
+    if file is not None:
+        return _filled(built, file)
+    model = built.pretrained() if trained else built.model
+    return _carry(built, model, built.source, built.notes if trained else (), trained=trained)
+
+
+def _parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
+    """The name of the architecture, and the weights file, if it is to be filled from one."""
+    if _is_file(source):
+        return _demand_name(Path(source), weights, arch), Path(source)
     if arch is not None:
         raise OptionError(f"an architecture ({arch}) goes with a weights file, and {source} is none")
-    if _looks_like_path(source):
-        remedy = f"A hub repository is written hf-hub:{source}." if source.count("/") == 1 else ""
-        raise SourceError(f"{source} is neither a file nor a directory", remedy=remedy)
-    return _from_name(source, given, trained)
+    if weights in ("pretrained", "random"):
+        return source, None
+    if not (weights.endswith(SUFFIXES) or Path(weights).is_file()):
+        raise OptionError(f"weights '{weights}'", "must be 'pretrained' or 'random', or a weights file")
+    return source, Path(weights)
 
 
-def _from_name(name: str, given: Cfg, trained: bool) -> nn.Module:
-    model = create(Arch(name, given))
-    cfg = _own_cfg(model)
-    arch = _untagged(cfg, given)  # a deprecated name has become its current one here
-    source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
-    if trained:
-        model = _load_named(model, source, given, cfg)
-    return _carry(model, arch, source, cfg, trained)
+def _is_file(source: str) -> bool:
+    """Whether that is meant to be a weights file, there or not."""
+    prefix, colon, _ = source.partition(":")
+    if (colon and prefix in kinds.prefixes()) or Path(source).is_dir():
+        return False
+    return Path(source).is_file() or source.endswith(SUFFIXES)
 
 
-def _untagged(cfg: Cfg, given: Cfg) -> Arch:
-    """The architecture without a tag, with what the tag implied (classes, channels, a fixed size) as arguments."""
-    name = cfg["architecture"]
-    usual = _registered(name)
-    implied: Cfg = {}
-    if cfg["num_classes"] != usual["num_classes"]:
-        implied["num_classes"] = cfg["num_classes"]
-    if cfg["input_size"][0] != usual["input_size"][0]:
-        implied["in_chans"] = cfg["input_size"][0]
-    if cfg.get("fixed_input_size") and tuple(cfg["input_size"][1:]) != tuple(usual["input_size"][1:]):
-        implied["img_size"] = list(cfg["input_size"][1:])
-    return Arch(name, {**implied, **given})
-
-
-def _load_named(model: nn.Module, source: str, given: Cfg, cfg: Cfg) -> nn.Module:
-    name = cfg["architecture"]
-    if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
-        repo, file = cfg["hf_hub_id"], cfg.get("hf_hub_filename")
-        named = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
-        load_into(model, read(hub.fetch(repo, tuple(dict.fromkeys(named)), name)), repo, cfg)
-        return model
-    if not cfg.get("url") and not cfg.get("hf_hub_id"):
-        others = timm.list_models(f"{name}.*", pretrained=True)
-        remedy = (
-            f"Try {' or '.join(others[:3])}." if others else "Use '--weights random' or a weights file of your own."
-        )
-        raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
-    try:  # weights outside the hub, or in their authors' own format
-        with quiet(), torch.device("cpu"):
-            model = timm.create_model(source, pretrained=True, **given).eval()
-    except Exception as error:
-        remedy = f"Use '--weights random', or a weights file on this disk with '--arch {name}'."
-        raise SourceError(f"cannot get the weights of {source}", first_line(error), remedy) from None
-    check_finite(model.state_dict(), source)
-    return model
-
-
-def _from_hub(repo: str, given: Cfg, trained: bool) -> nn.Module:
-    origin = f"hf-hub:{repo}"
-    arch, cfg = _configured(hub.fetch(repo, ("config.json",)), origin, given)
-    model = create(arch)
-    if trained:
-        load_into(model, read(hub.fetch(repo, _FILES, arch.name)), origin, cfg)
-    return _carry(model, arch, origin, cfg, trained)
-
-
-def _from_directory(folder: Path, given: Cfg, trained: bool) -> nn.Module:
-    if not folder.is_dir():
-        raise SourceError(f"{folder} is not a directory" if folder.exists() else f"{folder} does not exist")
-    arch, cfg = _configured(folder / "config.json", str(folder), given)
-    model = create(arch)
-    if trained:
-        file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
-        if file is None:
-            raise SourceError(f"{folder} has no weights", f"neither {' nor '.join(_FILES)}")
-        load_into(model, read(file), str(file), cfg)
-    return _carry(model, arch, f"local-dir:{folder.resolve()}", cfg, trained)
-
-
-def _from_file(file: Path, name: str | None, given: Cfg, trained: bool) -> nn.Module:
+def _demand_name(file: Path, weights: str, arch: str | None) -> str:
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
-    if not trained:
+    if weights == "random":
         raise OptionError(f"random weights and the weights of {file} exclude each other")
-    if name is None:
-        raise OptionError(f"{file} holds weights only", remedy="Say what it is: '--arch NAME' (a timm name).")
-    model = create(Arch(name, given))
-    cfg = _own_cfg(model)
-    load_into(model, read(file), str(file), {})
-    return _carry(model, _untagged(cfg, given), str(file.resolve()), cfg, trained)
+    if weights != "pretrained":
+        raise OptionError(f"{file} and {weights} are both weights", remedy="Name an architecture, and one of them")
+    if arch is None:
+        raise OptionError(f"{file} holds weights only", remedy="Say what it is: '--arch NAME' (named as a MODEL is).")
+    return arch
 
 
-def _configured(file: Path, origin: str, given: Cfg) -> tuple[Arch, Cfg]:
-    """The architecture and timm's record of the weights that a config.json describes."""
-    config = read_config(file, origin)
-    _demand_known(config.architecture)
-    name = config.architecture.partition(".")[0]
-    kept = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
-    cfg = {**_GENERAL, **kept, **config.stated, "architecture": name}  # no preprocessing of the name's default weights
-    chans, *size = shape_of(cfg["input_size"], origin)
-    cfg["input_size"] = [config.model_args.get("in_chans", chans), *size]
-    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **config.model_args, **given}
-    return Arch(name, kwargs), cfg
+def _filled(built: Built, file: Path) -> nn.Module:
+    """The network with the tensors of a file, strictly."""
+    found = read_wrapped(file)
+    load_into(built.model, found.state, str(file), {})
+    return _carry(built, built.model, str(file.resolve()), found.notes, trained=True)
 
 
-def _carry(model: nn.Module, arch: Arch, source: str, cfg: Cfg, trained: bool) -> nn.Module:
+def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], *, trained: bool) -> nn.Module:
     """Let the model carry its origin, and let timm see the same preprocessing."""
-    classes: Any = getattr(model, "num_classes", cfg["num_classes"])
-    seen = record(cfg, arch.kwargs, classes)
-    known = {**_own_cfg(model), **seen}
+    known = {**(getattr(model, "pretrained_cfg", None) or {}), **built.seen}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)  # plain attributes, as timm sets them
     sha256 = hash_tensors(model.state_dict()) if trained else None
-    return provenance.attach(model, Provenance(arch, source, sha256, seen))
+    record = Provenance(built.arch, source, sha256, built.seen, notes=notes)
+    return provenance.attach(model, record)
 
 
-def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """How to rebuild a timm network that the user made, or None when no candidate gives the same modules.
-
-    `rebuild` does to a skeleton what has been done to the network since (replays a plan).
-
-    Tried: the arguments timm remembers, then the number of classes and of input channels. Tensor names and shapes
-    must agree, and so must each module's class and settings (a stride leaves no trace in the shapes).
-    """
-    name = _own_cfg(model).get("architecture")
-    if not isinstance(name, str) or not is_model(name):
-        return None
-    name = name.partition(".")[0]
-    blueprint = _blueprint(model)
-    for kwargs in _candidates(model, name):
-        arch = Arch(name, kwargs)
-        try:
-            with torch.random.fork_rng(devices=[]):  # trying must not shift the user's random numbers
-                if _blueprint(rebuild(create(arch))) == blueprint:
-                    return arch
-        except (SourceError, PlanError):
-            continue
-    return None
-
-
-def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
-    remembered = getattr(model, "_model_args", {})  # only newer timm does
-    current: Cfg = {}
-    classes = getattr(model, "num_classes", None)
-    if classes is not None and (classes != _registered(name)["num_classes"] or "num_classes" in remembered):
-        current["num_classes"] = classes
-    stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
-    if stem is not None and stem.in_channels != 3:
-        current["in_chans"] = stem.in_channels
-    for kwargs in ({**remembered, **current}, current):
-        try:
-            plain = json.loads(json.dumps(kwargs))
-        except (TypeError, ValueError):  # a layer class among the arguments cannot be written down
-            continue
-        yield plain
-
-
-def _blueprint(model: nn.Module) -> tuple[object, ...]:
-    kind = parametrize.type_before_parametrizations  # torch makes a class of its own for each parametrized layer
-    layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
-    return layers, tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
+# timm's preprocessing where nothing says more
+_GENERAL = {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
+_GENERAL |= {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 
 
 def data_config(model: nn.Module) -> dict[str, Any]:
     """The evaluation preprocessing: input_size, mean, std, interpolation, crop_pct, crop_mode."""
     origin = provenance.of(model)
-    cfg = (origin.pretrained_cfg if origin else None) or _own_cfg(model) or _GENERAL
+    own: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    cfg = (origin.pretrained_cfg if origin else None) or (dict(own) if isinstance(own, Mapping) else {})
+    if not cfg.get("input_size"):
+        size = network_input.size(model)
+        cfg = {**_GENERAL, **cfg, "input_size": size if len(size) == 3 else (size[0], 224, 224)}
+        cfg |= {key: per_channel(cfg[key], size[0]) for key in ("mean", "std")}
     return dict(resolve_data_config(pretrained_cfg=cfg))

@@ -73,9 +73,8 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
 
 
 def _provenance(facts: Facts) -> list[tuple[str, str]]:
-    args = ", ".join(f"{key} = {value}" for key, value in facts.arch.kwargs.items())
     return [
-        ("architecture", f"{facts.arch.name}({args})"),
+        ("architecture", str(facts.arch)),
         ("source's tensors", f"SHA-256 {facts.sha256}" if facts.sha256 else ""),
         ("plan", f"SHA-256 {facts.digest}"),
         ("converted with", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),

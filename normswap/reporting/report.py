@@ -54,12 +54,15 @@ def collect(
     directory: Path,
     images: Callable[[nn.Module], Loader] | None = None,
     say: Callable[[str], None] = lambda what: None,
+    *,
+    trust_factory: bool = False,
 ) -> Facts:
     """Load, open the source, measure.
 
     Args:
         images: makes the loader of labelled images that both networks are evaluated on.
         say: called with what is going on.
+        trust_factory: as in `checkpoint.load`.
 
     Raises:
         SourceError: `directory` is not there, was not written by normswap, or is damaged.
@@ -67,7 +70,7 @@ def collect(
     if not directory.is_dir():
         raise SourceError(f"{directory} is no directory", remedy="Name one that `normswap convert` wrote")
     say(f"loading {directory}")
-    result = checkpoint.load(directory)
+    result = checkpoint.load(directory, trust_factory=trust_factory)
     record = provenance.of(result)
     assert record is not None
     assert record.arch is not None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from normswap import __version__, provenance
 from normswap.errors import OutputError, PlanError, SourceError, first_line
-from normswap.models import weight_files, zoo
+from normswap.models import kinds, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import model_card
@@ -47,25 +47,31 @@ def open_model(
     arch_args: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
     in_chans: int | None = None,
+    trust_factory: bool = False,
+    named: bool = True,
 ) -> nn.Module:
     """Any MODEL: what `zoo.open_source` opens, a directory that `save` wrote, or a file that `write_file` wrote.
+
+    Args:
+        trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
 
     Raises:
         SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
     if folder.exists() and is_checkpoint(folder):
-        given = {"--weights random": weights != "pretrained", "--arch": arch, "--arch-arg": arch_args,
+        given = {"--weights": weights != "pretrained", "--arch": arch, "--arch-arg": arch_args,
                  "--num-classes": num_classes, "--in-chans": in_chans}  # fmt: skip
         useless = [name for name, value in given.items() if value]
         if useless:
             raise SourceError(
                 f"{folder} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}"
             )
-        return load(folder)
+        return load(folder, trust_factory=trust_factory)
     return zoo.open_source(
-        source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans
-    )
+        source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans,
+        trust_factory=named or trust_factory,
+    )  # fmt: skip
 
 
 def save(
@@ -73,10 +79,11 @@ def save(
 ) -> Path:
     """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`.
 
-    A network that timm cannot build is saved too; `load` then needs its skeleton.
+    A network that nobody knows how to build is saved too; `load` then needs its skeleton.
 
     Args:
-        arch: how to build the bare architecture, where a timm network does not know it itself.
+        arch: how to build the bare architecture, where the network does not know it itself; of a factory of your own:
+            `Arch("package.module:factory", kwargs, "factory")`.
         force: replace a directory that normswap, or timm, wrote before.
 
     Raises:
@@ -103,27 +110,30 @@ def save(
     return place
 
 
-def load(directory: str | Path, skeleton: nn.Module | None = None) -> nn.Module:
+def load(directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False) -> nn.Module:
     """The network that `save` or `write_file` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
     Args:
-        skeleton: the source architecture with any weights, for a network that timm cannot build; it is not changed.
+        skeleton: the source architecture with any weights, for a network that nobody knows how to build; it is not
+            changed.
+        trust_factory: if a factory of this machine's user builds the network, import it. That runs its code.
 
     Raises:
-        SourceError: it is no such directory, or is damaged, or needs a skeleton.
+        SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory.
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     folder = Path(directory)
     header, file = read_header(folder), _weights_of(folder)
-    arch = Arch(**header["arch"]) if header["arch"] else None
+    arch = _arch(header["arch"], file)
     plan = Plan.from_json(json.dumps(header["plan"]), f"{file}: plan")
     if header["plan"].get("digest") != digest_of(header["plan"]):
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
     weight_files.check_finite(state, str(file))
-    model = applying.apply(_bare(folder, arch, skeleton), plan).to(_dtype(state))
+    bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, arch, trust_factory)
+    model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
     model.eval()
     norms = weight_files.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
@@ -233,7 +243,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
         _save(norms, folder / _NORMS, {"format": "pt"})
     config = {
-        "architecture": record.arch.name if record.arch else type(model).__name__,
+        "architecture": kinds.spelled(record.arch) if record.arch else type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "model_args": record.arch.kwargs if record.arch else {},
         "pretrained_cfg": record.pretrained_cfg,
@@ -269,12 +279,20 @@ def _swap(aside: Path, place: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _bare(folder: Path, arch: Arch | None, skeleton: nn.Module | None) -> nn.Module:
-    if skeleton is not None:
-        return copy.deepcopy(skeleton)
+def _arch(body: Any, file: Path) -> Arch | None:
+    """Of a header; one of before there were other builders than timm says nothing about that."""
+    try:
+        return Arch(**body) if body else None
+    except TypeError as error:
+        raise SourceError(f"{file}: the header cannot be read", first_line(error)) from None
+
+
+def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
     if arch is None:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
-        raise SourceError(f"{folder} holds a network that timm cannot build", remedy=remedy)
+        raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
+    kind = kinds.by_builder(arch.builder)
+    zoo.demand_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
     return zoo.create(arch)
 
 

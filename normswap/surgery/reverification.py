@@ -13,7 +13,7 @@ from normswap.graph import inspection
 from normswap.images.accuracy import Progress
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import network_input
+from normswap.models import kinds, network_input
 from normswap.models.weight_files import SUFFIXES
 from normswap.surgery import comparison
 from normswap.surgery.comparison import Report
@@ -40,8 +40,9 @@ def how(result: nn.Module) -> dict[str, Any]:
     record = provenance.of(result)
     if record is None or record.arch is None:
         return {}
-    name = record.arch.name if record.source.endswith(SUFFIXES) else None
-    return {"arch": name, "arch_args": record.arch.kwargs}
+    name = kinds.spelled(record.arch) if record.source.endswith(SUFFIXES) else None
+    trusted = kinds.by_builder(record.arch.builder).foreign  # or it would not have been loaded
+    return {"arch": name, "arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:

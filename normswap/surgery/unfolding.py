@@ -41,7 +41,7 @@ def unfold(model: nn.Module) -> nn.Module:
         raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
     arch = architecture(model)
     if arch is None:
-        raise RefusedError("cannot unfold", "timm cannot build the source architecture", "Keep the source network")
+        raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
     canonical = _canonical(model)
     like = next(model.parameters())
     source = zoo.create(arch).to(like)
@@ -65,7 +65,7 @@ def unfold(model: nn.Module) -> nn.Module:
 
 
 def architecture(model: nn.Module) -> Arch | None:
-    """How timm builds the network that `model` was converted from, if it can."""
+    """How to build the network that `model` was converted from, if that is known."""
     record = provenance.of(model) or Provenance()
     return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
 

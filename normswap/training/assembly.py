@@ -56,7 +56,7 @@ def start(model: nn.Module | None, recipe: Recipe, say: Say) -> Start:
             raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
         part = recipe.model
         with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
-            model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args)
+            model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args, named=False)
     if recipe.convert is None:
         return Start(model, None, model)
     say(f"converting to {recipe.convert.to}")

@@ -28,7 +28,7 @@ def find(part: Distill, model: nn.Module, before: nn.Module | None) -> nn.Module
         SourceError: it cannot be had, or is no longer what the network was made from.
     """
     if part.teacher != "source":
-        return checkpoint.open_model(part.teacher)
+        return checkpoint.open_model(part.teacher, named=False)
     record = provenance.of(model)
     if before is not None or record is None or not record.plan.steps:
         return copy.deepcopy(before or model)

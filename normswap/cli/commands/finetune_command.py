@@ -97,6 +97,7 @@ def _arguments(training: Training, opening: Opening) -> list[str]:
                "weights": opening.weights, "arch": opening.arch, "num-classes": opening.num_classes,
                "in-chans": opening.in_chans}  # fmt: skip
     told = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    told += ["--trust-factory"] * opening.trust_factory
     return told + [f"--arch-arg={pair}" for pair in opening.arch_arg or []]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json
+from normswap.cli.options import Images, Json, Trust
 from normswap.cli.printing import show
 
 ORDER = 140
@@ -28,6 +28,7 @@ def run(
     ] = None,
     images: Images,
     force: Annotated[bool, typer.Option("--force", help="Replace a page that exists.")] = False,
+    trust_factory: Trust = False,
     json: Json = False,
 ) -> int:
     """Write what was done and measured as one HTML page.
@@ -46,7 +47,8 @@ def run(
         demand_no_run(directory)
         file = output or Path(f"{directory.resolve().name}.html")
         report.claim(file, force=force)
-        facts = report.collect(directory, None if images.data is None else images.loader, say)
+        loader = None if images.data is None else images.loader
+        facts = report.collect(directory, loader, say, trust_factory=trust_factory)
         report.write(facts, file)
     show({"output": file, **asdict(facts)}, json, lambda body: print(f"written to {body['output']}"))
     return 0

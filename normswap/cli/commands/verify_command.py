@@ -9,7 +9,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json, open_model
+from normswap.cli.options import Images, Json, Trust, open_model
 from normswap.cli.printing import Body, show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line
@@ -28,6 +28,7 @@ def run(
         str | None, typer.Option(metavar="MODEL", help="Compare with this network [default: the recorded source].")
     ] = None,
     images: Images,
+    trust_factory: Trust = False,
     json: Json = False,
 ) -> int:
     """Compare a converted network with its source.
@@ -44,7 +45,7 @@ def run(
         from normswap.training.run_folder import demand_no_run
 
         demand_no_run(directory)
-        result = checkpoint.load(directory)
+        result = checkpoint.load(directory, trust_factory=trust_factory)
     name = against or reverification.recorded(result, directory)
     source = open_model(name, **({} if against else reverification.how(result)))
     with progress.working("comparing"):

@@ -1,0 +1,114 @@
+"""What every kind of source gives: a bare network, how to build it again, and how to get its weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from normswap.errors import PlanError, SourceError, first_line
+from normswap.models.weight_files import quiet
+from normswap.plan import Arch
+
+Cfg = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user says about a network beside its name.
+
+    Args:
+        args: further arguments of the architecture.
+        num_classes, in_chans: another head, another number of input channels; None: those of the source.
+        trained: whether the weights that the name stands for are wanted.
+    """
+
+    args: Cfg = field(default_factory=dict)
+    num_classes: int | None = None
+    in_chans: int | None = None
+    trained: bool = False
+
+    def named(self, num_classes: str, in_chans: str) -> Cfg:
+        """All of it as keyword arguments, the two by the words that the builder has for them."""
+        own = {num_classes: self.num_classes, in_chans: self.in_chans}
+        return {**self.args, **{word: value for word, value in own.items() if value is not None}}
+
+    @property
+    def given(self) -> Cfg:
+        """All of it as keyword arguments, in timm's words."""
+        return self.named("num_classes", "in_chans")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A bare network.
+
+    Args:
+        model: random values, on the CPU, in eval mode.
+        arch: how to build it again.
+        source: what to name to open it again.
+        seen: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
+        pretrained: gives the network with the weights that the source stands for.
+        notes: what the user should know about those.
+    """
+
+    model: nn.Module
+    arch: Arch
+    source: str
+    seen: Cfg
+    pretrained: Callable[[], nn.Module]
+    notes: tuple[str, ...] = ()
+
+
+def make(arch: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `factory` gives, on the CPU.
+
+    Raises:
+        SourceError: it does not take the arguments, or fails; in one line.
+    """
+    try:
+        with quiet(), torch.device("cpu"):
+            return factory(**kwargs)
+    except Exception as error:  # builders raise TypeError, AssertionError, KeyError, ... for what they cannot use
+        given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+        given = (given if len(given) < 200 else f"{given[:200]} ...") or "its defaults"
+        raise SourceError(f"{arch} cannot be built with {given}", first_line(error)) from None
+
+
+def near(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """Names like the one that is not there, as a remedy."""
+    found = difflib.get_close_matches(name, list(names), n=3)
+    return f"Did you mean {' or '.join(found)}?" if found else otherwise
+
+
+def demand_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
+    """Raises:
+    SourceError: there are arguments that would load weights, or give something else than the network.
+    """
+    wrong = sorted(set(kwargs) & set(forbidden))
+    if wrong:
+        raise SourceError(f"{arch} cannot be built with {', '.join(wrong)}", "not part of an architecture")
+
+
+def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
+    """Whether `build` gives a network like `model`.
+
+    Tensor names and shapes must agree, and so must each module's class and settings (a stride leaves no trace in the
+    shapes).
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):  # trying must not shift the user's random numbers
+            return _blueprint(build()) == _blueprint(model)
+    except (SourceError, PlanError):
+        return False
+
+
+def _blueprint(model: nn.Module) -> tuple[object, ...]:
+    kind = parametrize.type_before_parametrizations  # torch makes a class of its own for each parametrized layer
+    layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
+    return layers, tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())

@@ -1,0 +1,99 @@
+"""Networks of the user's own code: `package.module:factory`, called with the arguments of `--arch-arg`.
+
+The module is looked for where Python looks, and in the working directory. The factory's random numbers come from a
+fixed seed, so that a network it draws can be had again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from normswap.errors import SourceError, first_line
+from normswap.models import kinds
+from normswap.models.building import Built, Wanted, make, near
+from normswap.models.weight_files import check_finite, some
+from normswap.plan import Arch
+
+
+def build(name: str, wanted: Wanted) -> Built:
+    """What the factory gives, with the weights that it gives it.
+
+    Raises:
+        SourceError: it cannot be imported, does not take the arguments, or gives something else than a network.
+    """
+    arch = Arch(name, wanted.given, "factory")
+    model = create(arch)
+    own: Any = getattr(model, "pretrained_cfg", None)
+    seen = {key: value for key, value in own.items() if _plain(value)} if isinstance(own, Mapping) else {}
+    if wanted.num_classes is not None:
+        seen["num_classes"] = wanted.num_classes
+
+    def pretrained() -> nn.Module:
+        check_finite(model.state_dict(), f"what {name} gives")
+        return model
+
+    return Built(model, arch, name, seen, pretrained)
+
+
+def create(arch: Arch) -> nn.Module:
+    """See `kinds`."""
+    with _working_directory():
+        factory = _found(arch.name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = make(arch.name, factory, arch.kwargs)
+    if not isinstance(model, nn.Module):
+        given = "a class" if isinstance(model, type) else f"something of type {type(model).__name__}"
+        raise SourceError(f"{arch.name} gives {given}", "it must give a torch.nn.Module")
+    return model.cpu().eval()
+
+
+@contextmanager
+def _working_directory() -> Iterator[None]:
+    """Python looks there too, as it does for `python -m`."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _found(name: str) -> Callable[..., Any]:
+    module_name, _, path = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # whatever the module does when it is run
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        why = f"{type(error).__name__}: {first_line(error)}"
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        remedy = near(module_name, kinds.prefixes()) if absent else ""
+        remedy = remedy or ("It is looked for in the working directory and on PYTHONPATH" if absent else "")
+        raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None
+    try:
+        factory: Any = functools.reduce(getattr, path.split("."), module)
+    except AttributeError:
+        public = [one for one in vars(module) if not one.startswith("_")]
+        raise SourceError(f"{module_name} has no {path}", remedy=near(path, public, f"It has {some(public)}")) from None
+    if not callable(factory):
+        what = f"{name} is of type {type(factory).__name__}"
+        raise SourceError(what, "it must be a function or class that gives a network")
+    return factory  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON has it."""
+    if isinstance(value, list | tuple):
+        return all(_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)

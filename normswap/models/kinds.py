@@ -1,0 +1,118 @@
+"""The kinds of sources there are: a row each, and a file each that builds them, imported when first needed.
+
+A file has `build(name, wanted)`, from a name to a `Built`, and `create(arch)`, from a recorded `Arch` to the bare
+network; it may have `identify(model, rebuild)`, from a network that somebody else built to its `Arch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from normswap.errors import SourceError
+from normswap.plan import Arch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from normswap.models.building import Built, Wanted
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+class Builder(Protocol):
+    """A file that builds one kind of networks."""
+
+    def build(self, name: str, wanted: Wanted) -> Built: ...
+
+    def create(self, arch: Arch) -> nn.Module: ...
+
+
+Identify = Callable[["nn.Module", Callable[["nn.Module"], "nn.Module"]], "Arch | None"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of sources.
+
+    Args:
+        builder: what `Arch.builder` says.
+        file: of this folder.
+        prefix: what stands before the colon in MODEL, and before the architecture's name when it is spelled; also:
+            further prefixes, which are a part of the name.
+        package: what must be installed; install: what pip is to be told.
+        foreign: its networks are built by code that this machine's user brings.
+    """
+
+    builder: str
+    file: str
+    prefix: str = ""
+    also: tuple[str, ...] = ()
+    package: str = ""
+    install: str = ""
+    foreign: bool = False
+
+    def load(self) -> Builder:
+        """The file that builds such networks.
+
+        Raises:
+            SourceError: a package that it needs is not installed.
+        """
+        if self.package and importlib.util.find_spec(self.package) is None:
+            what = f"a network written {self.prefix}:... needs {self.package}"
+            raise SourceError(what, "it is not installed", f"pip install {self.install or self.package}")
+        return cast("Builder", importlib.import_module(f"normswap.models.{self.file}"))
+
+    @property
+    def identify(self) -> Identify | None:
+        """From a network that somebody built to its `Arch`, where the package is in use and its file can do that."""
+        there = not self.package or self.package in sys.modules
+        return getattr(self.load(), "identify", None) if there else None
+
+
+TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
+_SMP = "segmentation-models-pytorch"
+FACTORY = Kind("factory", "factories", foreign=True)
+KINDS = (
+    TIMM,
+    Kind("torchvision", "torchvision_models", prefix="torchvision"),
+    Kind("transformers", "transformers_models", prefix="hf", package="transformers"),
+    Kind("smp", "smp_models", prefix="smp", package="segmentation_models_pytorch", install=_SMP),
+    FACTORY,
+)
+
+
+def of(name: str) -> Kind:
+    """The kind of source that a MODEL names: by its prefix; without one a factory, if it is written so, else timm's."""
+    prefix = name.partition(":")[0]
+    known = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
+    return next(known, FACTORY if _FACTORY.fullmatch(name) else TIMM)
+
+
+def prefixes() -> tuple[str, ...]:
+    """Every prefix that a MODEL may have."""
+    return tuple(prefix for kind in KINDS for prefix in (kind.prefix, *kind.also) if prefix)
+
+
+def by_builder(builder: str) -> Kind:
+    """The kind whose networks the builder makes.
+
+    Raises:
+        SourceError: there is none.
+    """
+    found = next((kind for kind in KINDS if kind.builder == builder), None)
+    if found is None:
+        known = ", ".join(kind.builder for kind in KINDS)
+        raise SourceError(f"this normswap does not know the builder {builder!r}", f"it knows {known}", "Upgrade it")
+    return found
+
+
+def spelled(arch: Arch) -> str:
+    """The architecture as MODEL and `--arch` name it."""
+    kind = by_builder(arch.builder)
+    return f"{kind.prefix}:{arch.name}" if kind.prefix else arch.name
