@@ -268,3 +268,35 @@ def test_an_old_plan_that_was_changed_is_noticed(tmp_path: Path) -> None:
     save_file(load_file(file), file, {"format": "pt", "normswap": json.dumps(header)})
     with pytest.raises(PlanError, match="digest"):
         normswap.load(tmp_path / "old")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = lived_in(
+        timm.create_model("resnet18", num_classes=3, channels=(4, 4, 8, 8)), torch.randn(4, 3, 64, 64).double()
+    )
+    return normswap.save(convert(model.float(), "skipinit"), tmp_path_factory.mktemp("flips") / "net")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "norms.safetensors"])
+def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) -> None:
+    whole = (written / name).read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    for place in torch.randint(begin, len(whole), (30,), generator=torch.Generator().manual_seed(0)).tolist():
+        shutil.copytree(written, tmp_path / f"{place}")
+        harmed = bytearray(whole)
+        harmed[place] ^= 1 << place % 8
+        (tmp_path / f"{place}" / name).write_bytes(harmed)
+        with pytest.raises(SourceError, match=rf"{name}.* (are not those that were saved|has NaN or inf)"):
+            normswap.load(tmp_path / f"{place}")
+
+
+def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "net")
+    file = tmp_path / "net" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, header)
+    with pytest.raises(SourceError, match=r"changed=True"):
+        normswap.load(tmp_path / "net")
+    assert normswap.load(tmp_path / "net", changed=True).fc.bias.mean() > 0.5

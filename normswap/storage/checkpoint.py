@@ -110,7 +110,9 @@ def save(
     return place
 
 
-def load(directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False) -> nn.Module:
+def load(
+    directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False, changed: bool = False
+) -> nn.Module:
     """The network that `save` or `write_file` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
@@ -119,6 +121,7 @@ def load(directory: str | Path, skeleton: nn.Module | None = None, *, trust_fact
         skeleton: the source architecture with any weights, for a network that nobody knows how to build; it is not
             changed.
         trust_factory: if a factory of this machine's user builds the network, import it. That runs its code.
+        changed: the tensors may be others than those that were measured; the proof beside them then says nothing.
 
     Raises:
         SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory.
@@ -131,17 +134,32 @@ def load(directory: str | Path, skeleton: nn.Module | None = None, *, trust_fact
     if header["plan"].get("digest") != digest_of(header["plan"]):
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
+    norms = weight_files.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
     weight_files.check_finite(state, str(file))
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, arch, trust_factory)
     model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
+    if not changed:
+        _demand_the_same(header.get("hashes") or {}, {_WEIGHTS: state, _NORMS: norms}, file.parent)
     model.eval()
-    norms = weight_files.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
     cfg = header["pretrained_cfg"]
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)
     record = Provenance(arch, header["source"], header["sha256"], cfg, plan, norms)
     return provenance.attach(model, record)
+
+
+def _demand_the_same(hashes: Mapping[str, str], found: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    """Raises:
+    SourceError: a file does not hold the tensors that plan and proof were written beside (older files do not say).
+    """
+    for name, known in hashes.items():
+        if weight_files.hash_tensors(found[name]) != known:
+            raise SourceError(
+                f"the tensors of {folder / name} are not those that were saved",
+                "the file is damaged, or was changed by another program, and its proof is about others",
+                "Get it again; in Python `normswap.load(..., changed=True)` takes it as it is",
+            )
 
 
 def read_report(directory: str | Path) -> Report | None:
@@ -220,8 +238,18 @@ def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> Non
 
 
 def _write_tensors(
-    file: Path, model: nn.Module, record: Provenance, report: Report | None, metadata: Mapping[str, str] = {}
+    file: Path,
+    model: nn.Module,
+    record: Provenance,
+    report: Report | None,
+    metadata: Mapping[str, str] = {},
+    norms: Mapping[str, Tensor] = {},
 ) -> None:
+    """`norms`: the tensors that stand in a file of their own beside this one."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    hashes = {_WEIGHTS: weight_files.hash_tensors(state)}
+    if norms:
+        hashes[_NORMS] = weight_files.hash_tensors(norms)
     header = {
         "version": VERSION,
         "source": record.source,
@@ -230,15 +258,15 @@ def _write_tensors(
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
         "report": None if report is None else report.to_dict(),
+        "hashes": hashes,
         "versions": {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__,
                      "python": platform.python_version()},
     }  # fmt: skip
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     _save(state, file, {**metadata, "format": "pt", "normswap": json.dumps(header)})
 
 
 def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    _write_tensors(folder / _WEIGHTS, model, record, report)
+    _write_tensors(folder / _WEIGHTS, model, record, report, norms=record.norms)
     if record.norms:
         norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
         _save(norms, folder / _NORMS, {"format": "pt"})
