@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
 from normswap.errors import OptionError, first_line
 
-Runs = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
+    from torch import Tensor, nn
+
+Runs: TypeAlias = "Callable[[Tensor], Tensor]"
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
 

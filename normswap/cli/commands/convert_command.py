@@ -22,6 +22,7 @@ from normswap.cli.proof_table import proof
 from normswap.cli.tables import cell, counts, facts, line, listing, table
 from normswap.errors import OptionError, OutputError, PlanError, first_line
 from normswap.plan import Plan, Step
+from normswap.schemes import purpose_names
 from normswap.schemes.parts.declared import Option, declared_options
 from normswap.storage import atomic_write
 
@@ -106,7 +107,7 @@ def run(
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these parts as they are.")] = None,
     purpose: Annotated[
-        str | None, typer.Option("--for", metavar="opacus|federated", help="Add what such training needs.")
+        str | None, typer.Option("--for", metavar="|".join(purpose_names()), help="Add what such training needs.")
     ] = None,
     fitting: Fitting,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,

@@ -14,6 +14,7 @@ from normswap.cli.options import Images, Json, Model, Opening
 from normswap.cli.printing import Body, show
 from normswap.cli.tables import size
 from normswap.errors import OptionError
+from normswap.exporting import formats
 
 ORDER = 90
 
@@ -37,7 +38,7 @@ def run(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")],
     format: Annotated[
         str | None,
-        typer.Option(metavar="onnx|pt2|torchscript|safetensors", help="[default: what FILE's ending says]"),
+        typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="bf16: of weights, see above.")] = "fp32",
     dynamic_batch: Annotated[
