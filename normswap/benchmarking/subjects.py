@@ -142,9 +142,11 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
 def _demand_size(network: str, model: nn.Module, size: Size) -> None:
     try:
         with quiet(), torch.inference_mode():
-            model(torch.zeros(1, *size))
+            output = model(torch.zeros(1, *size))
     except Exception as error:  # torch's and timm's own, whatever does not fit
         raise OptionError(f"{network} rejects images of {size[1]} x {size[2]}", first_line(error)) from None
+    if not isinstance(output, Tensor):
+        raise OptionError(f"{network} gives a {type(output).__name__}", "only networks that give one tensor are timed")
 
 
 def original(model: nn.Module, size: Size, making: Making, form: str = "original") -> Subject:

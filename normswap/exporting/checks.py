@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
-from normswap.surgery import comparison
+from normswap.models import network_input
+from normswap.models.network_input import answer
+from normswap.surgery import comparison, running
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
 # (tests/benchmarks/export.md): the bounds are two to three times that
@@ -31,7 +33,7 @@ class Figures:
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
         largest: max |file - source| / max |source|.
-        agreement: fraction of images with the same argmax; count: of how many.
+        agreement: fraction of images, or of places in maps, with the same argmax; count: of how many images.
         tolerance: what relative_l2 may be.
         inputs: what both were run on.
     """
@@ -91,8 +93,8 @@ class _Sums:
     """What is gathered over the batches."""
 
     def __init__(self) -> None:
-        self.off = self.whole = self.largest = self.top = self.peak = 0.0
-        self.same = self.count = 0
+        self.off = self.whole = self.largest = self.top = self.peak = self.same = 0.0
+        self.count = 0
         self.first: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, logits: Tensor, expected: Tensor, got: Tensor) -> None:
@@ -107,7 +109,8 @@ class _Sums:
         difference = (expected - got).double()
         self.off += float(difference.square().sum())
         self.largest = max(self.largest, float(difference.abs().max()))
-        self.same += int((expected.flatten(1).argmax(1) == got.flatten(1).argmax(1)).sum())
+        same = (expected.argmax(1) == got.argmax(1)).double()
+        self.same += float(same.sum()) * len(x) / same.numel()
 
     @property
     def relative_l2(self) -> float:
@@ -117,23 +120,26 @@ class _Sums:
         """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
         assert self.first is not None
         x, logits = self.first
-        precise = comparison.run_double(source, x.double())
+        outputs = running.outputs_double(source, network_input.Example((x.double(),)))
+        precise = answer(outputs).flatten(1)
         return float((precise - logits.flatten(1)).norm() / precise.norm())
 
 
 @torch.no_grad()
 def answers(source: nn.Module, x: Tensor) -> Tensor:
-    """What the source computes for `x`, in float32.
+    """What the source computes for `x`, in float32: its answer, where it gives several things.
 
     Raises:
         OptionError: it does not run on that, or does not give one tensor.
     """
     try:
-        output = source(x)
+        output = answer(source(x))
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         why = first_line(error)
         raise OptionError(f"the network does not run on an input of size {_size(x)}", why) from None
-    if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != len(x):
+    except OptionError as error:
+        raise OptionError(error.what, error.why, "Only networks with one answer are exported") from None
+    if output.ndim < 2 or len(output) != len(x):
         raise OptionError("the network does not give one tensor, a row per image", "only such networks are exported")
     return output.float()
 

@@ -17,6 +17,7 @@ from normswap.errors import TraceError
 from normswap.exporting import shift_absorption
 from normswap.graph import inspection
 from normswap.layers import affine, reparametrized
+from normswap.models.network_input import answer
 from normswap.plan import Step
 from normswap.surgery import conversion
 
@@ -70,4 +71,4 @@ def streamlined(folded: nn.Module, source: nn.Module, x: Tensor, dtype: torch.dt
 @torch.no_grad()
 def _run(network: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     twin = network if dtype == torch.float32 else copy.deepcopy(network).to(dtype)
-    return twin(x.to(dtype)).float()
+    return answer(twin(x.to(dtype))).float()

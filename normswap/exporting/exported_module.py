@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normswap.models.network_input import answer
+
 INPUT = "images"
 
 
@@ -46,5 +48,6 @@ class Shipped(nn.Module):
         if isinstance(self.shift, Tensor):
             x = x + self.shift
         half = self.dtype != torch.float32  # a cast to what it is would be a node all the same
-        answers = self.network(x.to(self.dtype)).to(torch.float32) if half else self.network(x)
+        answers = answer(self.network(x.to(self.dtype) if half else x))
+        answers = answers.to(torch.float32) if half else answers
         return answers.softmax(-1) if self.softmax else answers

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import rounding
 from normswap.exporting.formats import FP16, Runs
+from normswap.models.network_input import answer
 from normswap.storage import checkpoint
 
 NAME = "safetensors"
@@ -45,7 +46,7 @@ def open(file: Path) -> Runs:
     except NormswapError as error:
         raise VerificationError("normswap.load does not take it", str(error)) from None
     dtype = next(network.parameters()).dtype
-    return torch.no_grad()(lambda x: network(x.to(dtype)).float())
+    return torch.no_grad()(lambda x: answer(network(x.to(dtype))).float())
 
 
 def nodes(file: Path) -> dict[str, int]:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from normswap.errors import SourceError
 from normswap.models.modes import Progress, evaluating
+from normswap.models.network_input import scores
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ def evaluate(
     """Classify every image of `loader` in eval mode; the modes and the device of `model` are restored.
 
     Args:
-        model: gives logits (N, classes).
+        model: gives logits (N, classes), perhaps among other things.
         loader: batches of images (N, C, H, W) and labels (N,).
         device: where to run; None where the model is.
         progress: called after each batch with the images done and their total (0 when unknown).
 
     Raises:
         SourceError: no images, or a label that is no class of the network.
+        OptionError: it does not classify images.
     """
     tensors = (*model.parameters(), *model.buffers())
     home = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
@@ -72,7 +74,7 @@ def _pass(
     known = getattr(loader, "count", None)  # a list has a method of that name
     count, total, start = 0, known if isinstance(known, int) else 0, time.perf_counter()
     for images, labels in loader:
-        logits = model(images.to(device, dtype)).cpu().double()
+        logits = scores(model(images.to(device, dtype))).cpu().double()
         sums += _score(logits, labels.cpu())
         count += len(labels)
         if progress is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.images.accuracy import Evaluation, Progress, evaluate
+from normswap.models.network_input import scores
 
 
 def classify(
@@ -24,8 +25,8 @@ def classify(
     """
     answers: list[Tensor] = []
 
-    def keep(_module: nn.Module, _args: object, logits: Tensor) -> None:
-        answers.append(logits.argmax(1).cpu())
+    def keep(_module: nn.Module, _args: object, output: object) -> None:
+        answers.append(scores(output).argmax(1).cpu())
 
     handle = model.register_forward_hook(keep)
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,14 @@ class Built:
     seen: Cfg
     pretrained: Callable[[], nn.Module]
     notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """What is drawn meanwhile is the same each time, so that it can be had again; the user's random numbers go on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def make(arch: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

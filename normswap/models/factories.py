@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from normswap.errors import SourceError, first_line
 from normswap.models import kinds
-from normswap.models.building import Built, Wanted, make, near
+from normswap.models.building import Built, Wanted, make, near, seeded
 from normswap.models.weight_files import check_finite, some
 from normswap.plan import Arch
 
@@ -48,8 +47,7 @@ def create(arch: Arch) -> nn.Module:
     """See `kinds`."""
     with _working_directory():
         factory = _found(arch.name)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded():
             model = make(arch.name, factory, arch.kwargs)
     if not isinstance(model, nn.Module):
         given = "a class" if isinstance(model, type) else f"something of type {type(model).__name__}"

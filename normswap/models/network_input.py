@@ -17,6 +17,7 @@ from normswap import provenance
 from normswap.errors import OptionError
 from normswap.models.modes import evaluating
 
+ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
 Inputs = Any  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
 _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}  # by dimensions, where nothing says more
 
@@ -105,6 +106,38 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(changed(part, change) for part in value)
     return value
+
+
+def answer(output: Any) -> Tensor:
+    """The network's answer among what it gives: the tensor, or the one in a dict or record that has that name, or is
+    the only one.
+
+    Raises:
+        OptionError: there is none, or nobody can say which.
+    """
+    if isinstance(output, Tensor):
+        return output
+    named = dict(named_tensors(output, depth=1)) if not isinstance(output, list) else {}
+    found = next((named[name] for name in ANSWERS if name in named), None)
+    if found is None and len(named) == 1:
+        found = next(iter(named.values()))
+    if found is None:
+        what = f"{type(output).__name__} of {', '.join(named)}" if named else type(output).__name__
+        raise OptionError("the network does not give one tensor", f"it gives a {what}")
+    return found
+
+
+def scores(output: Any) -> Tensor:
+    """The scores of the classes (N, classes) in what the network gives.
+
+    Raises:
+        OptionError: it does not classify images.
+    """
+    found = answer(output)
+    if found.ndim != 2:
+        shape = "x".join(map(str, found.shape))
+        raise OptionError("the network does not classify images", f"it gives {shape}, not a score per class")
+    return found
 
 
 def batches(inputs: Inputs) -> list[Example]:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import segmentation_models_pytorch as smp
-import torch
 from torch import nn
 
 from normswap.errors import SourceError
-from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near
-from normswap.models.weight_files import check_finite, quiet
+from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near, seeded
+from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
 
 _FORBIDDEN = ("encoder_weights", "encoder_name")
@@ -70,12 +69,13 @@ def _parts(called: str) -> tuple[str, str]:
 
 def _trained(arch: Arch) -> nn.Module:
     try:
-        with torch.random.fork_rng(devices=[]), quiet():
-            torch.manual_seed(0)
+        with seeded():
             model = _made(arch, _TRAINED)
     except SourceError as error:
         remedy = "Use '--weights random', or a weights file on this disk with '--weights FILE'."
-        raise SourceError(f"cannot get the weights of the encoder of smp:{arch.name}", error.why, remedy) from None
+        raise SourceError(
+            f"cannot get the weights of the encoder of smp:{arch.name}", error.why.rstrip("."), remedy
+        ) from None
     check_finite(model.state_dict(), f"smp:{arch.name}")
     return model
 

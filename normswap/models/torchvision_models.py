@@ -20,7 +20,7 @@ from torchvision import models
 from torchvision.transforms import _presets as presets
 
 from normswap.errors import SourceError, first_line
-from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near
+from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near, seeded
 from normswap.models.hub_config import crop_share
 from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
@@ -42,9 +42,10 @@ def build(name: str, wanted: Wanted) -> Built:
     _demand_known(called)
     member = _member(called, tag) if tag or wanted.trained else None
     classes = _classes(member)
-    fresh = classes is not None and wanted.num_classes not in (None, classes)
+    fresh = classes is not None and given.get("num_classes") not in (None, classes)
     arch = Arch(called, given if member is None or fresh else {_TAG: member.name, **given}, "torchvision")
-    model = create(arch)
+    with seeded() if fresh else contextlib.nullcontext():
+        model = create(arch)
     source = f"torchvision:{called}" + (f"@{member.name}" if member else "")
 
     def pretrained() -> nn.Module:
@@ -52,7 +53,7 @@ def build(name: str, wanted: Wanted) -> Built:
         load_into(model, _rehead(state, model, classes) if fresh else state, source, {})
         return model
 
-    seen = _preprocessing(member or _default(called), wanted.num_classes or given.get("num_classes"))
+    seen = _preprocessing(member or _default(called), given.get("num_classes"))
     return Built(model, arch, source, seen, pretrained)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from normswap.errors import SourceError, first_line
 from normswap.models import hub
-from normswap.models.building import Built, Cfg, Wanted, make, near, rebuilds
+from normswap.models.building import Built, Cfg, Wanted, make, near, rebuilds, seeded
 from normswap.models.image_processors import preprocessing
 from normswap.models.weight_files import check_finite, quiet, some
 from normswap.plan import Arch
@@ -38,13 +38,15 @@ def build(name: str, wanted: Wanted) -> Built:
     given = wanted.named("num_labels", "num_channels")
     if place.isidentifier() and hasattr(transformers, place) and not Path(place).is_dir():
         arch = Arch(place, given, "transformers")
-        model = create(arch)
-        return Built(model, arch, name, _seen(model, None), lambda: _refused(name))
+        bare = create(arch)
+        return Built(bare, arch, name, _seen(bare, None), lambda: _refused(name))
     fetch, source = _opened(place)
     stated = _read(fetch("config.json"), name)
+    _demand_arguments(stated, given)
     arch = _architecture(name, {**_bare(stated), **_labels(given)}, stated.get("architectures"))
-    fresh = wanted.num_classes is not None
-    model = create(arch)
+    model: Any = create(arch)
+    whole = _config(Arch(arch.name, _bare(stated), "transformers"))
+    fresh = whole.num_labels != model.config.num_labels
 
     def pretrained() -> nn.Module:
         return _trained(_weights(fetch, name), arch, name, fresh=fresh)
@@ -147,7 +149,7 @@ def _architecture(name: str, config: Cfg, named: Any) -> Arch:
 
 def _config(arch: Arch) -> Any:
     """Raises:
-    SourceError: no such config, or other arguments than it has.
+    SourceError: there is no such config, or it cannot be made with that.
     """
     body = dict(arch.kwargs)
     kind = body.pop("model_type", None)
@@ -155,15 +157,18 @@ def _config(arch: Arch) -> Any:
     if not isinstance(kind, str) or kind not in known:
         remedy = near(str(kind), list(known), "Code that a repository brings is not run")
         raise SourceError(f"hf:{arch.name}: transformers has no model_type {kind!r}", remedy=remedy)
-    plain = known[kind]()
-    strange = [key for key in body if not hasattr(plain, key) and key not in _ANYWHERE]
-    if strange:
-        remedy = near(strange[0], plain.to_dict())
-        raise SourceError(f"{type(plain).__name__} has no argument {some(strange)}", remedy=remedy)
     return make(f"hf:{arch.name}", known[kind].from_dict, {"config_dict": body})
 
 
-_ANYWHERE = ("id2label", "label2id", "num_labels", "problem_type")
+def _demand_arguments(stated: Cfg, given: Cfg) -> None:
+    """Raises:
+    SourceError: the user gives an argument that such a config does not have.
+    """
+    name, known = stated.get("model_type"), transformers.CONFIG_MAPPING
+    plain = known[name]() if isinstance(name, str) and name in known else None  # if not, building will say so
+    strange = [key for key in given if plain is not None and key not in stated and not hasattr(plain, key)]
+    if strange:
+        raise SourceError(f"{type(plain).__name__} has no argument {some(strange)}", remedy=near(strange[0], stated))
 
 
 def _class(name: str) -> Any:
@@ -191,7 +196,7 @@ def _trained(folder: Path, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     """
     safe = any(folder.glob("*.safetensors"))
     try:
-        with quiet(), _no_bars():
+        with quiet(), seeded(), _no_bars():
             model, info = _class(arch.name).from_pretrained(
                 folder, config=_config(arch), local_files_only=True, use_safetensors=safe, weights_only=True,
                 trust_remote_code=False, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,

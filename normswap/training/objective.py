@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from normswap.errors import OptionError, SourceError
 from normswap.models import zoo
+from normswap.models.network_input import scores
 from normswap.training.optimizing import classifier
 from normswap.training.recipe import Distill, Recipe
 from normswap.training.training_images import drawn_by
@@ -48,7 +49,7 @@ class Objective:
         if self.mixup is not None:
             with drawn_by(*seed):
                 images, target = self.mixup(images, target)
-        logits = model(images)
+        logits = scores(model(images))
         loss = logits.new_zeros(())
         if self.labels:
             smoothing = 0.0 if self.mixup is not None else self.smoothing
@@ -116,8 +117,8 @@ class Teacher(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W), preprocessed for the student -> (N, classes) or (N, features), in float32"""
-        logits = self.network(images if self.same else images * self.ratio + self.shift)
-        return (logits if self.tap is None else self.tap.take()).float()
+        output = self.network(images if self.same else images * self.ratio + self.shift)
+        return (scores(output) if self.tap is None else self.tap.take()).float()
 
     def train(self, mode: bool = True) -> Teacher:
         """A teacher stays in eval mode."""
