@@ -37,7 +37,7 @@ class ChannelAffine(Seat, OwnLayer):
         cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()
     ) -> ChannelAffine:
         """`mean`, `std`: of a seat whose norm is gone: there a scale of 1 and a shift of 0, for so many channels."""
-        if mean and not affine.is_affine(old):
+        if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
             one = torch.ones(len(mean)).to(like)
             return cls(one, torch.zeros_like(one), affine.copied_activation(old))
         scale, shift = affine.read(old)
