@@ -116,7 +116,7 @@ def run(model: nn.Module, *x: Any) -> Tensor:
 
 
 def distance(reference: Tensor, value: Tensor) -> float:
-    """Relative L2 distance; infinite for another shape or for anything not finite."""
+    """Relative L2 distance, absolute from a reference of zeros; infinite for another shape or anything not finite."""
     if reference.shape != value.shape or not bool(torch.isfinite(value).all()):
         return float("inf")
-    return float((value - reference).norm() / reference.norm())
+    return float((value - reference).norm() / (reference.norm() or 1))
