@@ -77,7 +77,11 @@ def signal(
         TraceError: the model cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    seen = seen or inspection.inspect(model, batches if isinstance(batches, Tensor) else list(batches))
+    given = [batches] if isinstance(batches, Tensor) else list(batches)
+    try:
+        seen = seen or inspection.inspect(model, [*given])
+    except TraceError as error:
+        raise _does_not_run(given[0], error) from None
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
@@ -85,7 +89,7 @@ def signal(
     last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     like = next(model.parameters())
     with torch.no_grad(), _measuring(model, batch_statistics):
-        for batch in [batches] if isinstance(batches, Tensor) else batches:
+        for batch in given:
             _run(model, sums, batch.to(like), last)
     return [
         Point(
@@ -183,10 +187,14 @@ def _run(model: nn.Module, sums: dict[str, _Sums], batch: Tensor, last: bool) ->
     try:
         record_once(model, Example((batch,)), look)
     except TraceError as error:
-        size = tuple(batch.shape)
-        raise RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones") from None
+        raise _does_not_run(batch, error) from None
     if left:
         raise RefusedError(f"inputs of size {tuple(batch.shape)} take another way through the network")
+
+
+def _does_not_run(batch: Tensor, error: TraceError) -> RefusedError:
+    size = tuple(batch.shape)
+    return RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones")
 
 
 def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:

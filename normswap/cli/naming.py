@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from normswap.models import kinds
+
 
 def last_part(name: str) -> str:
     """What a network is called: the last part of its source."""
     prefix, _, rest = name.partition(":")
-    if prefix in ("hf-hub", "hf_hub"):
-        return rest.partition("@")[0].rpartition("/")[2]
-    path = Path(rest if prefix == "local-dir" else name)
+    known = prefix in kinds.prefixes()
+    path = Path(rest if known else name)
     if path.is_dir():
         return path.resolve().name
-    return path.stem if path.is_file() else path.name
+    if path.is_file():
+        return path.stem
+    return Path(rest.partition("@")[0] if known else name).name.replace(":", "-")
 
 
 def label(name: str, taken: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""From a name to a network: timm, the Hugging Face hub, directories, weights files; and what a network takes.
+"""From a name to a network: timm, other libraries, factories, directories, weights files; and what a network takes.
 
 Enters: whatever opens, builds, or identifies a network, and reads weights without running them.
 Imports: `layers`, `provenance`.

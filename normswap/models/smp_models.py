@@ -73,9 +73,8 @@ def _trained(arch: Arch) -> nn.Module:
             model = _made(arch, _TRAINED)
     except SourceError as error:
         remedy = "Use '--weights random', or a weights file on this disk with '--weights FILE'."
-        raise SourceError(
-            f"cannot get the weights of the encoder of smp:{arch.name}", error.why.rstrip("."), remedy
-        ) from None
+        what = f"cannot get the weights of the encoder of smp:{arch.name}"
+        raise SourceError(what, error.why.rstrip("."), remedy) from None
     check_finite(model.state_dict(), f"smp:{arch.name}")
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +30,7 @@ def whole(file: Path, write: Callable[[Path], Any]) -> Path:
     aside = Path(name)
     try:
         write(aside)
-        mask = os.umask(0)
-        os.umask(mask)
-        aside.chmod(0o666 & ~mask)  # mkstemp makes it private
+        aside.chmod(0o666 & ~umask())  # mkstemp makes it private
         aside.replace(file)
     except OSError as error:
         raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
@@ -78,3 +77,25 @@ def claim(file: Path, *, force: bool = False) -> None:
         raise OutputError(f"{file} exists", remedy="Give another name, or --force to replace it")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
+
+
+def swap(aside: Path, place: Path) -> None:
+    """Put `aside` at `place`; what was there lives until the new directory has its name."""
+    if not place.exists():
+        os.replace(aside, place)
+        return
+    old = place.with_name(f".{place.name}.old-{os.getpid()}")
+    os.replace(place, old)
+    try:
+        os.replace(aside, place)
+    except OSError:
+        os.replace(old, place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def umask() -> int:
+    """The permissions that new files do without."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 import platform
 import shutil
 import tempfile
@@ -30,7 +29,7 @@ from normswap.errors import OutputError, PlanError, SourceError, first_line
 from normswap.models import kinds, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
-from normswap.storage import model_card
+from normswap.storage import atomic_write, model_card
 from normswap.surgery import applying, unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.conversion import Conversion
@@ -100,9 +99,9 @@ def save(
     except OSError as error:
         raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
     try:
-        aside.chmod(0o777 & ~_umask())
+        aside.chmod(0o777 & ~atomic_write.umask())
         _write(aside, model, record, report)
-        _swap(aside, place)
+        atomic_write.swap(aside, place)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {place}", str(error), "Nothing was changed there") from None
     finally:
@@ -289,22 +288,7 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
             tensors[name] = tensor.clone()
         seen.add(tensor.data_ptr())
     save_file(tensors, file, metadata)
-    file.chmod(0o666 & ~_umask())  # safetensors makes private files
-
-
-def _swap(aside: Path, place: Path) -> None:
-    """Put `aside` at `place`; what was there lives until the new directory has its name."""
-    if not place.exists():
-        os.replace(aside, place)
-        return
-    old = place.with_name(f".{place.name}.old-{os.getpid()}")
-    os.replace(place, old)
-    try:
-        os.replace(aside, place)
-    except OSError:
-        os.replace(old, place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    file.chmod(0o666 & ~atomic_write.umask())  # safetensors makes private files
 
 
 def _arch(body: Any, file: Path) -> Arch | None:
@@ -328,9 +312,3 @@ def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
     """The widest there is: what an export with bfloat16 weights computes in is float32."""
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

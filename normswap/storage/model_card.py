@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from normswap.models import kinds
 from normswap.provenance import Provenance
 from normswap.surgery.comparison import Report
 
@@ -13,11 +14,15 @@ _MARK = "<!-- written by normswap -->"
 def render(record: Provenance, report: Report | None) -> str:
     """Markdown: what this is, what was done, what was measured, how to use it."""
     steps = [f"{step.scheme}{_options(step.options)}" for step in record.plan.steps]
+    foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
+    builder = "pytorch" if foreign or record.arch is None else record.arch.builder
+    task = ["image-classification"] if record.pretrained_cfg.get("num_classes") else []
+    trust = ", trust_factory=True" if record.arch and foreign else ""
     lines = [
         "---",
-        "library_name: timm",
-        "tags: [image-classification, timm, normswap]",
+        f"library_name: {builder}",
+        f"tags: [{', '.join([*task, builder, 'normswap'])}]",
         "---",
         _MARK,
         f"# {arch}{' converted to ' + steps[-1] if steps else ''}",
@@ -30,7 +35,7 @@ def render(record: Provenance, report: Report | None) -> str:
         "",
         "```python",
         "import normswap",
-        'model = normswap.load("path/to/this/directory")  # a timm model in eval mode',
+        f'model = normswap.load("path/to/this/directory"){trust})  # in eval mode',
         "```",
         "",
         "`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here"

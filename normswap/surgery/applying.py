@@ -6,7 +6,7 @@ the source is never written to, and no tensor that is replaced is ever copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from normswap.errors import PlanError, first_line
 from normswap.graph import copying
-from normswap.layers import placeholders
+from normswap.layers import affine, placeholders
 from normswap.layers.seat import Seat, seated
 from normswap.plan import Edit, Plan, Step
 
@@ -114,6 +114,29 @@ def layer_of(edit: Edit) -> type[Seat]:
         PlanError: nobody knows it.
     """
     return _layer(edit.layer, edit.path)
+
+
+def demand_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
+    """Planned = seated = gone.
+
+    Raises:
+        PlanError: a BatchNorm that the plan replaces lives on.
+    """
+    edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
+    gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
+    kept = {edit.path: edit.depth for edit in step.edits}
+    still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
+             and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
+    if still:
+        raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
+
+
+def _now(path: str, kept: Mapping[str, int]) -> str:
+    """Where the module at `path` is after the step: what is inside a kept module has moved into its `inner`."""
+    parts = path.split(".")
+    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    inside = [part + ".inner" * kept.get(head, 0) for part, head in zip(parts[:-1], heads, strict=False)]
+    return ".".join([*inside, parts[-1]])
 
 
 def _layer(name: str, path: str) -> type[Seat]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
-from normswap.errors import OptionError, PlanError, RefusedError, VerificationError, first_line
+from normswap.errors import OptionError, RefusedError, VerificationError, first_line
 from normswap.folding.draft import Draft
 from normswap.folding.verdict import Fate, Verdict
 from normswap.graph import inspection, selection
@@ -212,10 +212,15 @@ def carry_out(
         notes = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     _demand(report, step.scheme)
-    _count(model, result, step)
+    applying.demand_gone(model, result, step)
     record = _record(model, step)
     provenance.attach(result, record)
     return Conversion(result, record.plan, report, {}, notes, tuple(applying.renames(model, step)))
+
+
+def _steps(model: nn.Module) -> tuple[Step, ...]:
+    record = provenance.of(model)
+    return record.plan.steps if record else ()
 
 
 def _precise(model: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:
@@ -228,7 +233,11 @@ def _unfold(
     if options:
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = _batches(model, inputs, size, seed)
-    precise = comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model)), batches)
+    # A stream that was centred for an RMSNorm has the mean that rounding its weights left: no matter for float64.
+    rounded = any(edit.args.get("centred") for step in _steps(model) for edit in step.edits)
+    precise = None
+    if not rounded:
+        precise = comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model)), batches)
     result = unfolding.unfold(model)
     seen = inspection.inspect(model, batches)
     report = comparison.compare(model, result, batches, anatomy=seen, precise=precise, described=described)
@@ -282,25 +291,6 @@ def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _count(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Planned = seated = gone: no BatchNorm that the plan replaces may live on."""
-    edits = [edit for edit in step.edits if not (edit.keep or applying.layer_of(edit).KEEPS_NORM)]
-    gone = {edit.path for edit in edits if isinstance(applying.find(source, edit.path, "plan"), nn.Module)}
-    kept = {edit.path: edit.depth for edit in step.edits}
-    still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
-             and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
-    if still:
-        raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
-
-
-def _now(path: str, kept: Mapping[str, int]) -> str:
-    """Where the module at `path` is after the step: what is inside a kept module has moved into its `inner`."""
-    parts = path.split(".")
-    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    inside = [part + ".inner" * kept.get(head, 0) for part, head in zip(parts[:-1], heads, strict=False)]
-    return ".".join([*inside, parts[-1]])
 
 
 def _record(model: nn.Module, step: Step) -> Provenance:

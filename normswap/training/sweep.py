@@ -82,9 +82,9 @@ class Sweep:
         name, url = f"normswap {self.place.resolve().name}", url or f"sqlite:///{self.place / 'sweep.db'}"
         for attempt in range(_ATTEMPTS):
             try:
-                storage = self._storage(url)
+                self.storage = self._storage(url)
                 return self.optuna.create_study(
-                    study_name=name, storage=storage, direction="maximize", load_if_exists=True
+                    study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
                 )
             except Exception as error:  # whatever the database's driver raises, for one if two workers make its tables
                 why = first_line(error)
@@ -158,6 +158,7 @@ class Sweep:
         """Take one trial from the queue, Optuna sees to it that no one else has it; False if asked to stop."""
 
         def run(trial: optuna.Trial) -> float:
+            self.storage.record_heartbeat(trial._trial_id)  # also a process that dies at once has lived
             point = self._mine(trial.number)
             if point is None:
                 raise self.optuna.TrialPruned

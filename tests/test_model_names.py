@@ -1,0 +1,370 @@
+"""MODEL names of every kind: torchvision, transformers, segmentation_models_pytorch, factories; from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from hub_server import hub_server, use_hub
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from small import ARGS, origin, small
+from torch import nn
+
+import normswap
+from normswap import provenance
+from normswap.cli.app import main
+from normswap.errors import OptionError, SourceError
+from normswap.models import hub_config, image_processors, kinds, network_input, zoo
+from normswap.plan import Arch
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width, classes, twice):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, width, 3, bias=False), nn.BatchNorm2d(width)
+        self.head, self.twice = nn.Linear(width, classes), twice
+        nn.init.uniform_(self.bn.weight, 0.5, 1.5)
+
+    def forward(self, x):
+        scores = self.head(self.bn(self.conv(x)).relu().mean((2, 3)))
+        return {"a": scores, "b": scores + 1} if self.twice else scores
+
+def make(width=8, num_classes=4, twice=False):
+    return Net(width, num_classes, twice)
+
+def broken():
+    net = make()
+    net.conv.weight.data[0] = float("nan")
+    return net
+
+def number(): return 3
+def kind(): return Net
+constant = 5
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a user's module, images, and nothing of it imported yet."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "users_nets.py").write_text(FACTORY)
+    (tmp_path / "users_broken.py").write_text("import torch\nraise RuntimeError('no licence\\nat all')\n")
+    for label in "abcd":
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for i in range(2):
+            Image.effect_noise((48, 48), 60).convert("RGB").save(tmp_path / "images" / label / f"{i}.png")
+    for name in ("users_nets", "users_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """A command that works: what it says on stderr."""
+
+    def call(*words: object) -> str:
+        code = main([str(word) for word in words])
+        said = capsys.readouterr().err
+        assert code == 0, said
+        return said
+
+    return call
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Run:
+    """A command that does not: its one line."""
+
+    def call(*words: object) -> str:
+        assert main([str(word) for word in words]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        return said
+
+    return call
+
+
+def hugging_face(place: Path, **config: Any) -> Path:
+    """A small classifier of transformers, as save_pretrained writes it, with living statistics."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {"depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 8, "layer_type": "basic", "num_labels": 4}
+    torch.manual_seed(0)
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**{**sizes, **config}))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.2, 0.2)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    model.save_pretrained(place)
+    size = {"size": {"shortest_edge": 44}, "crop_size": {"height": 40, "width": 40}, "do_center_crop": True}
+    stated = {**size, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2], "resample": 2}
+    (place / "preprocessor_config.json").write_text(json.dumps(stated))
+    return place
+
+
+# --- from end to end --------------------------------------------------------------------------------------------------
+
+
+def test_a_factory(here: Path, run: Run, fails: Run) -> None:
+    run("convert", "users_nets:make", "--arch-arg", "width=6", "--num-classes", 4, "--to", "folded", "-o", "a")
+    trusted = ("a", "--trust-factory")
+    for command in (("verify", "a"), ("report", "a"), ("inspect", "a"), ("convert", "a", "--to", "unfold", "-o", "b")):
+        assert "--trust-factory" in fails(*command)
+    with pytest.raises(SourceError, match="trust_factory=True"):
+        normswap.load("a")
+    model = normswap.load("a", trust_factory=True)
+    assert origin(model).arch == Arch("users_nets:make", {"width": 6, "num_classes": 4}, "factory")
+    run("verify", *trusted)
+    run("convert", *trusted, "--to", "unfold", "-o", "b")
+    run("convert", "b", "--trust-factory", "--to", "groupnorm", "--calibrate", "images", "-o", "c")
+    run("export", *trusted, "-o", "a.onnx")
+    run("report", *trusted, "-o", "a.html")
+    run("evaluate", *trusted, "--data", "images")
+
+
+def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> None:
+    done = normswap.convert(small(), "folded", size=(3, 32, 32))
+    known = Arch("resnet18", {**ARGS, "num_classes": 10})
+    evil = provenance.Provenance(known, "users_nets:make", "0", {}, origin(done.model).plan)
+    normswap.save(provenance.attach(done.model, evil), "a")
+    assert "code of this machine" in fails("verify", "a")
+    assert "users_nets" not in sys.modules
+
+
+def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
+    source = torchvision.models.get_model("mobilenet_v3_small", num_classes=4).eval()
+    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, "w.pth")
+    words = ("--weights", "w.pth", "--num-classes", 4)
+    said = run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
+    assert "'state_dict'" in said
+    assert "'module.'" in said
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.allclose(normswap.load("a")(x), source(x), atol=1e-4)
+    run("verify", "a")
+    run("convert", "a", "--to", "unfold", "-o", "b")
+    restored = load_file("b/model.safetensors")
+    assert restored.keys() == source.state_dict().keys()
+    run("evaluate", "a", "--data", "images")
+
+
+def test_outputs_in_a_dict(here: Path, run: Run, fails: Run) -> None:
+    build = torchvision.models.get_model_builder("deeplabv3_mobilenet_v3_large")
+    torch.save(build(weights=None, weights_backbone=None, aux_loss=True).state_dict(), "w.pth")
+    run(
+        "convert", "torchvision:deeplabv3_mobilenet_v3_large@DEFAULT", "--weights", "w.pth", "--to", "folded", "-o", "a"
+    )
+    run("verify", "a")
+    run("export", "a", "-o", "a.onnx", "--input-size", "3,64,64")
+    run("report", "a", "-o", "a.html")
+    assert "does not classify images" in fails("evaluate", "a", "--data", "images")
+    run("convert", "users_nets:make", "--arch-arg", "twice=true", "--to", "folded", "-o", "b")
+    assert "does not give one tensor" in fails("export", "b", "--trust-factory", "-o", "b.onnx")
+
+
+def test_hugging_face(here: Path, run: Run) -> None:
+    hugging_face(here / "hf")
+    run("convert", "hf:hf", "--to", "folded", "-o", "a")
+    run("verify", "a")
+    model = normswap.load("a")
+    assert network_input.size(model) == (3, 40, 40)
+    assert zoo.data_config(model)["mean"] == [0.5, 0.4, 0.3]
+    assert type(model).__name__ == "ResNetForImageClassification"
+    run("convert", "a", "--to", "groupnorm", "--calibrate", "images", "-o", "b")
+    run("convert", "a", "--to", "unfold", "-o", "c")
+    assert load_file("c/model.safetensors").keys() == load_file("hf/model.safetensors").keys()
+    run("export", "a", "-o", "a.onnx")
+    run("report", "a", "-o", "a.html")
+    run("evaluate", "b", "--data", "images")
+    run("convert", "hf:hf", "--num-classes", 7, "--to", "folded", "-o", "d")
+    run("verify", "d")  # its new head is drawn again
+
+
+def test_hugging_face_in_memory(here: Path) -> None:
+    """A network of transformers that the user made needs no skeleton either."""
+    from transformers import ResNetForImageClassification
+
+    own = ResNetForImageClassification.from_pretrained(hugging_face(here / "hf"), local_files_only=True).eval()
+    done = normswap.convert(own, "folded", size=(3, 40, 40))
+    again = normswap.load(normswap.save(done, "a"))
+    x = torch.randn(1, 3, 40, 40)
+    assert torch.equal(again(x).logits, done.model(x).logits)
+
+
+def test_hugging_face_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hugging_face(here / "hf")
+    with hub_server({"own/net": here / "hf"}) as url:
+        use_hub(monkeypatch, url, here / "cache")
+        model = zoo.open_source("hf:own/net")
+    assert network_input.size(model) == (3, 40, 40)
+    assert zoo.open_source("hf:own/net").state_dict().keys() == model.state_dict().keys()  # from the cache
+
+
+def test_segmentation_models(here: Path, run: Run) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    words = ("--weights", "random", "--num-classes", 3, "--in-chans", 1)
+    run("convert", "smp:Unet:resnet18", *words, "--to", "folded", "-o", "a")
+    assert origin(normswap.load("a")).arch == Arch("Unet:resnet18", {"classes": 3, "in_channels": 1}, "smp")
+
+
+# --- what cannot be had -----------------------------------------------------------------------------------------------
+
+BAD = {
+    "torchvision:resnet51": ["no model 'resnet51'", "resnet50"],
+    "torchvision:resnet18@IMAGENET1K_V9": ["no weights 'IMAGENET1K_V9'", "IMAGENET1K_V1"],
+    "torchvision:mnasnet0_75@V": ["no weights 'V'"],
+    "torchvison:resnet18": ["No module named 'torchvison'", "Did you mean torchvision?"],
+    "hf:nothing": ["hf:nothing is no directory"],
+    "hf:images": ["images has no config.json"],
+    "hf:NoSuchNet": ["is no directory"],
+    "hf:ResNetModel": ["no model_type"],
+    "users_nets:mkae": ["users_nets has no mkae", "make"],
+    "users_nets:number": ["something of type int"],
+    "users_nets:kind": ["a class"],
+    "users_nets:constant": ["of type int"],
+    "users_nets:broken": ["NaN or inf in conv.weight"],
+    "users_broken:make": ["RuntimeError: no licence"],
+    "users_neither:make": ["No module named 'users_neither'", "working directory"],
+    "users_nets:make --arch-arg size=3": ["cannot be built with size=3", "unexpected keyword"],
+    "users_nets:make --weights none.pth": ["none.pth does not exist"],
+    "users_nets:make --weights wrong.safetensors": ["does not fit", "missing", "unexpected: other"],
+    "users_nets:make --weights nan.safetensors": ["NaN or inf in conv.weight"],
+    "users_nets:make --weights pickled.pth": ["never executes"],
+    "users_nets:make --weights best": ["'pretrained' or 'random', or a weights file"],
+    "wrong.safetensors --arch torchvision:resnet18": ["does not fit"],
+    "torchvision:resnet18 --weights random --arch-arg depth=3": ["cannot be built with depth=3"],
+    "torchvision:resnet18 --weights random --in-chans 1": ["cannot be built with in_chans=1"],
+    "torchvision:resnet18 --weights random --arch-arg weights_backbone=x": ["not part of an architecture"],
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_names(here: Path, fails: Run, words: str) -> None:
+    save_file({"other": torch.zeros(2)}, "wrong.safetensors")
+    save_file({"conv.weight": torch.full((8, 3, 3, 3), math.nan)}, "nan.safetensors")
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "model": nn.ReLU()}, "pickled.pth")
+    said = fails("inspect", *words.split())
+    assert all(word in said for word in BAD[words]), said
+
+
+@pytest.mark.parametrize("change", ["keys", "shape", "nan", "type", "argument"])
+def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> None:
+    place = hugging_face(here / "hf")
+    state, config = load_file(place / "model.safetensors"), json.loads((place / "config.json").read_text())
+    weight, extra, said = "classifier.1.weight", [], ["do not fit", "missing: classifier.1.weight", "unexpected: other"]
+    if change == "keys":
+        state["other"] = state.pop(weight)
+    elif change == "shape":
+        state[weight], said = torch.zeros(3, 16), ["of another shape: classifier.1.weight"]
+    elif change == "nan":
+        state[weight], said = torch.full((4, 16), math.nan), ["NaN or inf in classifier.1.weight"]
+    elif change == "type":
+        config |= {"model_type": "resnett", "auto_map": {"AutoModel": "evil.Net"}}
+        said = ["no model_type 'resnett'", "resnet"]
+    else:
+        extra, said = ["--arch-arg", "depthz=3"], ["ResNetConfig has no argument depthz", "depths"]
+    save_file(state, place / "model.safetensors", {"format": "pt"})
+    (place / "config.json").write_text(json.dumps(config))
+    line = fails("inspect", "hf:hf", *extra)
+    assert all(word in line for word in said), line
+
+
+def test_no_weights_without_a_connection(here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> Any:
+        raise OSError("no route")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    monkeypatch.setenv("TORCH_HOME", str(here / "torch"))
+    said = fails("inspect", "torchvision:resnet18")
+    assert all(word in said for word in ("no route", "--weights random", "--weights FILE", "resnet18-f37072fd.pth"))
+
+
+def test_a_package_that_is_not_installed(here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kinds.importlib.util.find_spec
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None if "segm" in name else found(name))
+    assert "pip install segmentation-models-pytorch" in fails("inspect", "smp:Unet:resnet18")
+
+
+def test_an_unknown_builder(here: Path) -> None:
+    with pytest.raises(SourceError, match="does not know the builder 'keras'"):
+        zoo.create(Arch("x", {}, "keras"))
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def test_torchvision_builds_as_the_weights_want_it() -> None:
+    name, load = "fasterrcnn_mobilenet_v3_large_320_fpn", nn.Module.load_state_dict
+    kinds_of = [{type(m).__name__ for m in zoo.create(Arch(name, kwargs, "torchvision")).modules()}
+                for kwargs in ({}, {"weights": "COCO_V1"})]  # fmt: skip
+    assert "FrozenBatchNorm2d" in kinds_of[1] - kinds_of[0]
+    assert nn.Module.load_state_dict is load
+    assert "_unfilled" not in torchvision.models.WeightsEnum.get_state_dict.__qualname__
+
+
+def test_torchvision_with_another_head(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torchvision.models.get_model("squeezenet1_1").state_dict()
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: state)
+    whole, other = (zoo.open_source("torchvision:squeezenet1_1", num_classes=n) for n in (None, 3))
+    assert all(torch.equal(value, state[key]) for key, value in whole.state_dict().items())
+    assert other.classifier[1].weight.shape[0] == 3
+    record = origin(other)
+    assert record.arch is not None
+    again = zoo.open_source(record.source, arch_args=record.arch.kwargs)
+    assert zoo.hash_tensors(again.state_dict()) == record.sha256
+    assert origin(whole).pretrained_cfg["num_classes"] == 1000
+    assert zoo.data_config(whole)["mean"] == [0.485, 0.456, 0.406]
+
+
+@pytest.mark.parametrize(("crop", "resize"), [(224, 256), (224, 232), (299, 342), (384, 384), (480, 480), (288, 320)])
+def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
+    assert math.floor(crop / hub_config.crop_share(crop, resize)) == resize
+
+
+@pytest.mark.parametrize(
+    ("stated", "seen"),
+    [
+        ({}, {"input_size": [3, 32, 32]}),
+        ({"size": 64, "crop_pct": 0.5}, {"input_size": [3, 64, 64], "crop_pct": 0.5, "crop_mode": "center"}),
+        ({"size": {"height": 20, "width": 30}}, {"input_size": [3, 20, 30], "crop_pct": 1.0, "crop_mode": "squash"}),
+        ({"do_normalize": False, "resample": 3}, {"input_size": [3, 32, 32], "mean": [0.0] * 3, "std": [1.0] * 3,
+                                                  "interpolation": "bicubic"}),
+    ],
+)  # fmt: skip
+def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
+    assert image_processors.preprocessing(stated, 3, 32) == seen
+
+
+@pytest.mark.parametrize("output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"])
+def test_no_answer(output: Any) -> None:
+    with pytest.raises(OptionError, match="does not give one tensor"):
+        network_input.answer(output)
+
+
+def test_kinds_are_told_apart() -> None:
+    timm = dict.fromkeys(("resnet18", "hf-hub:a/b", "local-dir:x", "a/b", "torchvision"), "timm")
+    names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "smp:a:b": "smp", "a.b:c": "factory"}
+    assert {name: kinds.of(name).builder for name in names} == names
+    for arch in (
+        Arch("a"),
+        Arch("a", builder="torchvision"),
+        Arch("a:b", builder="smp"),
+        Arch("a:b", builder="factory"),
+    ):
+        assert kinds.of(kinds.spelled(arch)).builder == arch.builder
+    assert re.fullmatch(r"a\(x = 1, y = \[.{60,70} \.\.\.\)", str(Arch("a", {"x": 1, "y": [1] * 99})))
