@@ -285,3 +285,9 @@ def test_convert_proves_the_new_schemes(tmp_path: Path) -> None:
     named = timm.create_model("resnet18", num_classes=10).eval()
     normswap.save(normswap.convert(named, "weightnorm", size=(3, 64, 64)), tmp_path / "named")
     normswap.load(tmp_path / "named")
+
+
+def test_what_there_is_already_is_said_without_contradiction() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    with pytest.raises(RefusedError, match=r"nothing to convert to batchnorm: .* stay as they are: 1 kept"):
+        normswap.convert(model, "batchnorm", size=(3, 8, 8))

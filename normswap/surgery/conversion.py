@@ -13,7 +13,7 @@ from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError, VerificationError, first_line
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate, Verdict
+from normswap.folding.verdict import Fate, Verdict, counts
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
@@ -88,14 +88,17 @@ def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft
         more = f"; and {len(sketch.refusals) - 3} more" if len(sketch.refusals) > 3 else ""
         raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
     if not sketch.seats and not sketch.takes and not scheme.may_do_nothing:
-        raise _nothing(part, to)
+        raise _nothing(part, to, sketch)
     return Step(to, {**own, **chosen}, sketch.edits()), sketch
 
 
-def _nothing(seen: Anatomy, to: str) -> RefusedError:
+def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
     norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
+    if sketch.verdicts:
+        what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.verdicts.values()).items())
+        return RefusedError(f"nothing to convert to {to}", f"the norms of {where} stay as they are: {what}")
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if any(norm_estimate.fits(seen, norm.path) for norm in norms):
         remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
