@@ -154,6 +154,8 @@ def _config(arch: Arch) -> Any:
     body = dict(arch.kwargs)
     kind = body.pop("model_type", None)
     known = transformers.CONFIG_MAPPING
+    if kind is None:
+        raise SourceError(f"hf:{arch.name}: its config names no model_type", remedy="Is it a model of transformers?")
     if not isinstance(kind, str) or kind not in known:
         remedy = near(str(kind), list(known), "Code that a repository brings is not run")
         raise SourceError(f"hf:{arch.name}: transformers has no model_type {kind!r}", remedy=remedy)
