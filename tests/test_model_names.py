@@ -198,8 +198,9 @@ def test_hugging_face(here: Path, run: Run) -> None:
 def test_hugging_face_in_memory(here: Path) -> None:
     """A network of transformers that the user made needs no skeleton either."""
     transformers = pytest.importorskip("transformers")
-    kind = transformers.ResNetForImageClassification
-    own = kind.from_pretrained(hugging_face(here / "hf"), local_files_only=True).eval()
+    own = transformers.ResNetForImageClassification.from_pretrained(
+        hugging_face(here / "hf"), local_files_only=True
+    ).eval()
     done = normswap.convert(own, "folded", size=(3, 40, 40))
     again = normswap.load(normswap.save(done, "a"))
     x = torch.randn(1, 3, 40, 40)

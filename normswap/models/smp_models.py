@@ -19,7 +19,7 @@ _TRAINED = "imagenet"
 
 
 def build(name: str, wanted: Wanted) -> Built:
-    """The bare network of `smp:ARCHITECTURE:ENCODER`.
+    """The network of `smp:ARCHITECTURE:ENCODER`, bare unless its weights are wanted.
 
     Its weights are those of the encoder, from ImageNet: the library has no others by that name. The rest is drawn by
     a fixed seed.
@@ -29,9 +29,11 @@ def build(name: str, wanted: Wanted) -> Built:
     """
     called = name.partition(":")[2]
     arch = Arch(called, wanted.named("classes", "in_channels"), "smp")
-    model = create(arch)
     note = f"{name}: the encoder has its ImageNet weights, all else is random"
-    return Built(model, arch, name, _preprocessing(called), lambda: _trained(arch), (note,))
+    if not wanted.trained:  # what it sees is written on the hub, which a bare network must not wait for
+        return Built(create(arch), arch, name, {}, lambda: _trained(arch), (note,))
+    model = _trained(arch)
+    return Built(model, arch, name, _preprocessing(called), lambda: model, (note,))
 
 
 def create(arch: Arch) -> nn.Module:
