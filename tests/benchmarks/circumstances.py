@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import time
@@ -18,14 +19,19 @@ def lines(command: str, device: str) -> list[str]:
     name = torch.cuda.get_device_name() if device == "cuda" else processor()
     return [f"Command: `{command}`", "",
             f"On {name}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, timm {timm.__version__}, "
-            f"Python {platform.python_version()}; commit {commit()}, {time.strftime('%Y-%m-%d')}.", ""]  # fmt: skip
+            f"Python {platform.python_version()}; commit {commit()}, {time.strftime('%Y-%m-%d')}; "
+            f"load {os.getloadavg()[0]:.1f} when it was written.", ""]  # fmt: skip
 
 
 def commit() -> str:
-    """Of the package that was measured; `unknown` outside of a checkout."""
+    """Of the package that was measured, and whether it was changed since; `unknown` outside of a checkout."""
+    name = _git("rev-parse", "--short", "HEAD")
+    return f"{name} ({'changed since' if _git('status', '--porcelain', '.') else 'clean'})" if name else "unknown"
+
+
+def _git(*words: str) -> str:
     here = Path(normswap.__file__).parent
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=here, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def processor() -> str:
