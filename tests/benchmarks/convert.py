@@ -64,8 +64,8 @@ def main() -> None:
     lines = [
         "# What a conversion costs",
         "",
-        "`normswap convert` against creating, loading and saving the network, the least that any tool must do; pairs of",
-        "processes in turns, medians (smallest to largest). Peak memory: above the baseline's, in checkpoints.",
+        "`normswap convert` against creating, loading and saving the network, the least that any tool must do; pairs",
+        "of processes in turns, medians (smallest to largest). Peak memory: above the baseline's, in checkpoints.",
         "",
         *circumstances.lines(command, "cpu"),
         "| network | to | create + load + save | convert | time | CPU time | peak |",
