@@ -20,7 +20,7 @@ from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import Format
 from normswap.storage import atomic_write
-from normswap.surgery.conversion import Conversion
+from normswap.surgery.carrying_out import Conversion
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
 Batches = Iterable[Tensor | tuple[Tensor, Tensor]] | Tensor

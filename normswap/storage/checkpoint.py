@@ -31,8 +31,8 @@ from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card
 from normswap.surgery import applying, unfolding
+from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.comparison import Report
-from normswap.surgery.conversion import Conversion
 
 VERSION = 1
 _WEIGHTS, _CONFIG, _NORMS, _CARD = "model.safetensors", "config.json", "norms.safetensors", "README.md"
@@ -305,7 +305,7 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
     kind = kinds.by_builder(arch.builder)
     zoo.demand_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
-    return zoo.create(arch)
+    return zoo.skeleton(arch)
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
