@@ -21,9 +21,9 @@ from normswap.graph.inspection import Anatomy
 from normswap.models import network_input
 from normswap.models.modes import evaluating
 
-COUNT, BATCH, LARGEST = 128, 32, 96  # images of noise, and their largest side
+COUNT, BATCH, LARGEST = 64, 32, 64  # images of noise, and their largest side
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
-STARTS = 4
+STARTS = 2
 
 
 @dataclass(frozen=True)
