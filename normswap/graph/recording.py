@@ -43,7 +43,7 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
     main, first, others = _first(model, given)
     if main.strangers:
         _demand_constants(model, main, first)
-    if not (main.sized or main.branches):
+    if not (main.sized or main.branches) and first.images.ndim > 3:  # rows of features may come in more dimensions
         main.flexible = True
         return main
     flexible = False
