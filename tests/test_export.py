@@ -311,7 +311,7 @@ BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError
     ("net", _v1, {}, OptionError, "has no ending"),
     ("net.pt2", _v1, {"format": "onnx"}, OptionError, "ends as pt2 files do, not as onnx ones"),
     ("net.ts", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, pt2"),
-    ("net.ts", _v1, {"dtype": "int8"}, OptionError, "unknown dtype 'int8'"),
+    ("net.ts", _v1, {"dtype": "int4"}, OptionError, "unknown dtype 'int4'"),
     ("no/net.ts", _v1, {}, OutputError, "there is no directory"),
     ("net.safetensors", _v1, {"softmax": True}, OptionError, "no operators"),
     ("net.safetensors", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"input_size": (3, 8, 8)},
