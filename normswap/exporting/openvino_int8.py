@@ -21,7 +21,7 @@ from normswap.exporting.exported_module import Shipped
 from normswap.models.weight_files import quiet
 
 NEEDS = ("nncf", "openvino")
-RANGES = ("NNCF's",)
+RANGES = ("NNCF's own", "minmax", "histogram")
 LEVELS = 64
 CORRECTS = True
 
@@ -39,15 +39,25 @@ def write_int8(
     metadata: Mapping[str, str],
 ) -> None:
     """See `formats.Quantizer.write_int8`."""
-    model = quantize(openvino_file.graph(network, x, dynamic=dynamic), images, per_channel=per_channel, keep=keep)
+    model = quantize(
+        openvino_file.graph(network, x, dynamic=dynamic), images, ranges=ranges, per_channel=per_channel, keep=keep
+    )
     openvino_file.save(model, file, metadata)
 
 
-def quantize(model: Any, images: Sequence[Tensor], *, per_channel: bool = True, keep: Sequence[str] = ()) -> Any:
+def quantize(
+    model: Any,
+    images: Sequence[Tensor],
+    *,
+    ranges: str = RANGES[0],
+    per_channel: bool = True,
+    keep: Sequence[str] = (),
+) -> Any:
     """An OpenVINO model in int8.
 
     Args:
         images: batches (N, C, H, W) as the model takes them.
+        ranges: one of RANGES.
         per_channel: a step for each output channel of the weights, else one for all.
         keep: paths of layers that stay in fp32.
 
@@ -57,10 +67,13 @@ def quantize(model: Any, images: Sequence[Tensor], *, per_channel: bool = True, 
     with _hushed():
         import nncf
         from nncf.quantization.advanced_parameters import OverflowFix, QuantizationParameters
+        from nncf.quantization.range_estimator import RangeEstimatorParametersSet as Sets
 
+        estimators = {"minmax": Sets.MINMAX, "histogram": Sets.HISTOGRAM}
         advanced = nncf.AdvancedQuantizationParameters(
             overflow_fix=OverflowFix.ENABLE,
             weights_quantization_params=QuantizationParameters(per_channel=per_channel),
+            **({"activations_range_estimator_params": estimators[ranges]} if ranges in estimators else {}),
         )
         spared = nncf.IgnoredScope(names=_readers(model, keep), validate=False) if keep else None
         try:
