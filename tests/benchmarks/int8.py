@@ -2,7 +2,7 @@
 
     python tests/benchmarks/depthwise.py                # once: trains the depthwise network into runs/depthwise
     python tests/benchmarks/int8.py [NAME ...]          # measures what is missing, then writes int8.md
-    python tests/benchmarks/int8.py --fresh             # measures all anew
+    python tests/benchmarks/int8.py --fresh             # measures all anew; --known: nothing, writes the table only
 
 The same 512 training images calibrate all; nothing is chosen on the test images. `defaults`: what a user gets from
 `onnxruntime.quantization.quantize_static` on timm's ONNX export (preprocessed as its manual says), and from
@@ -134,33 +134,40 @@ def tool_openvino(case: Case, file: Path, per_channel: bool, safe: bool) -> None
 TOOLS: dict[str, Callable[[Case, Path, bool, bool], None]] = {"onnx": tool_onnx, "openvino": tool_openvino}
 
 
-def rows(kept: Kept, name: str) -> Iterator[str]:
-    case = functools.cache(lambda: Case(name))
-    source = kept.get((name,), lambda: {"top1": _share(case().answers == case().labels)})
-    for runtime in RUNTIMES:
-        for per_channel in (True, False):
-            found = {}
-            for which in ("defaults", "safe", "ours"):
+@functools.cache
+def opened(name: str) -> Case:
+    return Case(name)
 
-                def measured(which: str = which, runtime: str = runtime, per_channel: bool = per_channel) -> Row:
-                    start = time.perf_counter()
-                    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-                        file = Path(folder) / f"net{RUNTIMES[runtime]}"
-                        how: Row = {}
-                        if which == "ours":
-                            how = ours(case(), file, runtime, per_channel)
-                        else:
-                            TOOLS[runtime](case(), file, per_channel, which == "safe")
-                        seconds = time.perf_counter() - start
-                        return {**case().measure(file, runtime), **how, "seconds": seconds}
 
-                found[which] = kept.get((name, runtime, "channel" if per_channel else "tensor", which), measured)
-            mine = found["ours"]
-            yield _line(
-                f"`{name}`", runtime, "channel" if per_channel else "tensor", f"{source['top1']:.2f}",
-                f"{found['defaults']['top1']:.2f}", f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**",
-                mine["gauge"], f"{mine['same']:.2f} %", f"{mine['seconds']:.0f} s",
-            )  # fmt: skip
+def made(name: str, runtime: str, per_channel: bool, which: str) -> Row:
+    """One file, made and measured."""
+    case, start = opened(name), time.perf_counter()
+    how: Row = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(folder) / f"net{RUNTIMES[runtime]}"
+        if which == "ours":
+            how = ours(case, file, runtime, per_channel)
+        else:
+            TOOLS[runtime](case, file, per_channel, which == "safe")
+        seconds = time.perf_counter() - start
+        return {**case.measure(file, runtime), **how, "seconds": seconds}
+
+
+def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> str | None:
+    """A line of the table; None where something of it is not measured, and only what is `known` is wanted."""
+    step = "channel" if per_channel else "tensor"
+    keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", "ours")}
+    if known and not all(key in kept.rows for key in ((name,), *keys.values())):
+        return None
+    source = kept.get((name,), lambda: {"top1": _share(opened(name).answers == opened(name).labels)})
+    found = {which: kept.get(key, functools.partial(made, name, runtime, per_channel, which))
+             for which, key in keys.items()}  # fmt: skip
+    mine = found["ours"]
+    return _line(
+        f"`{name}`", runtime, step, f"{source['top1']:.2f}", f"{found['defaults']['top1']:.2f}",
+        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", mine["gauge"], f"{mine['same']:.2f} %",
+        f"{mine['seconds']:.0f} s",
+    )  # fmt: skip
 
 
 def _line(*cells: str) -> str:
@@ -171,15 +178,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*NETWORKS, []])
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     kept = Kept(KEPT, fresh=args.fresh)
     lines = []
-    for name in args.names or NETWORKS:
-        for line in rows(kept, name):
-            print(line, flush=True)
-            lines.append(line)
+    for runtime in RUNTIMES:
+        for name in args.names or NETWORKS:
+            for per_channel in (True, False):
+                line = row(kept, name, runtime, per_channel, args.known)
+                if line is not None:
+                    print(line, flush=True)
+                    lines.append(line)
     versions = (
         f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}"
     )
