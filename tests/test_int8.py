@@ -138,6 +138,24 @@ def test_the_two_parts_share_no_image() -> None:
 
 
 @pytest.mark.slow
+def test_bench_takes_int8_beside_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours, and a file that nobody wrote a sidecar for."""
+    options = ["--calibrate", TAR, "--samples", "100", "--precision", "int8"]
+    names = [str(tmp_path / name) for name in ("ours.onnx", "ours.xml", "foreign.onnx")]
+    for name in names[:2]:
+        assert main(["export", str(DATA), "-o", name, *options]) == 0
+    Path(names[2]).write_bytes(Path(names[0]).read_bytes())
+    capsys.readouterr()
+    words = ["--batch", "1", "--runtime", "eager,onnxruntime,openvino", "--seconds", "0.2", "--json"]
+    assert main(["bench", str(DATA), *names, *words]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = {(row["form"], row["runtime"]): row["status"] for row in rows}
+    assert {key: status for key, status in found.items() if key[0].startswith(("ours", "foreign"))} == {
+        ("ours.onnx", "onnxruntime"): "ok", ("ours.onnx", "openvino"): "ok", ("ours.xml", "openvino"): "ok",
+        ("foreign.onnx", "onnxruntime"): "ok", ("foreign.onnx", "openvino"): "ok"}  # fmt: skip
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["onnx", "xml"])
 def test_the_demo_network_from_end_to_end(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed is what the file does on the images that were left, counted by hand."""

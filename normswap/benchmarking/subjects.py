@@ -239,13 +239,18 @@ def of_file(file: Path, before: Group | None, body: Sidecar | None, side: int | 
     if takes and before and takes != before.size:
         raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
     subject = Subject(file.name, {KINDS[file.suffix.lower()]: lambda: file.resolve()})
-    if body and body.get("precision"):
-        subject.precision = body["precision"]["weights"]
+    subject.precision = body["precision"]["weights"] if body and body.get("precision") else _foreign_precision(file)
     if before and before.model:
         subject.answers = before.model
         if body:
             subject.raw, subject.answers = _unprepared(before.model, body), _answering(before.model, body)
     return subject, takes if takes and not side else known
+
+
+def _foreign_precision(file: Path) -> str | None:
+    """int8, if a file that nothing lies beside has a quantizer's operators in it."""
+    held = file.read_bytes()
+    return "int8" if b"QuantizeLinear" in held or b"FakeQuantize" in held else None
 
 
 def _unprepared(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:
