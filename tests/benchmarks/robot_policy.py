@@ -32,7 +32,7 @@ HOW = (
     "Relative L2 and cosine: the encoder's feature maps on held-out test images against the source's. Top-1: the",
     "source's own pooling and classifier on these features, in percent. Loads: its state_dict, strictly and without",
     "normswap, into the encoder with every BatchNorm2d replaced by `GroupNorm(channels // 16, channels)`; or into the",
-    "same with a bias in every convolution. The channels are 16 to 128, an eighth to a quarter of a ResNet-18's.",
+    "same with a bias in every convolution. Norms of fewer than 16 channels, which a ResNet-18 has not, get one group.",
     "",
 )
 
@@ -43,7 +43,7 @@ def encoder(network: nn.Module) -> nn.Sequential:
 
 
 def replaced(model: nn.Module, *, keep: bool = False) -> nn.Module:
-    """What diffusion_policy and lerobot do: a fresh GroupNorm for every BatchNorm2d.
+    """What diffusion_policy and lerobot do, a fresh GroupNorm for every BatchNorm2d; one group for few channels.
 
     Args:
         keep: with its gamma and beta.
@@ -51,7 +51,7 @@ def replaced(model: nn.Module, *, keep: bool = False) -> nn.Module:
     model = copy.deepcopy(model)
     for path, norm in [*model.named_modules()]:
         if isinstance(norm, nn.BatchNorm2d):
-            new = nn.GroupNorm(norm.num_features // SIZE, norm.num_features)
+            new = nn.GroupNorm(max(norm.num_features // SIZE, 1), norm.num_features)
             if keep:
                 new.load_state_dict({"weight": norm.weight, "bias": norm.bias})
             parent, _, name = path.rpartition(".")
