@@ -1,4 +1,4 @@
-"""The files that ARCHITECTURE.md, CONTRIBUTING.md, README.md and docs/ name exist, and a conversion goes the way they say."""
+"""The files that README.md, ARCHITECTURE.md and the other documents name exist; a conversion goes the way they say."""
 
 from __future__ import annotations
 
