@@ -2,8 +2,8 @@
 
     python tests/benchmarks/private_training.py -o tests/benchmarks/private_training.md
 
-`resnet18_narrow`, trained on CIFAR-10, moves to a domain that it has not seen: the same classes at 30 % contrast. The
-private images are training images under that shift, measured are test images under it. `PrivacyEngine` with Poisson
+`resnet18_narrow`, trained on CIFAR-10, moves to a domain that it has not seen: the same classes, blurred. The private
+images are training images under that shift, measured are test images under it. `PrivacyEngine` with Poisson
 sampling, its own accountant and its own noise, SGD without momentum. What is measured is kept, a line each, in
 runs/private_training.jsonl, and the table is written anew after each run.
 """
@@ -35,14 +35,14 @@ with warnings.catch_warnings():  # what opacus imports warns about itself
     from opacus import PrivacyEngine
     from opacus.validators import ModuleValidator
 
-NETWORK, SHIFT = "resnet18_narrow", "contrast 30 %"
+NETWORK, SHIFT = "resnet18_narrow", "blurred, 5 x 5"
 PRIVATE, TESTED, BATCH, EPOCHS, CLIP, DELTA = 3000, 2000, 500, 2, 1.0, 1e-4
 EPSILONS, RATES = (3.0, 8.0), (0.1, 0.5)
 HOW = (
-    f"`{NETWORK}` on CIFAR-10 at 30 % contrast; {PRIVATE} private images, {EPOCHS} epochs, {BATCH} images a step on",
-    f"average, clipped at {CLIP:g}, delta {DELTA:g}. Top-1 in percent on {TESTED} test images under the same shift, one",
-    f"seed; after training, the better of the learning rates {' and '.join(map(str, RATES))}, which stands beside it and",
-    "was chosen on these images (the choice is not private). Epsilon is what Opacus' accountant says at the end.",
+    f"`{NETWORK}` on blurred CIFAR-10; {PRIVATE} private images, {EPOCHS} epochs, {BATCH} images a step on average,",
+    f"clipped at {CLIP:g}, delta {DELTA:g}. Top-1 in percent on {TESTED} test images under the same shift, one seed.",
+    f"After training: the better of the learning rates {' and '.join(map(str, RATES))}, and what Opacus' accountant says",
+    "at the end. The rate was chosen on the test images, and the choice is not private.",
     "",
 )
 Make = Callable[[nn.Module], nn.Module]
@@ -52,9 +52,26 @@ def ours(to: str) -> Make:
     return lambda model: normswap.convert(model, to, purpose="opacus").model
 
 
+class Clone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def fixed(model: nn.Module) -> nn.Module:
+    """Opacus' fix. By itself it does not train: timm's ResNet writes into what its norms return, so that is undone."""
+    model = opacus(model)
+    for path, module in [*model.named_modules()]:
+        if isinstance(module, nn.GroupNorm):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, nn.Sequential(module, Clone()))
+        elif getattr(module, "inplace", False):
+            module.inplace = False
+    return model
+
+
 WAYS: dict[str, Make] = {
     "source (BatchNorm)": lambda model: model,
-    "`ModuleValidator.fix`": opacus,
+    "`ModuleValidator.fix`, made to run": fixed,
     "`groupnorm --for opacus`": ours("groupnorm"),
     "`frozen-bn --for opacus`": ours("frozen-bn"),
     "`skipinit --for opacus`": ours("skipinit"),
