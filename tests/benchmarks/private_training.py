@@ -41,8 +41,8 @@ EPSILONS, RATES = (3.0, 8.0), (0.1, 0.5)
 HOW = (
     f"`{NETWORK}` on blurred CIFAR-10; {PRIVATE} private images, {EPOCHS} epochs, {BATCH} images a step on average,",
     f"clipped at {CLIP:g}, delta {DELTA:g}. Top-1 in percent on {TESTED} test images under the same shift, one seed.",
-    f"After training: the better of the learning rates {' and '.join(map(str, RATES))}, and what Opacus' accountant says",
-    "at the end. The rate was chosen on the test images, and the choice is not private.",
+    f"After training: the better of the learning rates {' and '.join(map(str, RATES))}, and what Opacus' accountant",
+    "says at the end. The rate was chosen on the test images, and the choice is not private.",
     "",
 )
 Make = Callable[[nn.Module], nn.Module]
