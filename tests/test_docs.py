@@ -6,12 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomllib
 from docs_pages import PAGES, ROOT, Block, blocks, filled
+from hub_server import hub_server, use_hub
 
 from normswap.cli.app import main
 
@@ -47,33 +49,41 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
             assert alike(block.text, printed), f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
             continue
         said.readouterr()
-        if block.language == "python":
+        if block.file:
+            Path(block.file).write_text(block.text)
+        elif block.language == "python":
             exec(compile(block.text, str(page), "exec"), names)
         else:
             assert block.language == "bash"
             for line in block.lines():
                 assert shell(line) == block.exit_code, line
         captured = said.readouterr()
-        printed = captured.out + captured.err
+        printed = captured.err if block.exit_code else captured.out
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory, and a hub on this machine."""
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
+    monkeypatch.setenv("COLUMNS", "100")
+    with hub_server({}, store=tmp_path / "store") as url:
+        use_hub(monkeypatch, url, tmp_path / "home")
+        yield tmp_path / "desk"
 
 
 @pages
-def test_blocks_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+@pytest.mark.usefixtures("desk")
+def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, [block for block in blocks(page) if not block.slow], capfd)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the libraries that pages show
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.slow for block in blocks(page))],
                          ids=lambda page: page.stem)  # fmt: skip
-def test_all_blocks_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+@pytest.mark.usefixtures("desk")
+def test_all_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, blocks(page), capfd)
 
 
