@@ -39,7 +39,7 @@ def of_kind(kind: str, split: str) -> Pair:
     """What a network of the zoo takes, and the labels (N,), or (N, H, W) per pixel."""
     seen, labels = images(split)
     if kind == "unet":
-        return pasted(seen, torch.Generator().manual_seed(split == "test"))
+        return pasted(seen, torch.Generator().manual_seed(int(split == "test")))
     front = zoo_networks.FRONTS.get(kind)
     return (front()(seen) if front else seen), labels
 

@@ -27,10 +27,11 @@ from zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
 RECIPE = Path(__file__).with_name("zoo_train.yaml")
 SETTINGS: dict[str, list[str]] = {  # by kind: what differs from the recipe
     "depthwise": ["train.epochs=2.5"],
+    "efficient": ["train.epochs=1.5"],
     "vit": ["optim.name=adamw", "optim.lr=0.002", "optim.weight_decay=0.05", "schedule.warmup=0.5"],
-    "one_d": ["train.epochs=5"],
+    "one_d": ["train.epochs=2"],
 }
-UNET = {"optimizer": "AdamW, lr 0.004, one cycle", "batch_size": 64, "images": 40_000}
+UNET = {"optimizer": "AdamW, lr 0.004, one cycle", "batch_size": 64, "images": 25_600}
 RUNS = ROOT / "runs" / "zoo"
 
 
