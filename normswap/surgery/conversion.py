@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
@@ -22,7 +22,7 @@ from normswap.models.modes import evaluating
 from normswap.models.network_input import Example, Inputs
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, route, unfolding
+from normswap.surgery import applying, comparison, fitting, keeping, route, unfolding
 from normswap.surgery.comparison import Report
 from normswap.surgery.fitting import Batches, Progress
 
@@ -168,6 +168,8 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     precise = comparison.compare_double(model, lambda: applying.in_double(model, steps), batches) if exact else None
     report = comparison.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
                                   anatomy=inspection.inspect(model, _given(model, inputs, size)))  # fmt: skip
+    fitted = [one.report.kept for one in done if not one.report.exact]
+    report = replace(report, kept=fitted[0] if len(fitted) == 1 else None)  # the exact ones add nothing to it
     _demand(report, " and ".join(step.scheme for step in steps))
     verdicts = {path: said for one in done for path, said in one.verdicts.items()}
     renames: dict[str, str] = {}
@@ -210,10 +212,12 @@ def carry_out(
         _demand_runs(result, batches[0].first(1), step.scheme)
         precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
     notes: tuple[str, ...] = ()
+    held: list[Tensor] = []
     if fitted and calibrate is not None:
         shape = batches[0].images.shape[1:]
-        notes = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
+        notes, held = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
+    report = replace(report, kept=keeping.measured(model, result, held))
     _demand(report, step.scheme)
     applying.demand_gone(model, result, step)
     record = _record(model, step)
