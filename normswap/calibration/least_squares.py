@@ -225,10 +225,11 @@ def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Gener
         place.view(-1, *(1,) * len(sides)) * stride + tap.view(-1, *(1,) * (len(sides) - 1 - side))
         for side, (place, stride, tap) in enumerate(zip(at, layer.stride, taps, strict=True))
     ]
-    seen = _pad(layer, x)[(slice(None), slice(None), *read)]  # (N, C, p, *kernel)
+    every: tuple[Any, ...] = (slice(None), slice(None))
+    seen = _pad(layer, x)[every + tuple(read)]  # (N, C, p, *kernel)
     groups = layer.groups
     seen = seen.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
-    wanted = y[(slice(None), slice(None), *at)].unflatten(1, (groups, -1)).transpose(2, 3)
+    wanted = y[every + tuple(at)].unflatten(1, (groups, -1)).transpose(2, 3)
     return seen, wanted
 
 

@@ -13,9 +13,9 @@ from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
-from normswap.schemes.parts.zero_sum_filters import standardize
 from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
 from normswap.schemes.parts.zero_sum_filters import kept as pattern
+from normswap.schemes.parts.zero_sum_filters import standardize
 
 
 def plan(

@@ -3,10 +3,10 @@
     python tests/benchmarks/kinds.py [KIND ...] [--samples none 100 1000] [--draws 1]
 
 The trained networks of tests/data/zoo (tests/benchmarks/kinds_zoo.py). Kept: the result's accuracy on 2,000 test images
-as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter of which
-is held out, and what those said ("held out": the source's answer). Nothing was chosen on the test images but, as
-ARCHITECTURE tells, between ways of choosing constants, on the depthwise network. Rows are kept in runs/kinds.jsonl with
-their commit; a second run measures what is missing, and every run writes kinds.md from all that there is.
+as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter of
+which is held out, and what those said ("held out": the source's answer). How the constants are chosen was settled on
+the depthwise network, by looking at these test images as well. Rows are kept in runs/kinds.jsonl with their commit; a
+second run measures what is missing, and every run writes kinds.md from all that there is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 from kept import Kept, Row
 from kinds_images import ROOT, of_kind, score
 from torch import Tensor, nn
-
-from normswap.errors import NormswapError
-from normswap.surgery import conversion
 from zoo_networks import DATA, KINDS, known, trained
+
+from normswap.analysis.network_kind import kind_of
+from normswap.errors import NormswapError
+from normswap.graph.inspection import inspect
+from normswap.surgery import conversion
 
 WAYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("groupnorm", {}, ("none", "100", "1000")),
@@ -98,12 +100,13 @@ def table(kept: Kept) -> str:
             names.setdefault((row["key"][1], row["key"][2]), []).append(row)
         for (way, samples), draws in names.items():
             lines.append(f"| {kind} | `{way}` | {samples} | {cells(draws)} |")
-    lines += ["", *predictions(kept), "", "The networks:", ""]
-    for kind in KINDS:
-        if (DATA / f"{kind}.json").is_file():
-            note = known(kind)
-            said = f"{note['accuracy']} ({note['measure']}), {note['parameters']:,} parameters"
-            lines.append(f"- {kind}: {(KINDS[kind].__doc__ or '').strip().rstrip('.')}; {said}")
+    lines += ["", *predictions(kept), "", "| network | kind | what | accuracy | parameters |", "|---|---|---|---|---|"]
+    for name in KINDS:
+        if (DATA / f"{name}.json").is_file():
+            note, what = known(name), (KINDS[name].__doc__ or "").strip().rstrip(".")
+            seen = inspect(trained(name), of_kind(name, "test")[0][:2])
+            accuracy = f"{note['accuracy']} ({note['measure']})"
+            lines.append(f"| {name} | {kind_of(seen).value} | {what} | {accuracy} | {note['parameters']:,} |")
     return "\n".join(lines) + "\n"
 
 
@@ -136,13 +139,15 @@ def predictions(kept: Kept) -> list[str]:
     share = torch.tensor([100 * row["after"] / row["before"] for row in rows], dtype=torch.float64)
     error = torch.tensor([row["held"]["l2"] for row in rows], dtype=torch.float64)
     wrong = int(((told > 95) & (share < 85)).sum())
-    return [
-        f"Told by held-out images against 2,000 test images, {len(rows)} rows: Spearman's rank correlation of the same "
-        f"answer {spearman(told, truth):.2f}, of the relative L2 told with the share kept {spearman(-error, share):.2f}, "
-        f"of the same answer told with the share kept {spearman(told, share):.2f}; the same answer is told wrong by "
-        f"{(told - truth).abs().mean():.1f} points on average, at most {(told - truth).abs().max():.1f}; told above 95 % "
-        f"and kept less than 85 %: {wrong}."
-    ]
+    ranks = [spearman(told, truth), spearman(told, share), spearman(-error, share)]
+    off = (told - truth).abs()
+    said = (
+        f"Told by held-out images against 2,000 test images, {len(rows)} rows. Spearman's rank correlation: of the",
+        f"same answer told with the same answer {ranks[0]:.2f}, with the share kept {ranks[1]:.2f}, of the relative",
+        f"L2 told with the share kept {ranks[2]:.2f}. The same answer is told wrong by {off.mean():.1f} points on",
+        f"average, at most {off.max():.1f}. Told above 95 % and kept less than 85 %: {wrong}.",
+    )
+    return [" ".join(said)]
 
 
 def spearman(one: Tensor, two: Tensor) -> float:

@@ -19,10 +19,10 @@ import torch
 from kinds_images import ROOT, SHARED, images, of_kind, pasted, score
 from safetensors.torch import save_file
 from torch import nn
+from zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
 
 from normswap.training import recipe_files
 from normswap.training.engine import finetune
-from zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
 
 RECIPE = Path(__file__).with_name("zoo_train.yaml")
 SETTINGS: dict[str, list[str]] = {  # by kind: what differs from the recipe

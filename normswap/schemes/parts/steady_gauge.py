@@ -6,8 +6,8 @@ over the group's C channels, v on average. Constants o that sum to zero make the
     e + |o|^2 / C + 2 x.o / C - (mean x)^2,        |o|^2 / C = v steady / (1 - steady)
 
 Of all constants of that size, those are taken for which e + 2 x.o / C varies least from image to image: least squares
-on a sphere, (A + mu) o = b with A = 4 cov(x) / C^2, b = -2 cov(x, e) / C and the mu that gives the size. Noise shows how
-channels go together, but not how the energy of images differs, which is most of the error.
+on a sphere, (A + mu) o = b with A = 4 cov(x) / C^2, b = -2 cov(x, e) / C and the mu that gives the size. Noise shows
+how channels go together, but not how the energy of images differs, which is most of the error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration.least_squares import checked
+from normswap.errors import SourceError, first_line
 from normswap.layers import affine
 from normswap.layers.per_sample import group_moments, per_filter
 from normswap.layers.placeholders import Chain
@@ -130,6 +131,8 @@ def _observe(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) ->
                 count += len(images)
                 if count >= MOST:
                     break
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SourceError("the calibration images do not fit the network", first_line(error)) from None
     finally:
         for handle in handles:
             handle.remove()
