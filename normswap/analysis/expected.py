@@ -1,7 +1,7 @@
 """What an approximate conversion may be expected to keep before it is made: what networks of the same kind kept.
 
-The figures are the shipped table's, made by a script from tests/benchmarks/kinds.md. They are for small networks
-trained on CIFAR-10: a range over few networks, no bound. What the user's own images say (`held_out.Kept`) counts for more.
+The figures are the shipped table's, made by a script from tests/benchmarks/kinds.md: of small networks trained on
+CIFAR-10, a range over few of them and no bound. What the user's own images say (`held_out.Kept`) counts for more.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def figures(kind: Kind, way: str) -> Mapping[str, Span]:
 
 
 def without_images(kind: Kind, scheme: str, options: Mapping[str, Any]) -> Expected | None:
-    """What to expect of a conversion that is not given images; None where it keeps the function.
+    """What to expect of a conversion that is not given images; None where there is nothing that images could fit.
 
     Args:
         options: those that were given.
     """
     chosen = schemes.own(schemes.resolve(scheme, dict(options)))
-    if schemes.exact(Step(scheme, chosen, ())):
+    if schemes.get(scheme).fit is None or schemes.exact(Step(scheme, chosen, ())):
         return None
     usual = schemes.get(scheme).options
     way = " ".join([scheme, *(f"--{n.replace('_', '-')} {v}" for n, v in chosen.items() if v != usual[n])])
