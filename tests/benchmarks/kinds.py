@@ -166,18 +166,19 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "kinds.jsonl", fresh=given.fresh)
-    for samples in given.samples:
-        for kind in given.kinds or KINDS:
-            if not (DATA / f"{kind}.json").is_file():
-                continue
-            for scheme, options, sizes in OTHERS.get(kind, WAYS):
-                for draw in range(given.draws if samples != "none" else 1):
-                    if samples in sizes:
-                        key = (kind, called(scheme, options), samples, str(draw))
-                        row = kept.get(key, lambda: measure(kind, scheme, options, samples, draw))  # noqa: B023
-                        print(
-                            key, {name: row[name] for name in ("after", "agreement", "why") if name in row}, flush=True
-                        )
+    todo = [
+        (kind, scheme, options, samples, draw)
+        for samples in given.samples
+        for place in range(len(WAYS))  # one way for all kinds, then the next
+        for kind in given.kinds or KINDS
+        for scheme, options, sizes in OTHERS.get(kind, WAYS)[place : place + 1]
+        for draw in range(given.draws if samples != "none" else 1)
+        if samples in sizes and (DATA / f"{kind}.json").is_file()
+    ]
+    for kind, scheme, options, samples, draw in todo:
+        key = (kind, called(scheme, options), samples, str(draw))
+        row = kept.get(key, lambda: measure(kind, scheme, options, samples, draw))  # noqa: B023
+        print(key, {name: row[name] for name in ("after", "agreement", "why") if name in row}, flush=True)
     TABLE.write_text(table(kept))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
-from normswap.errors import OptionError
+from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear
 from normswap.layers import reparametrized
@@ -32,6 +32,7 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
 
     Raises:
         OptionError: something else than `keep` and `fit`.
+        RefusedError: there is nothing to standardize.
     """
     _check(mean=mean, stem=stem, depthwise=depthwise)
     kept = 0
@@ -65,6 +66,11 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
         take = draft.take(path)
         take.layer, take.extra = "StandardizedConv", {"mean": keep}
         kept += alone and mean == "fit" and keep
+    if not any(take.layer == "StandardizedConv" for take in draft.takes.values()):
+        why = (
+            "timm's ScaledStdConv2d has two dimensions; gates, the classifier and filters of one number are left alone"
+        )
+        raise RefusedError("no convolution to standardize", why, "`--to folded` works on any network")
     if kept:
         draft.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
     return draft
