@@ -217,7 +217,8 @@ def carry_out(
         shape = batches[0].images.shape[1:]
         notes, held = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
-    report = replace(report, kept=keeping.measured(model, result, held))
+    if held:
+        report = replace(report, kept=keeping.measured(model, result, held))
     _demand(report, step.scheme)
     applying.demand_gone(model, result, step)
     record = _record(model, step)

@@ -221,15 +221,16 @@ def _follow(
 
 
 def _expected(model: nn.Module, wanted: Wanted) -> Expected | None:
-    """What networks like this kept without images; None where nothing is lost."""
-    from normswap.analysis.expected import without_images
-    from normswap.analysis.network_kind import kind_of
-    from normswap.graph.inspection import inspect
+    """What networks like this kept without images; None where images would have nothing to fit, or are demanded."""
     from normswap.schemes import get, resolve
 
     scheme, options = str(wanted.to), dict(wanted.options)
-    if scheme == "unfold" or get(scheme).demands_data(resolve(scheme, options)):
+    if scheme == "unfold" or get(scheme).fit is None or get(scheme).demands_data(resolve(scheme, options)):
         return None
+    from normswap.analysis.expected import without_images
+    from normswap.analysis.network_kind import kind_of
+    from normswap.graph.inspection import inspect
+
     return without_images(kind_of(inspect(model)), scheme, options)
 
 
