@@ -78,7 +78,7 @@ def fit(
 
     Returns:
         What the user should know, and the images that were held out: batches of them; none of noise, and none where
-        the step changes no layer but measures all images.
+        the result is not fitted to a pattern but measures all images.
 
     Raises:
         OptionError: a word that is not "noise".
@@ -92,9 +92,9 @@ def fit(
         calibrate = noise(size, seed)
         notes = ("fitted to noise: on images the result is worse than one fitted to images like those it will see",)
     batches = calibrate() if callable(calibrate) else calibrate
-    if not notes and step.edits:
-        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
     scheme = schemes.get(step.scheme)
+    if not notes and scheme.pattern is not None:
+        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
     if scheme.pattern is not None:  # what the result is fitted to: the source in the gauge of the result
         source = applying.apply_step(source, scheme.pattern(step))
     assert scheme.fit is not None

@@ -70,7 +70,7 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
         why = (
             "timm's ScaledStdConv2d has two dimensions; gates, the classifier and filters of one number are left alone"
         )
-        raise RefusedError("no convolution to standardize", why, "`--to folded` works on any network")
+        raise RefusedError("no convolution to standardize", only, "`--to folded` works on any network")
     if kept:
         draft.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
     return draft
