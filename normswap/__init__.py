@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from normswap.schemes import register_scheme as register_scheme
     from normswap.storage.checkpoint import load as load
     from normswap.storage.checkpoint import save as save
+    from normswap.surgery.carrying_out import Conversion as Conversion
     from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
-    from normswap.surgery.conversion import Conversion as Conversion
     from normswap.surgery.conversion import convert as convert
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result

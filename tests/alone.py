@@ -14,6 +14,7 @@ from torch import Tensor
 _OURS = ["normswap", "timm", "torchvision", "safetensors"]
 _BLOCKED = {
     "onnx": [*_OURS, "torch", "onnx", "onnxscript"],
+    "openvino": [*_OURS, "torch", "onnx", "onnxscript", "onnxruntime", "nncf"],
     "pt2": [*_OURS, "onnx", "onnxruntime"],
     "torchscript": [*_OURS, "onnx", "onnxruntime"],
     "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
@@ -22,6 +23,9 @@ _RUN = {
     "onnx": "import onnxruntime as ort\n"
     "session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])\n"
     "run = lambda x: session.run(['{output}'], {{'images': x}})[0]",
+    "openvino": "import openvino as ov\n"
+    "m = ov.Core().compile_model(file, 'CPU', {{'INFERENCE_PRECISION_HINT': 'f32'}})\n"
+    "run = lambda x: m(x)['{output}'].copy()",
     "pt2": "import torch\nm = torch.export.load(file).module()\n"
     "run = lambda x: m(torch.from_numpy(x)).detach().numpy()",
     "torchscript": "import torch\nm = torch.jit.load(file)\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()",

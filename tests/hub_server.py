@@ -1,10 +1,10 @@
-"""A small Hugging Face hub on localhost: enough of its protocol for huggingface_hub to download a model.
+"""A small Hugging Face hub on localhost: enough of its protocol for huggingface_hub to download and upload a model.
 
     with hub_server({"timm/resnet18.a1_in1k": folder}) as url: ...   # then HF_ENDPOINT=url in a subprocess
 
 Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server says it); "break"
 (each transfer of weights starts at the beginning, whatever was asked, and stops half way); "stall" (half a file comes,
-resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros).
+resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros); "read-only" (takes nothing).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ import pytest
 from huggingface_hub import constants, file_download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-MODES = ("ok", "404", "plain-404", "break", "stall", "500", "garbage")
+MODES = ("ok", "404", "plain-404", "break", "stall", "500", "garbage", "read-only")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -32,6 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
     repos: dict[str, Path]
     mode: str
     seen: list[str]
+    store: Path
 
     def log_message(self, *_: Any) -> None:
         """Stay quiet."""
@@ -41,6 +43,48 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._serve(body=True)
+
+    def do_POST(self) -> None:
+        self.seen.append(f"{self.command} {self.path}")
+        given = self._given()
+        if self.mode in ("read-only", "500"):
+            return self._refuse(403 if self.mode == "read-only" else 500, "")
+        if self.path == "/api/validate-yaml":
+            return self._send(b'{"errors": [], "warnings": []}', "application/json", True)
+        if self.path == "/api/repos/create":
+            wanted = json.loads(given)
+            repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
+            (self.store / repo).mkdir(parents=True, exist_ok=True)
+            self.repos.setdefault(repo, self.store / repo)
+            return self._send(
+                json.dumps({"url": f"http://{self.headers['Host']}/{repo}"}).encode(), "application/json", True
+            )
+        asked = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0])
+        if asked is None or asked[1] not in self.repos:
+            return self._refuse(404, "RepoNotFound")
+        if asked[2] == "preupload":
+            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                     for file in json.loads(given)["files"]]  # fmt: skip
+            return self._send(json.dumps({"files": files}).encode(), "application/json", True)
+        for entry in map(json.loads, given.splitlines()):
+            if entry["key"] == "file":
+                (self.repos[asked[1]] / entry["value"]["path"]).write_bytes(b64decode(entry["value"]["content"]))
+        done = {
+            "commitUrl": f"http://{self.headers['Host']}/{asked[1]}/commit/{COMMIT}",
+            "commitOid": COMMIT,
+            "pullRequestUrl": None,
+        }
+        return self._send(json.dumps(done).encode(), "application/json", True)
+
+    def _given(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
 
     def _serve(self, body: bool) -> None:
         self.seen.append(f"{self.command} {self.path}")
@@ -123,16 +167,20 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
 
 
 @contextmanager
-def hub_server(repos: dict[str, Path], mode: str = "ok", seen: list[str] | None = None) -> Iterator[str]:
+def hub_server(
+    repos: dict[str, Path], mode: str = "ok", seen: list[str] | None = None, store: Path = Path()
+) -> Iterator[str]:
     """Serve folders as hub repositories; yields the address for HF_ENDPOINT.
 
     Args:
         repos: folder by repository name.
         mode: one of MODES.
         seen: collects "METHOD path" of every request, if given.
+        store: where new repositories are made.
     """
     assert mode in MODES, mode
-    handler = type("Handler", (_Handler,), {"repos": repos, "mode": mode, "seen": [] if seen is None else seen})
+    own = {"repos": repos, "mode": mode, "seen": [] if seen is None else seen, "store": store}
+    handler = type("Handler", (_Handler,), own)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)

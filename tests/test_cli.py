@@ -26,7 +26,7 @@ from normswap.storage import checkpoint
 
 COMMANDS = (
     "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "finetune",
-    "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
+    "push", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
 )  # fmt: skip
 MODEL = str(demo.FOLDER)
 IMAGES = str(demo.FOLDER / "images.tar")

@@ -30,7 +30,7 @@ TRAINED = {
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": demo.FOLDER,
 }
-ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
 NFNETS = ("eca_nfnet_l0", "dm_nfnet_f0")
 SIZE = (3, 64, 64)

@@ -20,7 +20,7 @@ from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan, Step
-from normswap.surgery import applying, conversion
+from normswap.surgery import applying, carrying_out, conversion
 
 NARROW: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},
@@ -68,7 +68,7 @@ def _case(arch: str, index: int) -> Case:
 
 def applied(model: nn.Module, planned: Step) -> nn.Module:
     """The result, which knows where it is from."""
-    return provenance.attach(applying.apply_step(model, planned), conversion._record(model, planned))
+    return provenance.attach(applying.apply_step(model, planned), carrying_out.record(model, planned))
 
 
 def case(arch: str, row: Row) -> Case:

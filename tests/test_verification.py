@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from normswap.errors import NormswapError, PlanError, VerificationError
 from normswap.graph import inspection
 from normswap.plan import Edit, Step, Take, Way
-from normswap.surgery import applying, comparison, conversion
+from normswap.surgery import applying, carrying_out, comparison, conversion
 from normswap.surgery.comparison import Error, Report
 
 Harm = Callable[[Any, Any], None]
@@ -186,8 +186,8 @@ def test_plans_edited_into_nonsense_are_rejected(name: str) -> None:
     edits = tuple(edit for old in planned.edits if (edit := EDITS[name](old)))
     assert edits != planned.edits
     with pytest.raises((VerificationError, PlanError)):
-        conversion.carry_out(source(), Step("skipinit", planned.options, edits), inputs=inputs())
-    assert conversion.carry_out(source(), planned, inputs=inputs()).report.passed
+        carrying_out.carry_out(source(), Step("skipinit", planned.options, edits), inputs=inputs())
+    assert carrying_out.carry_out(source(), planned, inputs=inputs()).report.passed
 
 
 def test_dead_branches_are_reported() -> None:

@@ -22,8 +22,8 @@ from normswap.models import network_input
 from normswap.plan import Step
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
+from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.comparison import Report
-from normswap.surgery.conversion import Conversion
 
 Body = dict[str, Any]
 _ROLES = ("stem", "last", "down", "other", "head")

@@ -57,7 +57,7 @@ class Runtime:
     Args:
         name: what the user calls it.
         opens: the kinds of file it takes, the preferred one first: `directory` (that `checkpoint.save` wrote), `onnx`,
-            `pt2` or `torchscript`.
+            `openvino`, `pt2` or `torchscript`.
         start: opens a file of such a kind; takes the mode, too.
         needs: packages beyond torch.
         modes: what may follow the name after a colon.
@@ -252,7 +252,7 @@ _ALL = (
     Runtime("compile", ("directory", "pt2"), _compile, modes=_MODES, once=_build_compiler),
     Runtime("torchscript", ("torchscript",), _torchscript, devices=("cpu", "cuda")),
     Runtime("onnxruntime", ("onnx",), OnnxSession, needs=("onnxruntime",), devices=("cpu", "cuda")),
-    Runtime("openvino", ("onnx",), OpenvinoSession, needs=("openvino",), devices=("cpu",)),
+    Runtime("openvino", ("openvino", "onnx"), OpenvinoSession, needs=("openvino",), devices=("cpu",)),
 )
 RUNTIMES = {runtime.name: runtime for runtime in _ALL}
 DEFAULT: Sequence[str] = ("eager", "compile", "onnxruntime", "openvino")

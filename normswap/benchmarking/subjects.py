@@ -18,7 +18,7 @@ from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
 
-KINDS = {".onnx": "onnx", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
+KINDS = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
 _NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
 Make = Callable[[], Path]
@@ -37,6 +37,7 @@ class Subject:
         raw: from images as the network takes them to images as the file does.
         plain: whether it may still hold norms that a runtime could fold itself.
         needs: for each kind of file, the packages that making it takes.
+        precision: that of its weights, where it says so.
     """
 
     form: str
@@ -45,6 +46,7 @@ class Subject:
     raw: Callable[[Tensor], Tensor] = lambda images: images
     plain: bool = False
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    precision: str | None = None
     _made: dict[str, Path | Exception] = field(default_factory=dict)
 
     def file(self, kind: str) -> Path:
@@ -237,11 +239,18 @@ def of_file(file: Path, before: Group | None, body: Sidecar | None, side: int | 
     if takes and before and takes != before.size:
         raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
     subject = Subject(file.name, {KINDS[file.suffix.lower()]: lambda: file.resolve()})
+    subject.precision = body["precision"]["weights"] if body and body.get("precision") else _foreign_precision(file)
     if before and before.model:
         subject.answers = before.model
         if body:
             subject.raw, subject.answers = _unprepared(before.model, body), _answering(before.model, body)
     return subject, takes if takes and not side else known
+
+
+def _foreign_precision(file: Path) -> str | None:
+    """int8, if a file that nothing lies beside has a quantizer's operators in it."""
+    held = file.read_bytes()
+    return "int8" if b"QuantizeLinear" in held or b"FakeQuantize" in held else None
 
 
 def _unprepared(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:

@@ -51,6 +51,8 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that are the input's fault become one line on stderr."""
+    # OpenMP's threads that wait spin; where another process wants the cores that costs several times the work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _quiet():
             _register()

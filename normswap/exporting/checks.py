@@ -22,8 +22,10 @@ from normswap.models.network_input import answer
 from normswap.surgery import comparison, running
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
-# (tests/benchmarks/export.md): the bounds are two to three times that
-TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2}
+# (tests/benchmarks/export.md): the bounds are two to three times that. What int8 may cost is the user's to say
+# (`--max-drop`); zeros are off by 1
+TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2, "int8": 1.0}
+Batch = tuple[Tensor, Tensor | None]  # images (N, C, H, W), and labels (N,) if there are any
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Figures:
         agreement: fraction of images, or of places in maps, with the same argmax; count: of how many images.
         tolerance: what relative_l2 may be.
         inputs: what both were run on.
+        source_top1, top1: in percent, of source and file, where the images have labels.
     """
 
     relative_l2: float
@@ -44,12 +47,14 @@ class Figures:
     count: int
     tolerance: float
     inputs: str
+    source_top1: float | None = None
+    top1: float | None = None
 
 
 def check(
     source: nn.Module,
     runs: Runs,
-    batches: Iterable[Tensor],
+    batches: Iterable[Batch],
     *,
     dtype: str = "fp32",
     softmax: bool = False,
@@ -59,20 +64,20 @@ def check(
     """Run both on the same images and compare.
 
     Args:
-        batches: (N, C, H, W), preprocessed for `source`.
+        batches: images (N, C, H, W), preprocessed for `source`, and their labels.
         raw: from those to what the file wants.
 
     Raises:
         VerificationError: the file computes something else, or does not run.
     """
     sums = _Sums()
-    for x in batches:
+    for x, labels in batches:
         logits = answers(source, x)
         try:
             got = runs(raw(x))
         except Exception as error:  # every runtime has its own
             raise VerificationError(f"the exported file does not run on {tuple(x.shape)}", first_line(error)) from None
-        sums.add(x, logits, logits.softmax(-1) if softmax else logits, got)
+        sums.add(x, logits, logits.softmax(-1) if softmax else logits, got, labels)
     if not sums.count:
         raise OptionError("no images to check the file on")
     allowed = TOLERANCE[dtype]
@@ -86,7 +91,10 @@ def check(
             f"allowed {allowed:.1e}",
             remedy="Nothing was written",
         )
-    return Figures(sums.relative_l2, sums.largest / sums.top, sums.same / sums.count, sums.count, allowed, described)
+    return Figures(
+        sums.relative_l2, sums.largest / sums.top, sums.same / sums.count, sums.count, allowed, described,
+        sums.hits("source"), sums.hits("file"),
+    )  # fmt: skip
 
 
 class _Sums:
@@ -96,8 +104,10 @@ class _Sums:
         self.off = self.whole = self.largest = self.top = self.peak = self.same = 0.0
         self.count = 0
         self.first: tuple[Tensor, Tensor] | None = None
+        self.right = {"source": 0, "file": 0}
+        self.labelled = 0
 
-    def add(self, x: Tensor, logits: Tensor, expected: Tensor, got: Tensor) -> None:
+    def add(self, x: Tensor, logits: Tensor, expected: Tensor, got: Tensor, labels: Tensor | None) -> None:
         self.first = self.first or (x, logits)
         self.count += len(x)
         self.peak = max(self.peak, float(logits.abs().max()))
@@ -111,6 +121,14 @@ class _Sums:
         self.largest = max(self.largest, float(difference.abs().max()))
         same = (expected.argmax(1) == got.argmax(1)).double()
         self.same += float(same.sum()) * len(x) / same.numel()
+        if labels is not None and expected.ndim == 2 and bool(((labels >= 0) & (labels < expected.shape[1])).all()):
+            self.labelled += len(x)
+            for who, scores in (("source", expected), ("file", got)):
+                self.right[who] += int((scores.argmax(1) == labels).sum())
+
+    def hits(self, who: str) -> float | None:
+        """Top-1 in percent; None unless all images have a label that is a class of the network."""
+        return 100 * self.right[who] / self.count if self.labelled == self.count else None
 
     @property
     def relative_l2(self) -> float:
@@ -163,12 +181,13 @@ def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: in
     return (torch.sigmoid(2 * total) - mean) / std
 
 
-def split(batches: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:
+def split(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
     """The same images, `size` at a time; None: as they come, but of more than one size (a short one first)."""
-    for i, batch in enumerate(batches):
-        if size is not None:
-            yield from batch.split(size)
-        elif i == 0 and len(batch) > 1:
-            yield from (batch[:1], batch[1:])
-        else:
-            yield batch
+    for i, (images, labels) in enumerate(batches):
+        if size is None and (i or len(images) < 2):
+            yield images, labels
+            continue
+        cuts = [size] * (len(images) // size) if size else [1, len(images) - 1]
+        cuts += [rest] if (rest := len(images) - sum(cuts)) else []
+        parts = [None] * len(cuts) if labels is None else labels.split(cuts)
+        yield from zip(images.split(cuts), parts, strict=True)

@@ -19,7 +19,7 @@ from normswap.graph import inspection
 from normswap.layers import affine, reparametrized
 from normswap.models.network_input import answer
 from normswap.plan import Step
-from normswap.surgery import conversion
+from normswap.surgery import carrying_out, conversion
 
 
 def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = False) -> nn.Module:
@@ -45,7 +45,7 @@ def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = 
     if not (sketch.seats or sketch.takes or sketch.refusals):
         return copy.deepcopy(model).eval()
     step: Step = conversion.draft(seen, "folded")[0]
-    return conversion.carry_out(model, step, seen, size=size).model.eval()
+    return carrying_out.carry_out(model, step, seen, size=size).model.eval()
 
 
 def streamlined(folded: nn.Module, source: nn.Module, x: Tensor, dtype: torch.dtype) -> nn.Module:

@@ -5,12 +5,18 @@ Whatever the weights' dtype, images come in and answers go out in float32: a cal
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
+from normswap.layers import affine
+from normswap.layers.own import OwnLayer
 from normswap.models.network_input import answer
 
 INPUT = "images"
+T = TypeVar("T", bound=nn.Module)
 
 
 class Shipped(nn.Module):
@@ -23,6 +29,9 @@ class Shipped(nn.Module):
         softmax: answer with probabilities.
         output: what the answers are called in files that name them.
     """
+
+    scale: Tensor | None
+    shift: Tensor | None
 
     def __init__(
         self,
@@ -41,13 +50,46 @@ class Shipped(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def around(self, network: nn.Module) -> Shipped:
+        """The same, with another network inside."""
+        twin = Shipped(
+            network, dtype=self.dtype, stored=self.stored, scale=self.scale, shift=self.shift, softmax=self.softmax,
+            output=self.output,
+        )  # fmt: skip
+        return twin.eval().requires_grad_(False)
+
+    def prepared(self, images: Tensor) -> Tensor:
+        """What the network reads, in float32."""
         x = images
-        if isinstance(self.scale, Tensor):
+        if self.scale is not None:
             x = x * self.scale
-        if isinstance(self.shift, Tensor):
+        if self.shift is not None:
             x = x + self.shift
+        return x
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.prepared(images)
         half = self.dtype != torch.float32  # a cast to what it is would be a node all the same
         answers = answer(self.network(x.to(self.dtype) if half else x))
         answers = answers.to(torch.float32) if half else answers
         return answers.softmax(-1) if self.softmax else answers
+
+
+def as_convolutions(network: T) -> T:
+    """A copy whose remaining scales and shifts per channel are 1 x 1 depthwise convolutions.
+
+    ONNX Runtime keeps those in its blocked layout on the CPU, and fuses the activation that follows; a broadcast
+    multiplication or addition makes it convert the layout there and back (5 % of a resnetv2_50's time).
+    """
+    twin = copy.deepcopy(network)
+    for path, module in list(twin.named_modules()):
+        if not isinstance(module, OwnLayer) or not (module.AFFINE and module.PER_CHANNEL):
+            continue
+        scale, shift = module.as_affine()
+        dtype, act = next(module.parameters()).dtype, affine.activation(module)
+        conv = nn.Conv2d(len(shift), len(shift), 1, groups=len(shift), dtype=dtype).requires_grad_(False)
+        conv.weight.copy_(scale.view(-1, 1, 1, 1))
+        assert conv.bias is not None
+        conv.bias.copy_(shift)
+        twin.set_submodule(path, conv if act is None else nn.Sequential(conv, act))
+    return twin

@@ -6,7 +6,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,27 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import OptionError
-from normswap.exporting import checks, export_folding, formats, input_normalization, rounding, sidecar
+from normswap.exporting import (
+    checks,
+    export_folding,
+    formats,
+    input_normalization,
+    quantizing,
+    rounding,
+    sidecar,
+)
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import Format
+from normswap.exporting.quantizing import Quantized, Wish
 from normswap.storage import atomic_write
-from normswap.surgery.conversion import Conversion
+from normswap.surgery.carrying_out import Conversion
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of the weights
+DTYPES = {  # of the weights that go to the format's writer
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32,
+}  # fmt: skip
 Batches = Iterable[Tensor | tuple[Tensor, Tensor]] | Tensor
-_ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32"}
+_ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
 _BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 
 
@@ -41,6 +52,7 @@ class Exported:
         bytes: its size.
         notes: what the user should know.
         seconds: what it all took.
+        quantized: how, if it is int8.
     """
 
     file: Path
@@ -55,6 +67,7 @@ class Exported:
     bytes: int
     notes: tuple[str, ...]
     seconds: float
+    quantized: Quantized | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,10 @@ def export(
     normalize: bool = False,
     softmax: bool = False,
     images: Batches | None = None,
+    calibrate: Batches | None = None,
+    per_channel: bool = True,
+    sensitive: int = 0,
+    max_drop: float | None = None,
     force: bool = False,
     count_plain: bool = False,
     say: Callable[[str], None] = lambda what: None,
@@ -94,15 +111,20 @@ def export(
     is to be done with an image first. Images come in and answers go out in float32, whatever `dtype` is.
 
     Args:
-        format: onnx, pt2, torchscript or safetensors; by default what the ending of `path` says.
+        format: onnx, openvino, pt2, torchscript or safetensors; by default what the ending of `path` says.
         dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
-            classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change.
+            classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change; int8, by the runtime's
+            own quantizer, in the gauge that suits it (`equalization`).
         dynamic_batch: any number of images at a time, else one.
         input_size: (C, H, W); by default the size the network was made for.
         normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
         softmax: the file answers with probabilities.
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
-            default smooth noise.
+            default smooth noise. What int8 costs is measured on them, so there they have to be given.
+        calibrate: for int8: other batches, which set ranges, gauge and biases.
+        per_channel: int8 weights have a step for each output channel, else one for all.
+        sensitive: so many layers, those that int8 costs most, stay in fp32.
+        max_drop: points of top-1 (without labels: of agreement) that int8 may lose on `images`; None: any.
         force: replace a file that exists.
         count_plain: export `model` as it is, too, and count that file's nodes.
         say: called with what is going on.
@@ -111,11 +133,13 @@ def export(
         OptionError: an unknown format, a missing package, a size that the network rejects, ...
         OutputError: the file exists, or cannot be written.
         TraceError, RefusedError: the network cannot be folded, or the format cannot express it.
-        VerificationError: the file computes something else than `model`. Nothing was written.
+        VerificationError: the file computes something else than `model`, or loses more than it may. Nothing was
+            written.
     """
     start = time.perf_counter()
     order = _order(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax)
-    claim(order.file, format, force=force)
+    claim(order.file, format, dtype, force=force)
+    wish = _wish(order, calibrate, images, per_channel, sensitive, max_drop)
     beside = sidecar.place(order.file)
     checks.answers(order.source, torch.zeros(1, *order.size))
     say("folding")
@@ -127,31 +151,68 @@ def export(
 
     def write(aside: Path) -> None:
         say(f"exporting to {order.form.NAME}")
-        order.form.write(network, _example(order), aside, dynamic=order.dynamic_batch, metadata=metadata)
+        form, x = order.form, _example(order)
+        if wish is None:
+            form.write(network, x, aside, dynamic=order.dynamic_batch, metadata=metadata)
+        else:
+            assert isinstance(network, Shipped)
+            found["quantized"] = quantizing.write(
+                network, x, aside, form, wish, dynamic=order.dynamic_batch, metadata=metadata, say=say
+            )
         say("checking")
-        found["figures"] = _check(order, order.form.open(aside), images)
-        found["nodes"] = order.form.nodes(aside)
+        figures = found["figures"] = _check(order, form.open(aside), images)
+        if wish is not None:
+            lost = quantizing.demand(figures, wish.max_drop)
+            body["quantization"] = {**asdict(found["quantized"]), "measured": {**asdict(figures), "lost": lost}}
+        found["nodes"] = form.nodes(aside)
         sidecar.write(beside, body)
 
-    atomic_write.whole(order.file, write)
+    atomic_write.whole(order.file, write, order.form.PARTS)
     plain = _plain_nodes(order, say) if count_plain else None
-    size = order.file.stat().st_size
+    size = sum(order.file.with_suffix(part).stat().st_size for part in (order.file.suffix, *order.form.PARTS))
     return Exported(
         order.file, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"], found["nodes"],
-        plain, size, tuple(notes), time.perf_counter() - start,
+        plain, size, tuple(notes), time.perf_counter() - start, found.get("quantized"),
     )  # fmt: skip
 
 
-def claim(file: Path, format: str | None, *, force: bool) -> None:
+def claim(file: Path, format: str | None, dtype: str = "fp32", *, force: bool) -> None:
     """See, before any work, that the file can be written.
 
     Raises:
-        OptionError: the format is not known, or a package it needs is not installed.
+        OptionError: the format or dtype is not known or do not go together, or a package is not installed.
         OutputError: the file, or its sidecar, exists, or its folder does not.
     """
-    formats.choose(file, format)
-    for each in (file, sidecar.place(file)):
+    form = formats.choose(file, format)
+    if dtype not in DTYPES:
+        raise OptionError(f"unknown dtype '{dtype}'", f"there are {', '.join(DTYPES)}")
+    if dtype == "int8":
+        formats.quantizer(form.NAME)
+    for each in (file, *(file.with_suffix(part) for part in form.PARTS), sidecar.place(file)):
         atomic_write.claim(each, force=force)
+
+
+def _wish(
+    order: _Order,
+    calibrate: Batches | None,
+    images: Batches | None,
+    per_channel: bool,
+    sensitive: int,
+    max_drop: float | None,
+) -> Wish | None:
+    """What is wanted of int8; None where something else is."""
+    if order.dtype != "int8":
+        if calibrate is not None or sensitive or max_drop is not None:
+            raise OptionError(f"{order.dtype} is not calibrated", remedy="Choose int8, or leave its options out")
+        return None
+    if calibrate is None or images is None:
+        what = "images to calibrate on" if calibrate is None else "other images to measure on"
+        raise OptionError(f"int8 needs {what}", remedy="Give --calibrate DATA")
+    raw = _raw(order)
+    batches = [raw(x) for x, _ in _pairs(calibrate)]
+    if not batches:
+        raise OptionError("no images to calibrate on")
+    return Wish(torch.cat(batches), per_channel, sensitive, max_drop)
 
 
 def preprocessing(model: nn.Module, size: Sequence[int] | None) -> sidecar.Body:
@@ -188,8 +249,6 @@ def _order(
     softmax: bool,
 ) -> _Order:
     form = formats.choose(file, format)
-    if dtype not in DTYPES:
-        raise OptionError(f"unknown dtype '{dtype}'", f"there are {', '.join(DTYPES)}")
     if not form.GRAPH and (normalize or softmax):
         option = "normalize" if normalize else "softmax"
         raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
@@ -236,20 +295,23 @@ def _per_channel(values: Sequence[float], channels: int) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64).expand(channels).reshape(-1, 1, 1).float()
 
 
+def _raw(order: _Order) -> Callable[[Tensor], Tensor]:
+    """From images as the source takes them to images as the file does."""
+    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
+    return lambda x: x * std + mean if order.normalize else x
+
+
 def _check(order: _Order, runs: formats.Runs, images: Batches | None) -> Figures:
     mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
-
-    def raw(x: Tensor) -> Tensor:
-        return x * std + mean if order.normalize else x
-
     described = "smooth noise, seed 0" if images is None else "given images"
-    batches = _tensors(checks.pictures(order.size, mean, std) if images is None else images)
+    batches = _pairs(checks.pictures(order.size, mean, std) if images is None else images)
     batches = checks.split(batches, None if order.dynamic_batch else 1)
     return checks.check(
-        order.source, runs, batches, dtype=order.dtype, softmax=order.softmax, raw=raw, described=described
+        order.source, runs, batches, dtype=order.dtype, softmax=order.softmax, raw=_raw(order), described=described
     )
 
 
-def _tensors(images: Batches) -> Iterator[Tensor]:
+def _pairs(images: Batches) -> Iterator[checks.Batch]:
     for batch in [images] if isinstance(images, Tensor) else images:
-        yield (batch[0] if isinstance(batch, (tuple, list)) else batch).float()
+        x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
+        yield x.float(), labels

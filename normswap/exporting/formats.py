@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
@@ -11,6 +12,8 @@ from normswap.errors import OptionError, first_line
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
     from torch import Tensor, nn
+
+    from normswap.exporting.exported_module import Shipped
 
 Runs: TypeAlias = "Callable[[Tensor], Tensor]"
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
@@ -23,6 +26,7 @@ class Format(Protocol):
     NEEDS: tuple[str, ...]  # packages
     GRAPH: bool  # it holds operators, not only tensors
     NOTES: Mapping[str, str]  # what a user should know of a dtype in it
+    PARTS: tuple[str, ...]  # endings of further files that lie beside it
 
     def write(self, network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
         """Write `network`, traced on `x` (N, C, H, W), to `file`; `dynamic`: for any number of images at a time.
@@ -42,13 +46,39 @@ class Format(Protocol):
         """How many operators of each kind the file has, the most frequent first."""
 
 
+class Quantizer(Protocol):
+    """What the module offers that writes a format in int8."""
+
+    NEEDS: tuple[str, ...]  # packages
+    RANGES: tuple[str, ...]  # the first is the usual one
+    LEVELS: int  # of the weights on either side of 0
+    CORRECTS: bool  # biases, by itself
+
+    def write_int8(
+        self,
+        network: Shipped,
+        x: Tensor,
+        file: Path,
+        images: Sequence[Tensor],
+        *,
+        ranges: str,
+        per_channel: bool,
+        keep: Sequence[str],
+        dynamic: bool,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Write `network` in int8, with ranges from `images`; the layers at the paths of `keep` stay in fp32."""
+
+
 class _Row(NamedTuple):
     module: str
     endings: tuple[str, ...]
+    int8: str = ""  # the module that quantizes, if one does
 
 
 _FORMATS = {
-    "onnx": _Row("onnx_file", (".onnx",)),
+    "onnx": _Row("onnx_file", (".onnx",), "onnx_int8"),
+    "openvino": _Row("openvino_file", (".xml",), "openvino_int8"),
     "pt2": _Row("pt2", (".pt2",)),
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
@@ -69,13 +99,29 @@ def get(name: str) -> Format:
     if name not in _FORMATS:
         raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
     form = cast(Format, importlib.import_module(f"normswap.exporting.{_FORMATS[name].module}"))
-    for package in form.NEEDS:
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            remedy = "pip install 'normswap[export]'"
-            raise OptionError(f"{name} needs the package {package}", "it is not installed", remedy) from None
+    _demand(name, form.NEEDS, "export")
     return form
+
+
+def quantizer(name: str) -> Quantizer:
+    """What writes a format in int8.
+
+    Raises:
+        OptionError: nothing does, or a package it needs is not installed.
+    """
+    if not _FORMATS[name].int8:
+        able = ", ".join(other for other, row in _FORMATS.items() if row.int8)
+        raise OptionError(f"{name} is not written in int8", f"there are {able}")
+    found = cast(Quantizer, importlib.import_module(f"normswap.exporting.{_FORMATS[name].int8}"))
+    _demand(f"{name} in int8", found.NEEDS, "quantize")
+    return found
+
+
+def _demand(what: str, packages: Iterable[str], extra: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            remedy = f"pip install 'normswap[{extra}]'"
+            raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
 
 
 def choose(file: Path, name: str | None) -> Format:

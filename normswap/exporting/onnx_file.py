@@ -5,26 +5,24 @@ torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded ne
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
-from normswap.exporting.exported_module import INPUT, Shipped
+from normswap.exporting.exported_module import INPUT, Shipped, as_convolutions
 from normswap.exporting.formats import Runs, reason
-from normswap.layers import affine
-from normswap.layers.own import OwnLayer
 from normswap.models.weight_files import quiet
 
 NAME = "onnx"
 NEEDS = ("onnx", "onnxscript", "onnxruntime")
 GRAPH = True
+PARTS = ()
 NOTES: Mapping[str, str] = {}
 _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
 
@@ -38,7 +36,7 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
         raise RefusedError(
             f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try --dtype fp16, or pt2"
         )
-    proto = _graph(_depthwise(network), x, dynamic)
+    proto = _graph(as_convolutions(network), x, dynamic)
     _strip(proto.graph)
     if network.stored != network.dtype:
         _store_bf16(proto.graph)
@@ -49,26 +47,6 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
     except onnx.checker.ValidationError as error:
         raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
     file.write_bytes(proto.SerializeToString())
-
-
-def _depthwise(network: Shipped) -> Shipped:
-    """A copy whose remaining scales and shifts per channel are 1 x 1 depthwise convolutions.
-
-    ONNX Runtime keeps those in its blocked layout on the CPU, and fuses the activation that follows; a broadcast
-    multiplication or addition makes it convert the layout there and back (5 % of a resnetv2_50's time).
-    """
-    twin = copy.deepcopy(network)
-    for path, module in list(twin.named_modules()):
-        if not isinstance(module, OwnLayer) or not (module.AFFINE and module.PER_CHANNEL):
-            continue
-        scale, shift = module.as_affine()
-        dtype, act = next(module.parameters()).dtype, affine.activation(module)
-        conv = nn.Conv2d(len(shift), len(shift), 1, groups=len(shift), dtype=dtype).requires_grad_(False)
-        conv.weight.copy_(scale.view(-1, 1, 1, 1))
-        assert conv.bias is not None
-        conv.bias.copy_(shift)
-        twin.set_submodule(path, conv if act is None else nn.Sequential(conv, act))
-    return twin
 
 
 def _graph(network: Shipped, x: Tensor, dynamic: bool) -> Any:

@@ -22,6 +22,7 @@ from normswap.models.weight_files import quiet
 NAME = "pt2"
 NEEDS = ()
 GRAPH = True
+PARTS = ()
 NOTES = {
     "fp16": FP16,
     "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",

@@ -23,6 +23,7 @@ from normswap.storage import checkpoint
 NAME = "safetensors"
 NEEDS = ()
 GRAPH = False
+PARTS = ()
 NOTES = {"fp16": FP16}
 
 

@@ -20,6 +20,7 @@ from normswap.models.weight_files import quiet
 NAME = "torchscript"
 NEEDS = ()
 GRAPH = True
+PARTS = ()
 NOTES = {"fp16": FP16}
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 

@@ -20,7 +20,18 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from normswap.graph.copying import tree
-from normswap.graph.spelling import Attribute, after, is_plain, left, memory, places, shapes, spelled, version
+from normswap.graph.spelling import (
+    Attribute,
+    after,
+    asks_size,
+    is_plain,
+    left,
+    memory,
+    places,
+    shapes,
+    spelled,
+    version,
+)
 from normswap.layers import affine
 from normswap.models.network_input import Example, named_tensors
 
@@ -67,6 +78,7 @@ class Recorder(TorchFunctionMode):
         self.constants: dict[str, Tensor] = {}
         self.strangers: dict[str, str] = {}
         self.branches: list[str] = []
+        self.sized = False  # whether forward asked for the size of anything
         self.resting = False
         self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}  # parameters, buffers and constants
         self._writes: dict[int, fx.Node] = {}
@@ -93,7 +105,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.resting or is_plain(func):
+        if self.resting:
+            return func(*args, **kwargs)
+        self.sized = self.sized or asks_size(func)
+        if is_plain(func):
             return func(*args, **kwargs)
         tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
         if not any(self._is_tracked(tensor) for tensor in tensors):
@@ -252,6 +267,7 @@ class Recorder(TorchFunctionMode):
             result = original(module, *args, **kwargs)  # its hooks are the user's, who did not ask to see this
             module._forward_hooks = hooks
             overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
+            self.sized = self.sized or not isinstance(result, Tensor)
             node = self._add("call_module", path, given, named, result)
             self.outputs.setdefault(node, []).append(path)
             return self._made(node, result, tensors, overwritten)

@@ -1,6 +1,7 @@
-"""SEE: a network's forward as a graph, recorded on an example, and again on another size, to be sure that it is one.
+"""SEE: a network's forward as a graph, recorded on an example; again on another size, where the size may matter.
 
-A record holds for the way that was taken. Where another size takes another way, the nodes of that way are kept too
+A record holds for the way that was taken. A forward that asks nothing for its size takes the same way at every size, so
+one record, of a small example, is enough. Where another size takes another way, the nodes of that way are kept too
 (`Traced.hidden`), and whatever is done to a module must be right on both.
 """
 
@@ -10,7 +11,7 @@ import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,9 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
     main, first, others = _first(model, given)
     if main.strangers:
         _demand_constants(model, main, first)
+    if not (main.sized or main.branches) and first.images.ndim > 3:  # rows of features may come in more dimensions
+        main.flexible = True
+        return main
     flexible = False
     for other in others:
         try:
@@ -77,7 +81,14 @@ def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Examp
         apart = [b.first(2) for b in batches if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes]
         return traced, short, [*apart[:1], *_resized(batches[0].first(2)), batches[0].first(2)]
     found: TraceError | None = None
-    examples = [(size, network_input.noise(model, size)) for size in network_input.candidates(model)]
+    sizes = network_input.candidates(model)
+    for small in network_input.small(sizes[0])[:1]:
+        with suppress(TraceError):
+            example = network_input.noise(model, small, batch=2)
+            traced = record_once(model, example)
+            if not (traced.sized or traced.branches):
+                return traced, example, []
+    examples = [(size, network_input.noise(model, size)) for size in sizes]
     for size, example in (*examples, *network_input.tokens(model)):
         try:
             traced = record_once(model, example)
@@ -180,7 +191,7 @@ def record_once(model: nn.Module, example: Example, look: Callable[[str, Any], N
             calls.setdefault(id(modules[str(node.target)]), []).append(node)
     traced = Traced(recorder.graph, modules, calls, recorder.outputs, recorder.opaque, recorder.constants)
     traced.recorded.append(str(example))
-    traced.strangers = recorder.strangers
+    traced.strangers, traced.sized = recorder.strangers, recorder.sized
     traced.branches = list(dict.fromkeys(recorder.branches))
     return traced
 

@@ -21,6 +21,10 @@ _PLAIN_PROPERTIES = frozenset((
     "is_sparse", "is_quantized", "is_leaf", "is_nested", "is_mkldnn", "grad", "grad_fn", "_grad_fn", "names",
     "itemsize", "nbytes", "_version", "output_nr", "_base", "is_vulkan", "is_maia", "is_ipu", "is_sparse_csr",
 ))  # fmt: skip
+_SIZES = frozenset((
+    "size", "numel", "nelement", "stride", "storage_offset", "__len__", "is_contiguous", "is_same_size", "shape",
+    "nbytes", "names", "unbind", "split", "tensor_split", "__iter__",
+))  # fmt: skip
 _OPERATORS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "matmul": operator.matmul,
     "truediv": operator.truediv, "true_divide": operator.truediv, "add_": operator.iadd, "sub_": operator.isub,
@@ -50,6 +54,12 @@ def is_plain(func: Any) -> bool:
     """Whether `func` asks for a shape, a dtype, or the like, and reads no value."""
     name = getattr(func, "__name__", "")
     return name in _PLAIN or (name == "__get__" and func.__self__.__name__ in _PLAIN_PROPERTIES)
+
+
+def asks_size(func: Any) -> bool:
+    """Whether what a forward does after `func` may depend on the size of a tensor."""
+    name = getattr(func, "__name__", "")
+    return (func.__self__.__name__ if name == "__get__" else name) in _SIZES
 
 
 class Attribute(str):

@@ -34,7 +34,8 @@ class Traced:
         remarks: what the record does not say.
         strangers: names of constants that no operation was seen to make, with the paths of the modules that use them.
         branches: paths of the modules that look at values.
-        flexible: whether it was recorded at more than one size.
+        flexible: whether it takes more than one size, as far as is known.
+        sized: whether its way may depend on the size of the input: it asked for one.
     """
 
     graph: fx.Graph
@@ -50,6 +51,7 @@ class Traced:
     strangers: dict[str, str] = field(default_factory=dict)
     branches: list[str] = field(default_factory=list)
     flexible: bool = False
+    sized: bool = True
     nodes: list[fx.Node] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 

@@ -185,6 +185,13 @@ def size(model: nn.Module) -> tuple[int, ...]:
     return next((one for one in found[:2] if _runs(model, one)), found[0])  # its stem may rearrange channels
 
 
+def small(size: Sequence[int]) -> list[tuple[int, ...]]:
+    """Sizes (C, H, W) of images that cost less to look at, one even, one odd, where `size` is larger than they are."""
+    channels, *sides = size
+    reduced = [(channels, *(min(side, to) for side in sides)) for to in (64, 97)] if len(sides) == 2 else []
+    return [one for one in dict.fromkeys(reduced) if one != tuple(size)]
+
+
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     """Sizes to try, the likeliest first."""
     said, first = _said(model), _first_layer(model)

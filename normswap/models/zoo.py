@@ -14,11 +14,12 @@ from normswap.errors import OptionError, SourceError
 from normswap.models import kinds, network_input
 from normswap.models.building import Built, Wanted
 from normswap.models.hub_config import per_channel
+from normswap.models.undrawn import undrawn
 from normswap.models.weight_files import SUFFIXES, hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = ["create", "data_config", "demand_trust", "hash_tensors", "identify", "open_source"]
+__all__ = ["create", "data_config", "demand_trust", "hash_tensors", "identify", "open_source", "skeleton"]
 
 
 def create(arch: Arch) -> nn.Module:
@@ -28,6 +29,11 @@ def create(arch: Arch) -> nn.Module:
         SourceError: the builder does not know the name (near ones are suggested), or rejects the arguments.
     """
     return kinds.by_builder(arch.builder).load().create(arch)
+
+
+def skeleton(arch: Arch) -> nn.Module:
+    """The same with zeros for random values, for one that is then filled, strictly."""
+    return undrawn(lambda: create(arch), lambda model: model)
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
@@ -82,9 +88,10 @@ def open_source(
     kind = kinds.of(name)
     demand_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
-    built = kind.load().build(name, Wanted(dict(arch_args or {}), num_classes, in_chans, trained))
+    wanted = Wanted(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
-        return _filled(built, file)
+        return _filled(undrawn(lambda: kind.load().build(name, wanted), lambda built: built.model), file)
+    built = kind.load().build(name, wanted)
     model = built.pretrained() if trained else built.model
     return _carry(built, model, built.source, built.notes if trained else (), trained=trained)
 

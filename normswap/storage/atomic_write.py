@@ -14,10 +14,13 @@ from typing import Any
 from normswap.errors import OutputError
 
 
-def whole(file: Path, write: Callable[[Path], Any]) -> Path:
+def whole(file: Path, write: Callable[[Path], Any], parts: Sequence[str] = ()) -> Path:
     """Let `write` fill a temporary file beside `file`, then give it its name.
 
     The temporary name ends as `file` does, for writers that go by the ending.
+
+    Args:
+        parts: endings of further files that `write` makes, which get their names first.
 
     Raises:
         OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
@@ -28,14 +31,17 @@ def whole(file: Path, write: Callable[[Path], Any]) -> Path:
     except OSError as error:
         raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
     aside = Path(name)
+    made = [(aside.with_suffix(part), file.with_suffix(part)) for part in parts] + [(aside, file)]
     try:
         write(aside)
         aside.chmod(0o666 & ~umask())  # mkstemp makes it private
-        aside.replace(file)
+        for one, place in made:
+            one.replace(place)
     except OSError as error:
         raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
     finally:
-        aside.unlink(missing_ok=True)
+        for one, _ in made:
+            one.unlink(missing_ok=True)
     return file
 
 

@@ -29,13 +29,13 @@ from normswap.errors import OutputError, PlanError, SourceError, first_line
 from normswap.models import kinds, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
-from normswap.storage import atomic_write, model_card
+from normswap.storage import atomic_write, hub_folder, model_card
+from normswap.storage.hub_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
+from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.comparison import Report
-from normswap.surgery.conversion import Conversion
 
 VERSION = 1
-_WEIGHTS, _CONFIG, _NORMS, _CARD = "model.safetensors", "config.json", "norms.safetensors", "README.md"
 
 
 def open_model(
@@ -67,6 +67,8 @@ def open_model(
                 f"{folder} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}"
             )
         return load(folder, trust_factory=trust_factory)
+    if (ours := hub_folder.fetch(source)) is not None:
+        return load(ours, trust_factory=trust_factory)
     return zoo.open_source(
         source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans,
         trust_factory=named or trust_factory,
@@ -133,13 +135,13 @@ def load(
     if header["plan"].get("digest") != digest_of(header["plan"]):
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
-    norms = weight_files.read(folder / _NORMS) if (folder / _NORMS).is_file() else {}
+    norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}
     weight_files.check_finite(state, str(file))
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, arch, trust_factory)
     model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
     if not changed:
-        _demand_the_same(header.get("hashes") or {}, {_WEIGHTS: state, _NORMS: norms}, file.parent)
+        _demand_the_same(header.get("hashes") or {}, {WEIGHTS: state, NORMS: norms}, file.parent)
     model.eval()
     cfg = header["pretrained_cfg"]
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
@@ -173,12 +175,12 @@ def is_checkpoint(folder: Path) -> bool:
         with safe_open(_weights_of(folder), "pt") as opened:
             return "normswap" in (opened.metadata() or {})
     except (OSError, SafetensorError):
-        return (folder / _CARD).is_file() and model_card.is_card((folder / _CARD).read_text(errors="replace"))
+        return (folder / CARD).is_file() and model_card.is_card((folder / CARD).read_text(errors="replace"))
 
 
 def _weights_of(place: Path) -> Path:
     """The weights of a directory; a file is its own."""
-    return place if place.is_file() else place / _WEIGHTS
+    return place if place.is_file() else place / WEIGHTS
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     """
     file = _weights_of(folder)
     if not file.is_file():
-        raise SourceError(f"{folder} has no {_WEIGHTS}", remedy="Name a directory that normswap wrote")
+        raise SourceError(f"{folder} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
     try:
         with safe_open(file, "pt") as opened:
             text = (opened.metadata() or {}).get("normswap")
@@ -222,7 +224,7 @@ def claim(place: Path, *, force: bool) -> None:
         return
     if not force:
         raise OutputError(f"{place} exists", remedy="Give another -o, or --force to replace it")
-    if not (place / _WEIGHTS).is_file() or not (place / _CONFIG).is_file():
+    if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
         raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another -o")
 
 
@@ -246,9 +248,9 @@ def _write_tensors(
 ) -> None:
     """`norms`: the tensors that stand in a file of their own beside this one."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    hashes = {_WEIGHTS: weight_files.hash_tensors(state)}
+    hashes = {WEIGHTS: weight_files.hash_tensors(state)}
     if norms:
-        hashes[_NORMS] = weight_files.hash_tensors(norms)
+        hashes[NORMS] = weight_files.hash_tensors(norms)
     header = {
         "version": VERSION,
         "source": record.source,
@@ -265,10 +267,10 @@ def _write_tensors(
 
 
 def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    _write_tensors(folder / _WEIGHTS, model, record, report, norms=record.norms)
+    _write_tensors(folder / WEIGHTS, model, record, report, norms=record.norms)
     if record.norms:
         norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
-        _save(norms, folder / _NORMS, {"format": "pt"})
+        _save(norms, folder / NORMS, {"format": "pt"})
     config = {
         "architecture": kinds.spelled(record.arch) if record.arch else type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
@@ -276,8 +278,8 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "pretrained_cfg": record.pretrained_cfg,
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / _CARD).write_text(model_card.render(record, report), encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
@@ -305,7 +307,7 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
     kind = kinds.by_builder(arch.builder)
     zoo.demand_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
-    return zoo.create(arch)
+    return zoo.skeleton(arch)
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:

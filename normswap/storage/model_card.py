@@ -10,6 +10,9 @@ from normswap.surgery.comparison import Report
 from normswap.surgery.held_out import Kept
 
 _MARK = "<!-- written by normswap -->"
+_PLACE = '"path/to/this/directory"'
+_LOAD = f"model = normswap.load({_PLACE}"
+_LIBRARY = "library_name: "
 
 
 def render(record: Provenance, report: Report | None) -> str:
@@ -22,7 +25,7 @@ def render(record: Provenance, report: Report | None) -> str:
     trust = ", trust_factory=True" if record.arch and foreign else ""
     lines = [
         "---",
-        f"library_name: {builder}",
+        f"{_LIBRARY}{builder}",
         f"tags: [{', '.join([*task, builder, 'normswap'])}]",
         "---",
         _MARK,
@@ -36,13 +39,38 @@ def render(record: Provenance, report: Report | None) -> str:
         "",
         "```python",
         "import normswap",
-        f'model = normswap.load("path/to/this/directory"){trust})  # in eval mode',
+        f"{_LOAD}{trust})  # in eval mode",
         "```",
         "",
         "`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here"
         + ("; `--to unfold` brings the BatchNorm network back." if record.norms else "."),
     ]
     return "\n".join(lines) + "\n"
+
+
+def published(card: str, repo: str, *, alone: bool) -> str:
+    """The card as it stands on the hub: how to get the network from there, and by which library.
+
+    Args:
+        alone: timm builds and loads it without normswap.
+    """
+    lines = []
+    for line in card.splitlines():
+        if line.startswith(_LOAD):
+            found = line.replace(_PLACE, f'snapshot_download("{repo}")')
+            lines.append(f'model = timm.create_model("hf-hub:{repo}", pretrained=True).eval()' if alone else found)
+        elif line == "import normswap":
+            lines += ["import timm"] if alone else ["import normswap", "from huggingface_hub import snapshot_download"]
+        elif line.startswith(_LIBRARY) and not alone:
+            lines.append(f"{_LIBRARY}normswap")
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def title(card: str) -> str:
+    """The card's first heading."""
+    return next((line.removeprefix("# ") for line in card.splitlines() if line.startswith("# ")), "a converted network")
 
 
 def is_card(text: str) -> bool:

@@ -57,6 +57,31 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     return result
 
 
+def narrowed(made: nn.Module, model: nn.Module) -> nn.Module | None:
+    """`made`, what one step makes of `model` in float64, rounded in place to the dtype of `model`.
+
+    Returns:
+        None where that is not what the step makes in that dtype: `model` has several, or tensors that share memory, or
+        a value is out of range.
+    """
+    own = {id(tensor): tensor for tensor in _floats(model)}.values()
+    dtypes = {tensor.dtype for tensor in own}
+    if len(dtypes) != 1 or len({tensor.untyped_storage()._cdata for tensor in own}) < len(own):
+        return None
+    (dtype,) = dtypes
+    for tensor in _floats(made):
+        tensor.data = tensor.data.to(dtype)
+        if not bool(tensor.data.sum().isfinite()):  # faster than a look at each value; at worst it is made anew
+            return None
+    return made
+
+
+def _floats(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in copying.tree(model).values():
+        yield from (t for t in (*module._parameters.values(), *module._buffers.values())
+                    if t is not None and t.is_floating_point())  # fmt: skip
+
+
 def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:
     """A new model: `model` after some steps, in float64 and never rounded to less."""
     for step in steps:

@@ -230,10 +230,9 @@ def compare_double(source: nn.Module, make: Callable[[], nn.Module], inputs: Inp
     Returns:
         None for networks that are in float64 already, and where there is no float64 (MPS).
     """
-    example = network_input.batches(inputs)[0].first(1)
-    if example.images.device.type == "mps" or _precision(source) == "float64":
+    if not has_double(source):
         return None
-    example = double(example)
+    example = double(network_input.batches(inputs)[0].first(1))
     reference, made = outputs_double(source, example), make()
     error = _worst("float64", example.images, reference, widely(lambda: run(made, example)[0]))
     stray = 0.0
@@ -241,6 +240,12 @@ def compare_double(source: nn.Module, make: Callable[[], nn.Module], inputs: Inp
         moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
         stray = _apart("float64", example.images, reference, outputs_double(source, moved))
     return Precise(error, reference, stray)
+
+
+def has_double(model: nn.Module) -> bool:
+    """Whether the network can be made in float64, and is not yet."""
+    own = network_input.anchor(model)
+    return own.device.type != "mps" and own.dtype != torch.float64
 
 
 def _precision(model: nn.Module) -> str:

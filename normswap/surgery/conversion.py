@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
-from normswap.errors import OptionError, RefusedError, VerificationError, first_line
+from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
 from normswap.folding.verdict import Fate, Verdict, counts
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
-from normswap.models import network_input
-from normswap.models.modes import evaluating
-from normswap.models.network_input import Example, Inputs
+from normswap.models.network_input import Inputs
 from normswap.plan import Plan, Step
-from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, keeping, route, unfolding
-from normswap.surgery.comparison import Report
+from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
+from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.fitting import Batches, Progress
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A converted network.
-
-    Args:
-        model: the result, in the mode, dtype and device of the source.
-        plan: everything done since the bare architecture; its last steps are this conversion.
-        report: what was measured.
-        verdicts: for every norm, by path, what happened to it.
-        notes: what the user should know (a branch whose alpha could not be matched ...).
-        renames: (old, new) names of tensors that live on under another name.
-        steps: how many of the plan's steps this conversion took.
-    """
-
-    model: nn.Module
-    plan: Plan
-    report: Report
-    verdicts: dict[str, Verdict]
-    notes: tuple[str, ...] = ()
-    renames: tuple[tuple[str, str], ...] = ()
-    steps: int = 1
 
 
 def draft(seen: Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
@@ -75,7 +48,7 @@ def drafts(
     for scheme, given in route.legs(inspection.inspect(model), to, options, purpose, measured=measured):
         step, sketch = _draft(inspection.inspect(model), scheme, given)
         yield step, sketch
-        model = provenance.attach(applying.apply_step(model, step), _record(model, step))
+        model = provenance.attach(applying.apply_step(model, step), carrying_out.record(model, step))
 
 
 def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:
@@ -142,7 +115,7 @@ def convert(
     """
     if to == "unfold":
         return _unfold(model, inputs, size, seed, {**options, **({"purpose": purpose} if purpose else {})})
-    given = _given(model, inputs, size)
+    given = carrying_out.given(model, inputs, size)
     seen: Anatomy | None = inspection.inspect(model, given)
     assert seen is not None
     legs = route.legs(seen, to, options, purpose, measured=calibrate is not None)
@@ -153,7 +126,9 @@ def convert(
         seen = seen or inspection.inspect(source, given)
         step, sketch = _draft(seen, scheme, chosen)
         own = data if fitting.fits(step) or len(legs) == 1 else None
-        last = carry_out(source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress)
+        last = carrying_out.carry_out(
+            source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress
+        )
         done.append(replace(last, verdicts=sketch.verdicts, notes=(*seen.traced.remarks, *sketch.notes, *last.notes)))
         seen = None
     return done[0] if len(done) == 1 else _joined(model, done, inputs, size, seed)
@@ -163,14 +138,16 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     """Several steps as one conversion, measured from end to end."""
     last = done[-1]
     steps = last.plan.steps[-len(done) :]
-    batches, described = _batches(model, inputs, size, seed)
+    batches, described = carrying_out.examples(model, inputs, size, seed)
     exact = all(schemes.exact(step) for step in steps)
     precise = comparison.compare_double(model, lambda: applying.in_double(model, steps), batches) if exact else None
-    report = comparison.compare(model, last.model, batches, exact=exact, precise=precise, described=described,
-                                  anatomy=inspection.inspect(model, _given(model, inputs, size)))  # fmt: skip
+    seen = inspection.inspect(model, carrying_out.given(model, inputs, size))
+    report = comparison.compare(
+        model, last.model, batches, exact=exact, precise=precise, described=described, anatomy=seen
+    )
     fitted = [one.report.kept for one in done if not one.report.exact]
     report = replace(report, kept=fitted[0] if len(fitted) == 1 else None)  # the exact ones add nothing to it
-    _demand(report, " and ".join(step.scheme for step in steps))
+    carrying_out.demand(report, " and ".join(step.scheme for step in steps))
     verdicts = {path: said for one in done for path, said in one.verdicts.items()}
     renames: dict[str, str] = {}
     for one in done:
@@ -182,57 +159,9 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     return Conversion(last.model, last.plan, report, verdicts, notes, kept, len(done))
 
 
-def carry_out(
-    model: nn.Module,
-    step: Step,
-    seen: Anatomy | None = None,
-    *,
-    inputs: Inputs = None,
-    size: Sequence[int] | None = None,
-    seed: int = 0,
-    calibrate: Batches | None = None,
-    progress: Progress | None = None,
-) -> Conversion:
-    """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.
-
-    Raises:
-        OptionError: the scheme needs data and there are none, or the other way round.
-        SourceError: the calibration data are unusable.
-        PlanError: the step does not fit the model.
-        VerificationError: the result is wrong.
-    """
-    seen = seen or inspection.inspect(model, _given(model, inputs, size))
-    batches, described = _batches(model, inputs, size, seed)
-    exact = schemes.exact(step)
-    fitted = fitting.wanted(step, calibrate)
-    # What is exact is proved before anything else is made: the float64 result is the largest thing in a conversion.
-    precise = _precise(model, step, batches) if exact else None
-    result = applying.apply_step(model, step)
-    if not exact:
-        _demand_runs(result, batches[0].first(1), step.scheme)
-        precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
-    notes: tuple[str, ...] = ()
-    held: list[Tensor] = []
-    if fitted and calibrate is not None:
-        shape = batches[0].images.shape[1:]
-        notes, held = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
-    report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
-    if held:
-        report = replace(report, kept=keeping.measured(model, result, held))
-    _demand(report, step.scheme)
-    applying.demand_gone(model, result, step)
-    record = _record(model, step)
-    provenance.attach(result, record)
-    return Conversion(result, record.plan, report, {}, notes, tuple(applying.renames(model, step)))
-
-
 def _steps(model: nn.Module) -> tuple[Step, ...]:
     record = provenance.of(model)
     return record.plan.steps if record else ()
-
-
-def _precise(model: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:
-    return comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
 
 
 def _unfold(
@@ -240,7 +169,7 @@ def _unfold(
 ) -> Conversion:
     if options:
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
-    batches, described = _batches(model, inputs, size, seed)
+    batches, described = carrying_out.examples(model, inputs, size, seed)
     # A stream that was centred for an RMSNorm has the mean that rounding its weights left: no matter for float64.
     rounded = any(edit.args.get("centred") for step in _steps(model) for edit in step.edits)
     precise = None
@@ -249,64 +178,6 @@ def _unfold(
     result = unfolding.unfold(model)
     seen = inspection.inspect(model, batches)
     report = comparison.compare(model, result, batches, anatomy=seen, precise=precise, described=described)
-    _demand(report, "unfold")
+    carrying_out.demand(report, "unfold")
     norms = {path: Verdict(Fate.RESTORED) for path, module in result.named_modules() if affine.is_batchnorm(module)}
     return Conversion(result, Plan(), report, norms)
-
-
-def _batches(model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int) -> tuple[list[Example], str]:
-    if inputs is not None:
-        return network_input.batches(inputs), "given inputs"
-    noise = comparison.noise(model, size or network_input.size(model), seed=seed)
-    return network_input.batches(noise), comparison.described(seed)
-
-
-def _given(model: nn.Module, inputs: Inputs, size: Sequence[int] | None) -> Inputs:
-    """What to look at the network with, if anything was said about it."""
-    return network_input.noise(model, size, batch=2) if inputs is None and size else inputs
-
-
-def _demand(report: Report, scheme: str) -> None:
-    if report.passed:
-        return
-    worst = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
-    raise VerificationError(
-        f"the result of {scheme} is wrong: relative L2 error {worst.relative_l2:.1e} at the logits ({worst.precision})",
-        f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
-        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
-    )
-
-
-@torch.no_grad()
-def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Raises:
-    RefusedError: a norm does not take what reaches it; names the norm.
-    """
-    at = ["the network"]
-
-    def watch(path: str, norm: nn.Module) -> Any:
-        return norm.register_forward_pre_hook(lambda _, args: at.append(f"{path} on {tuple(args[0].shape)}"))
-
-    handles = [watch(path, module) for path, module in model.named_modules() if affine.is_norm(module)]
-    try:
-        with evaluating(model):
-            example.call(model)
-    except (RuntimeError, ValueError) as error:
-        why = first_line(error)
-        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out with '--skip'"
-        size = tuple(example.images.shape[1:])
-        raise RefusedError(f"{scheme} does not run on {size}", f"{at[-1]}: {why}", remedy) from None
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _record(model: nn.Module, step: Step) -> Provenance:
-    """The provenance of the result: the model's own, one step longer, with the norms that are gone now."""
-    record = provenance.of(model) or Provenance(source=type(model).__name__)
-    norms, seats = dict(record.norms), {edit.path for edit in step.edits}
-    for path, module in model.named_modules():
-        if affine.is_batchnorm(module) and path in seats:
-            state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-            norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
-    return replace(record, plan=record.plan.then(step), norms=norms)

@@ -10,7 +10,7 @@ from torch import nn
 from normswap.calibration.population import norms_of
 from normswap.errors import RefusedError
 from normswap.plan import Step
-from normswap.surgery.conversion import Conversion, carry_out
+from normswap.surgery.carrying_out import Conversion, carry_out
 from normswap.surgery.fitting import Batches, Progress
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -89,26 +89,29 @@ def double(example: Example) -> Example:
     return example.map(lambda t: t.double() if t.is_floating_point() else t)
 
 
-def noise(model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0) -> list[Tensor]:
+def noise(
+    model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0, ran: Collection[str] = ()
+) -> list[Tensor]:
     """Batches of N(0, 1) inputs (batch, C, H, W) on the model's device: at 64 and at 97 pixels where the model accepts
     that, else at its own `size` (C, H, W); of another shape: at its size.
+
+    Args:
+        ran: examples that the network is known to run on, as they print.
 
     Raises:
         VerificationError: the model runs on none of them.
     """
     like = network_input.anchor(model)
     generator = torch.Generator().manual_seed(seed)
-    channels, *sides = size
     found: list[Tensor] = []
     why = ""
-    small = [tuple(min(side, to) for side in sides) for to in (64, 97)] if len(sides) == 2 else []
-    shapes = dict.fromkeys([*small, tuple(sides)])
-    for i, shape in enumerate(shapes):
+    for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
         if found:  # one more image at a second size, which `compare` leaves out if the network does not take it
-            return [*found, torch.randn(1, channels, *shape, generator=generator).to(like)] if i < 2 else found
-        x = torch.randn(batch, channels, *shape, generator=generator).to(like)
+            return [*found, torch.randn(1, *shape, generator=generator).to(like)] if i < 2 else found
+        x = torch.randn(batch, *shape, generator=generator).to(like)
         try:
-            run(model, Example((x[:1],)))
+            if str(Example((x,))) not in ran:
+                run(model, Example((x[:1],)))
         except Exception as error:  # whatever the network raises
             why = first_line(error)
         else:

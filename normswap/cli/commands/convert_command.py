@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
     from normswap.analysis.expected import Expected
-    from normswap.surgery.conversion import Conversion
+    from normswap.surgery.carrying_out import Conversion
 
 ORDER = 20
 
@@ -205,7 +205,7 @@ def _follow(
 ) -> Outcome:
     """Carry out a plan that was given."""
     from normswap.analysis import summary
-    from normswap.surgery.conversion import carry_out
+    from normswap.surgery.carrying_out import carry_out
     from normswap.surgery.fitting import fits
 
     bodies: list[dict[str, Any]] = []

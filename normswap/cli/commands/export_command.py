@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,11 @@ from normswap.cli.tables import size
 from normswap.errors import OptionError
 from normswap.exporting import formats
 
+if TYPE_CHECKING:
+    from normswap.images.datasets import Loader
+
 ORDER = 90
+_FEW = 64
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,52 @@ class Checked(Images):
 
     batch_size: int = field(default=64, init=False)
     workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 0
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Check on this many images of --data.")] = 64
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", show_default=False,
+            help="Check on this many images of --data [64]; with --calibrate, calibrate on so many [512 or half].",
+        ),
+    ] = None  # fmt: skip
+
+    def checks(self, config: Mapping[str, object]) -> Loader:
+        """Images of --data: a few, as what is exact shows on any."""
+        return replace(self, samples=self.samples or _FEW).loader(config)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """What int8 is made by."""
+
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", show_default=False,
+            help="For int8: images to set it by, as --data names them. What it costs is measured on --data, or else "
+            "on the other images of PATH.",
+        ),
+    ] = None  # fmt: skip
+    per_tensor: Annotated[
+        bool, typer.Option("--per-tensor", help="For int8: one step for all weights of a layer, not one per channel.")
+    ] = False
+    sensitive: Annotated[
+        int, typer.Option(min=0, metavar="N", help="For int8: keep the N layers in fp32 that it costs most.")
+    ] = 0
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            metavar="POINTS", show_default=False,
+            help="For int8: write nothing if it loses more top-1 (without labels: agreement) than this.",
+        ),
+    ] = None  # fmt: skip
+
+    def parts(self, images: Checked, config: Mapping[str, object]) -> tuple[Any, Any]:
+        """What to calibrate on, and what to measure on."""
+        from normswap.images.parting import part
+
+        some = replace(images, data=self.calibrate, samples=None, split="train").loader(config)
+        calibrate, others = part(some, images.samples)
+        return calibrate, others if images.data is None else replace(images, samples=None).loader(config)
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +90,10 @@ def run(
         str | None,
         typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="bf16: of weights, see above.")] = "fp32",
+    dtype: Annotated[
+        str,
+        typer.Option("--precision", "--dtype", metavar="fp32|fp16|bf16|int8", help="bf16: of weights, see above."),
+    ] = "fp32",
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
     ] = False,
@@ -55,6 +108,7 @@ def run(
         bool, typer.Option("--count-plain", help="Also count the nodes of an export without folding.")
     ] = False,
     images: Checked,
+    int8: Int8,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     opening: Opening,
     json: Json = False,
@@ -64,24 +118,38 @@ def run(
     Whatever the scheme, what is exported has no norm (but those with statistics per sample), no scalar and no weight
     standardization. The file is run in its own runtime against the source, on images of --data or else on smooth noise,
     before it gets its name. FILE.preprocess.json, beside it, says what is to be done with an image first. Images and
-    answers are float32 whatever --dtype is. fp16 weights compute in fp16. bf16 weights compute in fp32, and stem,
+    answers are float32 whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32, and stem,
     projections and classifier keep fp32: bf16 arithmetic changes more than 1 answer in 1000.
 
+    int8 is the runtime's own quantizer's, on the folded network: factors that pass from layer to layer are chosen so
+    that channels are alike in size, biases corrected, ranges read off --calibrate's images. How is chosen by trial on
+    those; what it costs is measured on others, printed and written into FILE.preprocess.json.
+
     The keys of --json: source, file, sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, largest,
-    agreement, count, tolerance, inputs), nodes (counts by kind), plain_nodes (null without --count-plain), bytes, notes
-    and seconds.
+    agreement, count, tolerance, inputs, source_top1, top1), nodes (counts by kind), plain_nodes (null without
+    --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges, corrected,
+    per_channel, weight_bits, fp32, trials).
     """
     wanted = _sides(input_size)
     with progress.working("starting"):
         from normswap.exporting import exporter
 
-        exporter.claim(output, format, force=force)
+        exporter.claim(output, format, dtype, force=force)
+        if (dtype == "int8") != (int8.calibrate is not None):
+            what = (
+                "--precision int8 needs --calibrate DATA" if dtype == "int8" else "--calibrate is for --precision int8"
+            )
+            raise OptionError(what)
     net = opening.open(model)
     with progress.stages() as say:
-        loader = None if images.data is None else images.loader(exporter.preprocessing(net, wanted))
+        config = exporter.preprocessing(net, wanted)
+        calibrate, loader = None, None if images.data is None else images.checks(config)
+        if int8.calibrate is not None:
+            calibrate, loader = int8.parts(images, config)
         done = exporter.export(
             net, output, format=format, dtype=dtype, dynamic_batch=dynamic_batch, input_size=wanted,
-            normalize=normalize, softmax=softmax, images=loader, force=force, count_plain=count_plain, say=say,
+            normalize=normalize, softmax=softmax, images=loader, calibrate=calibrate, per_channel=not int8.per_tensor,
+            sensitive=int8.sensitive, max_drop=int8.max_drop, force=force, count_plain=count_plain, say=say,
         )  # fmt: skip
     show({"source": model, **asdict(done)}, json, _say)
     return 0
@@ -104,16 +172,40 @@ def _say(body: Body) -> None:
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
         ("nodes", _counts(body["nodes"])),
         ("plain export", _counts(body["plain_nodes"])),
-        ("relative L2", f"{figures['relative_l2']:.1e} of the answers, allowed {figures['tolerance']:.1e}"),
+        ("relative L2", f"{figures['relative_l2']:.1e} of the answers" + _allowed(body)),
         (
             "same answer",
             f"{round(figures['agreement'] * figures['count'])} of {figures['count']} ({figures['inputs']})",
         ),
+        ("top-1", _top1(figures)),
+        *_quantized(body["quantized"] or {}),
         *(("note", note) for note in body["notes"]),
     ]
     for name, text in lines:
         if text:
             print(f"{name:13}{text}")
+
+
+def _allowed(body: Body) -> str:
+    return "" if body["quantized"] else f", allowed {body['figures']['tolerance']:.1e}"
+
+
+def _top1(figures: Body) -> str:
+    if figures["top1"] is None:
+        return ""
+    return f"{figures['top1']:.2f} after {figures['source_top1']:.2f} of the source, on {figures['count']} images"
+
+
+def _quantized(how: Body) -> list[tuple[str, str]]:
+    """How an int8 file was made."""
+    if not how:
+        return []
+    steps = "a step per output channel" if how["per_channel"] else "one step per tensor"
+    return [
+        ("gauge", f"{how['gauge']}; the best of {len(how['trials'])} trials on {how['calibrated_on']} images"),
+        ("weights", f"{how['weight_bits']} bits, {steps}; ranges: {how['ranges']}"),
+        ("in fp32", ", ".join(f"{path} (alone {cost:.1e})" for path, cost in how["fp32"].items())),
+    ]
 
 
 def _counts(nodes: dict[str, int] | None) -> str:

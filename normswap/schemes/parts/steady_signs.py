@@ -21,9 +21,9 @@ from normswap.graph.inspection import Anatomy
 from normswap.models import network_input
 from normswap.models.modes import evaluating
 
-COUNT, BATCH, LARGEST = 128, 32, 96  # images of noise, and their largest side
+COUNT, BATCH, LARGEST = 64, 32, 64  # images of noise, and their largest side
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
-STARTS = 4
+STARTS = 2
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
 
     def spy(path: str) -> Any:
         def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
-            x = args[0].double()
-            x = (x - norm.running_mean.double().view(1, -1, *(1,) * (x.ndim - 2))).flatten(2)
-            x = x.unsqueeze(2) if x.ndim == 2 else x
-            found.setdefault(path, []).append((x.mean(2).cpu(), x.square().mean(2).cpu()))
+            x = args[0].flatten(2) if args[0].ndim > 2 else args[0].unsqueeze(2)
+            spread, mean = torch.var_mean(x, 2, correction=0)
+            mean = mean.double() - norm.running_mean.double()
+            found.setdefault(path, []).append((mean.cpu(), (spread.double() + mean.square()).cpu()))
 
         return hook
 
@@ -129,19 +129,20 @@ def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float)
 def quietest(quadratic: Tensor, linear: Tensor) -> Tensor:
     """Signs t (C,) that make t' A t + 2 b' t small: the best of a few descents that flip one sign at a time."""
     generator = torch.Generator().manual_seed(0)
-    diagonal, least = quadratic.diagonal(), -1e-12 * float(quadratic.trace())
-    best, lowest = torch.ones_like(linear), float("inf")
-    for _ in range(STARTS):
-        signs = torch.randint(0, 2, linear.shape, generator=generator).to(linear) * 2 - 1
-        slope = quadratic @ signs + linear
+    starts = torch.randint(0, 2, (STARTS, len(linear)), generator=generator) * 2.0 - 1
+    squared, along = quadratic.numpy(), linear.numpy()  # many small steps: PyTorch takes several times as long
+    diagonal, least = squared.diagonal(), -1e-12 * squared.trace()
+    best, lowest = along, float("inf")
+    for signs in starts.double().numpy():
+        slope = squared @ signs + along
         while True:
             gains = diagonal - signs * slope  # a quarter of what flipping each would change
-            at = int(gains.argmin())
-            if not float(gains[at]) < least:
+            at = gains.argmin()
+            if not gains[at] < least:
                 break
             signs[at] = -signs[at]
-            slope = slope + 2 * signs[at] * quadratic[:, at]
-        value = float(signs @ quadratic @ signs + 2 * linear @ signs)
+            slope += 2 * signs[at] * squared[at]
+        value = signs @ squared @ signs + 2 * along @ signs
         if value < lowest:
             best, lowest = signs, value
-    return best
+    return torch.from_numpy(best)

@@ -67,7 +67,7 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
         take.layer, take.extra = "StandardizedConv", {"mean": keep}
         kept += alone and mean == "fit" and keep
     if not any(take.layer == "StandardizedConv" for take in draft.takes.values()):
-        why = (
+        only = (
             "timm's ScaledStdConv2d has two dimensions; gates, the classifier and filters of one number are left alone"
         )
         raise RefusedError("no convolution to standardize", only, "`--to folded` works on any network")

@@ -1,0 +1,54 @@
+"""`normswap push`: a converted network onto the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Json, Trust
+from normswap.cli.printing import Body, show
+from normswap.cli.tables import facts, line
+
+ORDER = 95
+
+
+def register(app: typer.Typer) -> None:
+    app.command("push")(spread(run))
+
+
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")],
+    *,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    message: Annotated[str, typer.Option("-m", "--message", metavar="TEXT", help="Of the commit.")] = "",
+    trust_factory: Trust = False,
+    json: Json = False,
+) -> int:
+    """Publish a converted network on the Hugging Face hub.
+
+    Weights with plan and proof, config, card and the source's norms go up in one commit. `hf-hub:OWNER/NAME` is a MODEL
+    then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
+
+    The keys of --json: url (of the commit), repo, files, alone (whether timm loads it without normswap).
+    """
+    with progress.working(f"pushing {directory} to {repo}"):
+        from normswap.storage import publishing
+        from normswap.training.run_folder import demand_no_run
+
+        demand_no_run(directory)
+        done = publishing.push(directory, repo, private=private, message=message, trust_factory=trust_factory)
+    show(vars(done), json, _say)
+    return 0
+
+
+def _say(body: Body) -> None:
+    facts(("pushed", ", ".join(body["files"])), ("to", body["url"]))
+    if body["alone"]:
+        line(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
+    else:
+        line(f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such a network")

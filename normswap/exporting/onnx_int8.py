@@ -1,0 +1,117 @@
+"""int8 in ONNX: onnxruntime.quantization's QDQ, on an ONNX file in fp32.
+
+Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime multiplies such pairs by an instruction that
+saturates at 16 bits; weights of 7 bits cannot reach that, and are the same on every CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from normswap.errors import RefusedError, first_line
+from normswap.exporting import onnx_file
+from normswap.exporting.exported_module import INPUT, Shipped
+from normswap.models.weight_files import quiet
+
+NEEDS = ("onnxruntime", "onnx")
+RANGES = ("minmax", "percentile")  # entropy chose the same ranges as minmax on every network that was tried
+LEVELS = 64
+CORRECTS = False
+_MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once
+
+
+def write_int8(
+    network: Shipped,
+    x: Tensor,
+    file: Path,
+    images: Sequence[Tensor],
+    *,
+    ranges: str,
+    per_channel: bool,
+    keep: Sequence[str],
+    dynamic: bool,
+    metadata: Mapping[str, str],
+) -> None:
+    """See `formats.Quantizer.write_int8`."""
+    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        plain = Path(folder) / "plain.onnx"
+        onnx_file.write(network, x, plain, dynamic=dynamic, metadata=metadata)
+        quantize(plain, file, images, ranges=ranges, per_channel=per_channel, keep=keep)
+
+
+def quantize(
+    plain: Path,
+    file: Path,
+    images: Sequence[Tensor],
+    *,
+    ranges: str = RANGES[0],
+    per_channel: bool = True,
+    reduced: bool = True,
+    keep: Sequence[str] = (),
+) -> None:
+    """Write `plain`, an ONNX file in fp32, to `file` in int8.
+
+    Args:
+        images: batches (N, C, H, W) as the file takes them.
+        ranges: one of RANGES.
+        per_channel: a step for each output channel of the weights, else one for all.
+        reduced: weights of 7 bits.
+        keep: paths of layers that stay in fp32.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+    methods = {"minmax": CalibrationMethod.MinMax, "percentile": CalibrationMethod.Percentile}
+    model = onnx.load(plain)
+    names = {f"network.{path}.weight" for path in keep}
+    spared = [node.name for node in model.graph.node if names.intersection(node.input)]
+    images = images if ranges == "minmax" else _few(images, model.graph)
+    root = logging.getLogger()  # onnxruntime's tool warns there that the model was not preprocessed: it is folded
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with quiet(), contextlib.redirect_stdout(io.StringIO()):
+            quantize_static(
+                model, file, _Reader(images), quant_format=QuantFormat.QDQ, per_channel=per_channel,
+                reduce_range=reduced, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+                calibrate_method=methods[ranges], nodes_to_exclude=spared, extra_options={"CalibPercentile": 99.99},
+            )  # fmt: skip
+    except Exception as error:  # whatever the tool and the runtime raise
+        raise RefusedError("onnxruntime.quantization cannot quantize it", first_line(error)) from None
+    finally:
+        root.setLevel(level)
+    written = onnx.load(file)
+    onnx.helper.set_model_props(written, {prop.key: prop.value for prop in onnx.load(plain).metadata_props})
+    written.producer_name = model.producer_name
+    file.write_bytes(written.SerializeToString())
+
+
+def _few(images: Sequence[Tensor], graph: Any) -> Sequence[Tensor]:
+    """As many batches as the tool's histograms have memory for: it holds all activations of all images."""
+    each = 4 * sum(
+        math.prod(dim.dim_value or 1 for dim in value.type.tensor_type.shape.dim[1:]) for value in graph.value_info
+    )
+    room = max(1, _MEMORY // max(each, 1))
+    ends = itertools.accumulate(map(len, images))
+    return [batch for batch, end in zip(images, ends, strict=True) if end <= room] or [images[0][:1]]
+
+
+class _Reader:
+    """Images, as onnxruntime asks for them."""
+
+    def __init__(self, images: Sequence[Tensor]) -> None:
+        self.left: Iterator[dict[str, np.ndarray[Any, Any]]] = ({INPUT: x.numpy()} for x in images)
+
+    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
+        return next(self.left, None)

@@ -1,0 +1,83 @@
+"""OpenVINO: FILE.xml with FILE.bin beside it, made from the ONNX file of the same network."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.exporting import onnx_file
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import Runs
+
+NAME = "openvino"
+NEEDS = ("openvino", "onnx", "onnxscript")
+GRAPH = True
+PARTS = (".bin",)
+NOTES: Mapping[str, str] = {
+    "fp16": "weights only: OpenVINO computes in what the device is fast in, and here it was checked in fp32"
+}
+
+
+def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The metadata are in the XML, as runtime information."""
+    if network.stored == torch.bfloat16:
+        raise RefusedError("OpenVINO is not written in bf16", remedy="Its files are fp32, fp16 or int8")
+    half = network.dtype == torch.float16
+    model = graph(network.around(network.network.float()) if half else network, x, dynamic=dynamic)
+    save(model, file, metadata, half=half)
+
+
+def graph(network: Shipped, x: Tensor, *, dynamic: bool) -> Any:
+    """An OpenVINO model, in float32.
+
+    Raises:
+        RefusedError: ONNX or OpenVINO cannot express the network.
+    """
+    import openvino as ov
+
+    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        file = Path(folder) / "network.onnx"
+        onnx_file.write(network, x, file, dynamic=dynamic, metadata={})
+        try:
+            return ov.convert_model(file)
+        except Exception as error:  # its own exceptions derive from nothing else
+            raise RefusedError("OpenVINO cannot express the network", first_line(error)) from None
+
+
+def save(model: Any, file: Path, metadata: Mapping[str, str], *, half: bool = False) -> None:
+    """Write the XML and what lies beside it."""
+    import openvino as ov
+
+    for key, value in metadata.items():
+        model.set_rt_info(value, ["normswap", key])
+    try:
+        ov.save_model(model, file, compress_to_fp16=half)
+    except Exception as error:  # the disk is full
+        raise OSError(first_line(error)) from None
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`; on the CPU."""
+    import openvino as ov
+
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    try:
+        compiled = ov.Core().compile_model(file, "CPU", hints)
+    except Exception as error:  # its own exceptions derive from nothing else
+        raise VerificationError("OpenVINO cannot run it", first_line(error)) from None
+    return lambda x: torch.from_numpy(compiled(x.numpy())[0].copy())
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`; constants and the ends of the graph are not counted."""
+    import openvino as ov
+
+    kinds = (op.get_type_name() for op in ov.Core().read_model(file).get_ops())
+    return dict(Counter(kind for kind in kinds if kind not in ("Constant", "Parameter", "Result")).most_common())

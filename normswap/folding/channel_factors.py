@@ -1,0 +1,196 @@
+"""The gauge channel by channel: which channels of a folded network must share one positive factor, and which are free.
+
+Each channel that a convolution or linear layer writes may be multiplied by a factor of its own, if what reads it
+divides by it (Nagel et al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Here the channels travel through the
+graph: what is homogeneous, pools or is silent hands them on; a sum makes its two arms share factors, a concatenation
+joins them, a gate x g(x) hands on those of x. Everything else holds its channels: their factor is 1. A depthwise
+convolution's inputs and outputs have factors of their own, as those of any convolution do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from normswap.folding.draft import Draft
+from normswap.folding.passage import Blocked, check_linear, passes_positive
+from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
+from normswap.layers.bounded import BoundedReLU
+
+_POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)
+_FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+HELD = 0  # the group of all channels whose factor is 1
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A layer whose weights follow the factors.
+
+    Args:
+        writes: the group of each of its output channels (of a bounded activation: of each of its bounds).
+        reads: the group of each of its input channels.
+    """
+
+    path: str
+    writes: Tensor
+    reads: Tensor
+
+
+class Channels:
+    """The groups of channels of a folded network.
+
+    Args:
+        draft: of the network, as it is.
+
+    Attributes:
+        layers: those whose weights follow; bounds: the bounded activations whose bounds do.
+        count: how many groups there are; group 0 holds what cannot be scaled.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.traced = draft, draft.anatomy.traced
+        self.parent = [HELD]
+        self.of: dict[fx.Node, list[int]] = {}
+        found = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
+        roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
+        kept, groups = roots.unique(return_inverse=True)
+        self.count = len(kept)
+
+        def reach(node: fx.Node, reads: list[int]) -> Reach:
+            return Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
+
+        reached = [(self.traced.module(node), reach(node, reads)) for node, reads in found]
+        self.layers = [one for module, one in reached if not isinstance(module, BoundedReLU)]
+        self.bounds = [one for module, one in reached if isinstance(module, BoundedReLU)]
+
+    def _visit(self, node: fx.Node) -> list[int] | None:
+        """Follow the channels through a node; those it reads, where its parameters depend on their factors."""
+        sources = inputs(node)
+        known = [self.of.get(source) for source in sources]
+        module = self.traced.module(node)
+        if isinstance(module, (*_CONVS, nn.Linear)) and self._usable(node, module):
+            width: int = module.weight.shape[1] * getattr(module, "groups", 1)
+            reads = self.of.get(sources[0])
+            if reads is None or len(reads) != width:
+                self._hold(known)
+                reads = [HELD] * width
+            self.of[node] = self._new(module.weight.shape[0])
+            return reads
+        passed = self._passed(node, sources, known)
+        if passed is None:
+            self._hold(known)
+            return None
+        self.of[node] = passed
+        return passed if isinstance(module, BoundedReLU) else None
+
+    def _passed(self, node: fx.Node, sources: list[fx.Node], known: list[list[int] | None]) -> list[int] | None:
+        """The channels of what the node computes, if it hands factors on."""
+        if not any(known) or node.op == "output":
+            return None
+        if len(sources) == 1:
+            return self._alone(node, sources[0], known[0] or [])
+        shape = node.meta["shape"]
+        if is_add(node) and all(known) and all(source.meta["shape"] == shape for source in sources):
+            one, two = (channels or [] for channels in known)
+            for a, b in zip(one, two, strict=True):
+                self._join(a, b)
+            return one
+        if is_mul(node):
+            main = self.traced.main_input(node)
+            if main is not None and main.meta["shape"] == shape:
+                self._hold([channels for source, channels in zip(sources, known, strict=True) if source is not main])
+                return self.of.get(main)
+        if node.target is torch.cat and all(known) and _dim(node, 1) == 1:
+            listed: Any = node.args[0] if node.args else node.kwargs["tensors"]
+            return [channel for source in listed for channel in self.of[source]]
+        return None
+
+    def _alone(self, node: fx.Node, source: fx.Node, channels: list[int]) -> list[int] | None:
+        module = self.traced.module(node)
+        before, after = source.meta["shape"], node.meta["shape"]
+        if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
+            return None
+        bounded = isinstance(module, BoundedReLU) and self._called(module) == 1
+        if self.draft.silent(node) or is_constant_mul(node) or bounded or node.target in _POOLS:
+            return channels
+        if isinstance(module, nn.Flatten) or node.target in _FLAT:
+            whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
+            return [channel for channel in channels for _ in range(math.prod(before[2:]))] if whole else None
+        if node.target in (torch.mean, "mean", torch.amax, "amax"):
+            dims = _dim(node, None)
+            over = {dim % len(before) for dim in ([dims] if isinstance(dims, int) else dims or [0])}
+            return channels if over and min(over) > 1 else None
+        return channels if passes_positive(self.draft, node) else None
+
+    def _usable(self, node: fx.Node, module: Any) -> bool:
+        if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
+            return False  # channels that are not the second dimension are not followed
+        try:
+            check_linear(self.draft, str(node.target), module)
+        except Blocked:
+            return False
+        return True
+
+    def _called(self, module: nn.Module) -> int:
+        """How often, on the way that was recorded first: an export has one size, and goes one way."""
+        return sum(call not in self.traced.hidden for call in self.traced.calls[id(module)])
+
+    def _new(self, count: int) -> list[int]:
+        first = len(self.parent)
+        self.parent += range(first, first + count)
+        return [*range(first, first + count)]
+
+    def _hold(self, known: Sequence[list[int] | None]) -> None:
+        for channels in known:
+            for channel in channels or ():
+                self._join(channel, HELD)
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self._root(a), self._root(b)
+        self.parent[max(a, b)] = min(a, b)
+
+    def _root(self, channel: int) -> int:
+        while self.parent[channel] != channel:
+            self.parent[channel] = self.parent[self.parent[channel]]
+            channel = self.parent[channel]
+        return channel
+
+
+def _dim(node: fx.Node, default: Any) -> Any:
+    """The `dim` that a function is called with."""
+    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
+
+
+def columns(weight: Tensor, groups: int) -> Tensor:
+    """(O, I / groups, ...) -> (I, O / groups, ...): by input channel."""
+    outs = len(weight) // groups
+    return weight.unflatten(0, (groups, outs)).transpose(1, 2).flatten(0, 1)
+
+
+@torch.no_grad()
+def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
+    """Multiply every channel of `model`, in place, by its group's factor; the function stays what it is.
+
+    Args:
+        factors: (groups,), positive; the first one is 1.
+    """
+    factors = factors.double()
+    for layer in channels.layers:
+        module: Any = model.get_submodule(layer.path)
+        weight, groups = module.weight, getattr(module, "groups", 1)
+        out = factors[layer.writes]
+        incoming = (1 / factors[layer.reads]).view(groups, 1, -1).expand(-1, len(out) // groups, -1).flatten(0, 1)
+        wide = weight.double() * out.view(-1, *[1] * (weight.ndim - 1))
+        weight.copy_(wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2)))
+        if module.bias is not None:
+            module.bias.copy_(module.bias.double() * out)
+    for layer in channels.bounds:
+        bounded: Any = model.get_submodule(layer.path)
+        bounded.bound.copy_(bounded.bound.double() * factors[layer.writes])

@@ -1,0 +1,51 @@
+"""A network that is about to be filled need not be drawn first: drawing takes most of the time that building takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_T = TypeVar("_T")
+_DRAWS = frozenset((
+    "uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_",
+    "orthogonal_", "sparse_",
+))  # fmt: skip
+
+
+class _Undrawn(TorchFunctionMode):
+    """Parameters get zeros for random values; everything else is made as ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _DRAWS:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(tensor, nn.Parameter):
+                tensor.data.zero_()
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
+def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
+    """What `build` gives, its network's parameters not drawn: for one whose every parameter is then loaded, strictly.
+
+    What a state dict does not hold may be random, too, and has to be the same each time: where there is such a thing,
+    all is built as ever.
+
+    Args:
+        network: finds the network in what `build` gives.
+    """
+    with _Undrawn():
+        built = build()
+    return build() if _holds_more(network(built)) else built
+
+
+def _holds_more(model: nn.Module) -> bool:
+    """Whether there are floating-point tensors that a state dict leaves out."""
+    for module in model.modules():
+        left_out = [module._buffers[name] for name in module._non_persistent_buffers_set]
+        plain = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        if any(tensor is not None and tensor.is_floating_point() for tensor in (*left_out, *plain)):
+            return True
+    return False

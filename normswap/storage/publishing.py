@@ -1,0 +1,118 @@
+"""A directory on the Hugging Face hub, there and back, by huggingface_hub's own upload and cache.
+
+What timm alone can build and load is published so that `timm.create_model("hf-hub:owner/name", pretrained=True)` does;
+anything else loads with normswap. Only the files that `checkpoint.save` wrote leave this machine, in one commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub as client
+import torch
+from torch import nn
+
+from normswap import provenance
+from normswap.errors import NormswapError, OutputError, first_line
+from normswap.models import hub, network_input, timm_models, weight_files
+from normswap.models.modes import evaluating
+from normswap.models.network_input import answer
+from normswap.plan import Arch
+from normswap.storage import checkpoint, model_card
+from normswap.storage.hub_folder import CARD, CONFIG, FILES
+
+_NORM_LAYERS = ("groupnorm", "groupnorm1")  # what timm's `norm_layer` calls those that a conversion may end in
+_SAME = 1e-5
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was pushed.
+
+    Args:
+        url: of the commit.
+        repo: owner/name.
+        files: names of the files that were uploaded.
+        alone: whether timm loads it without normswap.
+    """
+
+    url: str
+    repo: str
+    files: tuple[str, ...]
+    alone: bool
+
+
+def push(
+    directory: str | Path, repo: str, *, private: bool = False, message: str = "", trust_factory: bool = False
+) -> Published:
+    """Publish a directory that `save` wrote as `owner/name`, which is made if it is not there.
+
+    Args:
+        private: of a new repository.
+        message: of the commit.
+
+    Raises:
+        SourceError: it is no such directory, or is damaged.
+        OutputError: the hub does not take it.
+    """
+    folder = Path(directory)
+    model = checkpoint.load(folder, trust_factory=trust_factory)  # also sees that it is whole
+    record = provenance.of(model)
+    arguments = _arguments(model, record.arch if record else None)
+    contents: dict[str, Any] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    contents[CONFIG] = _config(folder, arguments)
+    card = (folder / CARD).read_text(encoding="utf-8") if CARD in contents else ""
+    contents[CARD] = model_card.published(card, repo, alone=arguments is not None).encode()
+    operations = [
+        client.CommitOperationAdd(name, value if isinstance(value, bytes) else str(value))
+        for name, value in contents.items()
+    ]
+    api = client.HfApi()
+    try:
+        with weight_files.quiet():
+            api.create_repo(repo, private=private, exist_ok=True)
+            done = api.create_commit(repo, operations, commit_message=message or model_card.title(card))
+    except client.errors.HFValidationError as error:
+        raise OutputError(f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name") from None
+    except Exception as error:  # the client's exceptions differ by version (requests, httpx)
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        why = f"{hub.endpoint()} answers {status}" if status else f"{hub.endpoint()}: {first_line(error)}"
+        remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN" if status in (401, 403) else ""
+        raise OutputError(f"cannot push to {repo}", why, remedy) from None
+    return Published(str(done.commit_url), repo, tuple(contents), arguments is not None)
+
+
+def _config(folder: Path, arguments: Mapping[str, Any] | None) -> bytes:
+    """config.json, with the arguments that make timm build the result itself."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if arguments is not None:
+        config["model_args"] = dict(arguments)
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, Any] | None:
+    """Arguments with which timm builds this very network, if there are any: found by building it and running both."""
+    if arch is None or arch.builder != "timm":
+        return None
+    for more in ({}, *({"norm_layer": name} for name in _NORM_LAYERS)):
+        kwargs = {**arch.kwargs, **more}
+        try:
+            other = timm_models.create(Arch(arch.name, kwargs))
+            other.load_state_dict(model.state_dict())
+        except (NormswapError, RuntimeError):  # it has no such option, or other tensors
+            continue
+        if _same(model, other):
+            return kwargs
+    return None
+
+
+@torch.no_grad()
+def _same(one: nn.Module, two: nn.Module) -> bool:
+    example = network_input.noise(one, network_input.size(one), batch=2)
+    with evaluating(one), evaluating(two):
+        a, b = answer(example.call(one)), answer(example.call(two))
+    return bool((a - b).norm() <= _SAME * a.norm())

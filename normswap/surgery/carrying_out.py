@@ -1,0 +1,172 @@
+"""One step of a conversion: carried out, fitted to data if it asks for that, and proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance, schemes
+from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.folding.verdict import Verdict
+from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
+from normswap.layers import affine
+from normswap.models import network_input
+from normswap.models.modes import evaluating
+from normswap.models.network_input import Example, Inputs
+from normswap.plan import Plan, Step
+from normswap.provenance import Provenance
+from normswap.surgery import applying, comparison, fitting, keeping
+from normswap.surgery.comparison import Report
+from normswap.surgery.fitting import Batches, Progress
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted network.
+
+    Args:
+        model: the result, in the mode, dtype and device of the source.
+        plan: everything done since the bare architecture; its last steps are this conversion.
+        report: what was measured.
+        verdicts: for every norm, by path, what happened to it.
+        notes: what the user should know (a branch whose alpha could not be matched ...).
+        renames: (old, new) names of tensors that live on under another name.
+        steps: how many of the plan's steps this conversion took.
+    """
+
+    model: nn.Module
+    plan: Plan
+    report: Report
+    verdicts: dict[str, Verdict]
+    notes: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    steps: int = 1
+
+
+def carry_out(
+    model: nn.Module,
+    step: Step,
+    seen: Anatomy | None = None,
+    *,
+    inputs: Inputs = None,
+    size: Sequence[int] | None = None,
+    seed: int = 0,
+    calibrate: Batches | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.
+
+    Raises:
+        OptionError: the scheme needs data and there are none, or the other way round.
+        SourceError: the calibration data are unusable.
+        PlanError: the step does not fit the model.
+        VerificationError: the result is wrong.
+    """
+    seen = seen or inspection.inspect(model, given(model, inputs, size))
+    batches, described = examples(model, inputs, size, seed, seen)
+    exact = schemes.exact(step)
+    fitted = fitting.wanted(step, calibrate)
+    if exact:
+        result, precise = _proved(model, step, batches)
+    else:
+        result = applying.apply_step(model, step)
+        _demand_runs(result, batches[0].first(1), step.scheme)
+        precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
+    notes: tuple[str, ...] = ()
+    held: list[Tensor] = []
+    if fitted and calibrate is not None:
+        shape = batches[0].images.shape[1:]
+        notes, held = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
+    report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
+    if held:
+        report = replace(report, kept=keeping.measured(model, result, held))
+    demand(report, step.scheme)
+    applying.demand_gone(model, result, step)
+    origin = record(model, step)
+    provenance.attach(result, origin)
+    return Conversion(result, origin.plan, report, {}, notes, tuple(applying.renames(model, step)))
+
+
+def _proved(model: nn.Module, step: Step, batches: Sequence[Example]) -> tuple[nn.Module, comparison.Precise | None]:
+    """The result, compared in float64 before it is rounded: nothing is made twice, and nothing larger is ever there."""
+    if not comparison.has_double(model):
+        return applying.apply_step(model, step), None
+    wide = applying.apply_step(model, step, double=True)
+    precise = comparison.compare_double(model, lambda: wide, batches)
+    result = applying.narrowed(wide, model)
+    if result is None:
+        del wide
+        result = applying.apply_step(model, step)
+    return result, precise
+
+
+def _precise(model: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:
+    return comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
+
+
+def examples(
+    model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int, seen: Anatomy | None = None
+) -> tuple[list[Example], str]:
+    """What to compare on, and how reports call it. One size is enough where the way does not depend on it."""
+    if inputs is not None:
+        return network_input.batches(inputs), "given inputs"
+    ran = seen.traced.recorded if seen else ()
+    noise = comparison.noise(model, size or network_input.size(model), seed=seed, ran=ran)
+    one = seen is not None and not seen.traced.sized
+    return network_input.batches(noise[:1] if one else noise), comparison.described(seed)
+
+
+def given(model: nn.Module, inputs: Inputs, size: Sequence[int] | None) -> Inputs:
+    """What to look at the network with, if anything was said about it."""
+    return network_input.noise(model, size, batch=2) if inputs is None and size else inputs
+
+
+def demand(report: Report, scheme: str) -> None:
+    if report.passed:
+        return
+    worst = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
+    raise VerificationError(
+        f"the result of {scheme} is wrong: relative L2 error {worst.relative_l2:.1e} at the logits ({worst.precision})",
+        f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
+        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+    )
+
+
+@torch.no_grad()
+def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
+    """Raises:
+    RefusedError: a norm does not take what reaches it; names the norm.
+    """
+    at = ["the network"]
+
+    def watch(path: str, norm: nn.Module) -> Any:
+        return norm.register_forward_pre_hook(lambda _, args: at.append(f"{path} on {tuple(args[0].shape)}"))
+
+    handles = [watch(path, module) for path, module in model.named_modules() if affine.is_norm(module)]
+    try:
+        with evaluating(model):
+            example.call(model)
+    except (RuntimeError, ValueError) as error:
+        why = first_line(error)
+        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out with '--skip'"
+        size = tuple(example.images.shape[1:])
+        raise RefusedError(f"{scheme} does not run on {size}", f"{at[-1]}: {why}", remedy) from None
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record(model: nn.Module, step: Step) -> Provenance:
+    """The provenance of the result: the model's own, one step longer, with the norms that are gone now."""
+    origin = provenance.of(model) or Provenance(source=type(model).__name__)
+    norms, seats = dict(origin.norms), {edit.path for edit in step.edits}
+    for path, module in model.named_modules():
+        if affine.is_batchnorm(module) and path in seats:
+            state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+            norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
+    return replace(origin, plan=origin.plan.then(step), norms=norms)

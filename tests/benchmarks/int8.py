@@ -1,0 +1,210 @@
+"""int8 of ours against the tools' own int8 of a plain export: top-1 on the 10,000 CIFAR-10 test images.
+
+    python tests/benchmarks/depthwise.py                # once: trains the depthwise network into runs/depthwise
+    python tests/benchmarks/int8.py [NAME ...]          # measures what is missing, then writes int8.md
+    python tests/benchmarks/int8.py --fresh             # measures all anew; --known: nothing, writes the table only
+
+The same 512 training images calibrate all; nothing is chosen on the test images. `defaults`: what a user gets from
+`onnxruntime.quantization.quantize_static` on timm's ONNX export (preprocessed as its manual says), and from
+`nncf.quantize` on the OpenVINO model of that file; `safe`: the same with 7 bits in the weights and unsigned
+activations, which a CPU without VNNI needs. What was measured is kept in runs/int8.jsonl. Needs ../shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import circumstances
+import nncf
+import onnx
+import onnxruntime
+import openvino as ov
+import torch
+from kept import Kept, Row
+from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor, nn
+
+import normswap
+from normswap.exporting import formats
+from normswap.images import datasets
+from normswap.models.weight_files import quiet
+from normswap.storage.checkpoint import open_model
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
+SHARED = ROOT.parent / "shared"
+KEPT = ROOT / "runs" / "int8.jsonl"
+NETWORKS = {
+    "mobilenetv2_035": ROOT / "runs" / "depthwise",
+    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
+    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
+    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+}
+CALIBRATED = 512
+RUNTIMES = {"onnx": ".onnx", "openvino": ".xml"}
+HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", "of which the gauge",
+        "same answer", "ours took")  # fmt: skip
+
+
+class Case:
+    """A network with its images, loaded once."""
+
+    def __init__(self, name: str) -> None:
+        self.model: nn.Module = open_model(str(NETWORKS[name])).eval()
+        images = SHARED / "data" / "cifar10"
+        self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
+        self.test = self._load(images / "test.tar.xz", None)
+        with torch.inference_mode():
+            self.answers = torch.cat([self.model(x) for x, _ in self.test]).argmax(1)
+        self.labels = torch.cat([y for _, y in self.test])
+
+    def _load(self, file: Path, samples: int | None) -> list[tuple[Tensor, Tensor]]:
+        size = 32 if samples else 250
+        return list(datasets.make_loader(self.model, str(file), batch_size=size, workers=0, samples=samples))
+
+    @property
+    def images(self) -> list[Tensor]:
+        return [x for x, _ in self.calibrate]
+
+    def measure(self, file: Path, runtime: str) -> Row:
+        runs = formats.get(runtime).open(file)
+        got = torch.cat([runs(x) for x, _ in self.test]).argmax(1)
+        return {"top1": _share(got == self.labels), "same": _share(got == self.answers)}
+
+
+def _share(right: Tensor) -> float:
+    return 100 * float(right.double().mean())
+
+
+def ours(case: Case, file: Path, runtime: str, per_channel: bool) -> Row:
+    done = normswap.export(
+        case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1], per_channel=per_channel,
+        dynamic_batch=True, force=True,
+    )  # fmt: skip
+    assert done.quantized is not None
+    return {"gauge": done.quantized.gauge, "trials": done.quantized.trials}
+
+
+def plain(case: Case, folder: Path) -> Path:
+    """timm's network as torch exports it."""
+    file = folder / "plain.onnx"
+    with quiet(), torch.no_grad():
+        torch.onnx.export(case.model, (case.images[0][:2],), file, dynamo=True, verbose=False, input_names=["images"],
+                          dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))  # fmt: skip
+    return file
+
+
+class Reader:
+    def __init__(self, images: list[Tensor]) -> None:
+        self.left: Iterator[Any] = ({"images": x.numpy()} for x in images)
+
+    def get_next(self) -> Any:
+        return next(self.left, None)
+
+
+def tool_onnx(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
+    source = plain(case, file.parent)
+    ready = file.parent / "ready.onnx"
+    quant_pre_process(source, ready)
+    more: dict[str, Any] = {"activation_type": QuantType.QUInt8, "reduce_range": True} if safe else {}
+    quantize_static(onnx.load(ready), file, Reader(case.images), per_channel=per_channel,
+                    calibrate_method=CalibrationMethod.MinMax, **more)  # fmt: skip
+
+
+def tool_openvino(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
+    model = ov.convert_model(plain(case, file.parent))
+    weights = nncf.quantization.advanced_parameters.QuantizationParameters(per_channel=per_channel)
+    more = {"overflow_fix": nncf.quantization.advanced_parameters.OverflowFix.ENABLE} if safe else {}
+    advanced = nncf.AdvancedQuantizationParameters(weights_quantization_params=weights, **more)
+    images = nncf.Dataset([x.numpy() for x in case.images])
+    ov.save_model(nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)), file)
+
+
+TOOLS: dict[str, Callable[[Case, Path, bool, bool], None]] = {"onnx": tool_onnx, "openvino": tool_openvino}
+
+
+@functools.cache
+def opened(name: str) -> Case:
+    return Case(name)
+
+
+def made(name: str, runtime: str, per_channel: bool, which: str) -> Row:
+    """One file, made and measured."""
+    case, start = opened(name), time.perf_counter()
+    how: Row = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(folder) / f"net{RUNTIMES[runtime]}"
+        if which == "ours":
+            how = ours(case, file, runtime, per_channel)
+        else:
+            TOOLS[runtime](case, file, per_channel, which == "safe")
+        seconds = time.perf_counter() - start
+        return {**case.measure(file, runtime), **how, "seconds": seconds}
+
+
+def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> str | None:
+    """A line of the table; None where something of it is not measured, and only what is `known` is wanted."""
+    step = "channel" if per_channel else "tensor"
+    keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", "ours")}
+    if known and not all(key in kept.rows for key in ((name,), *keys.values())):
+        return None
+    source = kept.get((name,), lambda: {"top1": _share(opened(name).answers == opened(name).labels)})
+    found = {which: kept.get(key, functools.partial(made, name, runtime, per_channel, which))
+             for which, key in keys.items()}  # fmt: skip
+    mine = found["ours"]
+    return _line(
+        f"`{name}`", runtime, step, f"{source['top1']:.2f}", f"{found['defaults']['top1']:.2f}",
+        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", mine["gauge"], f"{mine['same']:.2f} %",
+        f"{mine['seconds']:.0f} s",
+    )  # fmt: skip
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*NETWORKS, []])
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    kept = Kept(KEPT, fresh=args.fresh)
+    lines = []
+    for runtime in RUNTIMES:
+        for name in args.names or NETWORKS:
+            for per_channel in (True, False):
+                line = row(kept, name, runtime, per_channel, args.known)
+                if line is not None:
+                    print(line, flush=True)
+                    lines.append(line)
+    versions = (
+        f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}"
+    )
+    commits = sorted({row["commit"] for row in kept.rows.values()})
+    text = [
+        "# int8: ours beside the tools' own, top-1 on 10,000 CIFAR-10 test images", "",
+        *circumstances.lines("python tests/benchmarks/int8.py", "cpu"),
+        f"{versions}. Measured at commit {', '.join(commits)}. The same {CALIBRATED} training images calibrate all. "
+        "What the columns are, `tests/benchmarks/int8.py` says. This CPU has no VNNI: `tool, defaults` saturates in "
+        "ONNX Runtime here, and would not on one that has it.", "",
+        _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
+    ]  # fmt: skip
+    HERE.with_suffix(".md").write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
