@@ -46,29 +46,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.seen.append(f"{self.command} {self.path}")
-        given = self._given()
+        given, here = self._given(), f"http://{self.headers['Host']}"
         if self.mode in ("read-only", "500"):
             return self._refuse(403 if self.mode == "read-only" else 500, "")
         if self.path == "/api/validate-yaml":
-            return self._send(b'{"errors": [], "warnings": []}', "application/json", True)
+            return self._say({"errors": [], "warnings": []})
         if self.path == "/api/repos/create":
             wanted = json.loads(given)
             repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
             (self.store / repo).mkdir(parents=True, exist_ok=True)
             self.repos.setdefault(repo, self.store / repo)
-            return self._send(json.dumps({"url": f"http://{self.headers['Host']}/{repo}"}).encode(), "application/json", True)
+            return self._say({"url": f"{here}/{repo}"})
         asked = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0])
         if asked is None or asked[1] not in self.repos:
             return self._refuse(404, "RepoNotFound")
         if asked[2] == "preupload":
             files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
                      for file in json.loads(given)["files"]]  # fmt: skip
-            return self._send(json.dumps({"files": files}).encode(), "application/json", True)
+            return self._say({"files": files})
         for entry in map(json.loads, given.splitlines()):
             if entry["key"] == "file":
                 (self.repos[asked[1]] / entry["value"]["path"]).write_bytes(b64decode(entry["value"]["content"]))
-        done = {"commitUrl": f"http://{self.headers['Host']}/{asked[1]}/commit/{COMMIT}", "commitOid": COMMIT, "pullRequestUrl": None}
-        return self._send(json.dumps(done).encode(), "application/json", True)
+        url = f"{here}/{asked[1]}/commit/{COMMIT}"
+        return self._say({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})
+
+    def _say(self, body: dict[str, Any]) -> None:
+        self._send(json.dumps(body).encode(), "application/json", True)
 
     def _given(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):

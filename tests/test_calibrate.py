@@ -70,6 +70,23 @@ def test_patches_are_what_the_layer_reads(kind: str) -> None:
     assert distance(wanted, seen @ weight.transpose(1, 2) + bias) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("conv", "size"),
+    [
+        (nn.Conv1d(4, 6, 3, 2, 1, groups=2), (17,)),
+        (nn.Conv1d(4, 6, 4, padding="same", dilation=2), (9,)),
+        (nn.Conv3d(4, 8, 3, (1, 2, 1), (0, 1, 2), groups=4), (5, 9, 8)),
+        (nn.Conv3d(4, 2, (1, 3, 2), dilation=(2, 1, 1)), (3, 7, 5)),
+    ],
+)
+def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]) -> None:
+    conv, x = conv.double(), torch.randn(3, 4, *size, dtype=torch.float64)
+    seen, wanted = least_squares.patches(conv, x, conv(x).detach(), 11, torch.Generator().manual_seed(0))
+    weight = conv.weight.detach().reshape(conv.groups, conv.out_channels // conv.groups, -1)
+    assert seen.shape[2] == min(11, conv(x)[0, 0].numel())
+    assert distance(wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)) < 1e-12
+
+
 @pytest.mark.parametrize("zero_sum", [False, True])
 @pytest.mark.parametrize("kind", CONVS)
 def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind: str, zero_sum: bool) -> None:

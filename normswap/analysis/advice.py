@@ -8,16 +8,16 @@ to train with (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % wi
 
 from __future__ import annotations
 
-import functools
-import json
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from torch import nn
 
 from normswap import schemes
+from normswap.analysis import expected
+from normswap.analysis.network_kind import Kind, kind_of
 from normswap.errors import OptionError, RefusedError
+from normswap.graph.inspection import inspect
 from normswap.layers import affine
 from normswap.surgery.conversion import drafts
 
@@ -40,22 +40,28 @@ class Cost:
     memory: float | None
 
 
-@functools.cache
-def _table() -> dict[str, Any]:
-    """Made by a script from the tables of tests/benchmarks, which also say how they were made."""
-    return dict(json.loads(resources.files("normswap.analysis").joinpath("measured_costs.json").read_text("utf-8")))
+_table = expected.table
 
 
-def measured() -> dict[str, tuple[str, str]]:
+def measured(kind: Kind = Kind.RESIDUAL) -> dict[str, tuple[str, str]]:
     """For each figure, the networks that it was measured on, and where that is written."""
-    return {what: (part["on"], part["where"]) for what, part in _table().items() if isinstance(part, dict)}
+    found = {
+        what: (part["on"], part["where"]) for what, part in _table().items() if isinstance(part, dict) and "on" in part
+    }
+    if kind is Kind.RESIDUAL:
+        return found
+    known = expected.networks(kind)
+    return {**found, "kept": (f"networks with {kind.value} ({', '.join(known) or 'none yet'})", expected.WHERE)}
 
 
-def cost(scheme: str) -> Cost:
-    """What the table has of a scheme with its own options, fitted to data if it can be."""
+def cost(scheme: str, kind: Kind = Kind.RESIDUAL) -> Cost:
+    """What the table has of a scheme with its own options, fitted to data if it can be, on networks of this kind."""
     kept, step, memory = (_table()[what]["figures"].get(scheme) for what in ("kept", "step", "memory"))
-    spans = [span for how, span in (kept or {}).items() if (how != "none") == _fitted(scheme)]
-    return Cost((spans[0][0], spans[0][1]) if spans else None, tuple(step) if step else None, memory)
+    if kind is not Kind.RESIDUAL:
+        kept = {"none": (100.0, 100.0)} if schemes.get(scheme).is_exact(schemes.get(scheme).options) else {}
+        kept = kept or expected.figures(kind, scheme)
+    spans = [span for how, span in sorted((kept or {}).items()) if (how != "none") == _fitted(scheme)]
+    return Cost((spans[-1][0], spans[-1][1]) if spans else None, tuple(step) if step else None, memory)
 
 
 def _fitted(scheme: str) -> bool:
@@ -66,12 +72,13 @@ def _fitted(scheme: str) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """One target, why, the command, and what it costs."""
+    """One target, why, the command, and what it costs, by the figures for this kind of network."""
 
     scheme: str
     why: str
     command: str
     cost: Cost
+    kind: Kind = Kind.RESIDUAL
 
 
 def advise(
@@ -92,6 +99,7 @@ def advise(
     if private and deploy:
         raise OptionError("--private and --deploy", "one trains, the other does not", "Ask twice")
     found, refused = [], {}
+    kind = kind_of(inspect(model))
     for scheme, why in _wishes(model, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
@@ -99,7 +107,7 @@ def advise(
         except RefusedError as error:
             refused[scheme] = str(error)
         else:
-            found.append(Advice(scheme, why, _command(name, scheme, private), cost(scheme)))
+            found.append(Advice(scheme, why, _command(name, scheme, private), cost(scheme, kind), kind))
     if not found:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return found, refused
@@ -111,6 +119,7 @@ def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> l
     without = [
         ("skipinit", "keeps the function; no norm, one scalar per branch"),
         ("groupnorm", "normalizes still, each sample by itself"),
+        ("frozen-bn", "statistics as constants; in federated training often ahead of GroupNorm (arXiv:2303.06530)"),
     ]
     if private:
         return [(scheme, f"gradients per sample need norms without the batch: {why}") for scheme, why in without]
@@ -137,5 +146,12 @@ def body_of(found: list[Advice], refused: dict[str, str], **asked: Any) -> dict[
          "memory": one.cost.memory}
         for one in found
     ]  # fmt: skip
-    where = {what: {"on": on, "where": where} for what, (on, where) in measured().items()}
-    return {**asked, "choose": rows[0], "others": rows[1:], "refused": refused, "measured": where}
+    where = {what: {"on": on, "where": where} for what, (on, where) in measured(found[0].kind).items()}
+    return {
+        **asked,
+        "kind": found[0].kind.value,
+        "choose": rows[0],
+        "others": rows[1:],
+        "refused": refused,
+        "measured": where,
+    }

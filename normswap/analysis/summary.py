@@ -159,9 +159,13 @@ def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
 
 
 def of_report(report: Report) -> Body:
-    """A report, with its verdict on each measurement (`within`)."""
+    """A report, with its verdict on each measurement (`within`); what approximate ones answer on noise is no news."""
     body = report.to_dict()
+    if report.kept is not None:
+        body["kept"]["least"] = report.kept.least
     for error in body["logits"]:
+        if not report.exact:
+            error["agreement"] = None
         error["within"] = bool(error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf))
     return body
 

@@ -7,6 +7,7 @@ fitted on one fold make of the other. See `regress` for the algebra.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -196,8 +197,8 @@ def _error(weight: Tensor, own: Moments, other: Moments, known: Covariances) -> 
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether `patches` knows the layer: convolutions in two dimensions that pad with zeros, and linear maps."""
-    if isinstance(module, nn.Conv2d):
+    """Whether `patches` knows the layer: convolutions that pad with zeros, and linear maps."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return module.padding_mode == "zeros"
     return isinstance(module, nn.Linear)
 
@@ -206,8 +207,8 @@ def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Gener
     """At most `count` places, the same for all images: what the layer reads there, and the target.
 
     Args:
-        layer: a Conv2d or Linear.
-        x: its input, (N, C, H, W) or (N, ..., f).
+        layer: a convolution or Linear.
+        x: its input, (N, C, ...) or (N, ..., f).
         y: the target, of the shape of its output.
 
     Returns:
@@ -217,17 +218,18 @@ def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Gener
         x, y = x.reshape(len(x), -1, x.shape[-1]), y.reshape(len(y), -1, y.shape[-1])
         places = _draw(x.shape[1], count, generator).to(x.device)
         return x[:, None, places], y[:, None, places]
-    height, width = y.shape[2:]
-    places = _draw(height * width, count, generator).to(x.device)
-    rows, columns = places // width, places % width
-    padded = _pad(layer, x)
+    sides = y.shape[2:]
+    at = torch.unravel_index(_draw(math.prod(sides), count, generator).to(x.device), sides)
     taps = [torch.arange(k, device=x.device) * d for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-    rows_at = rows[:, None, None] * layer.stride[0] + taps[0][:, None]
-    columns_at = columns[:, None, None] * layer.stride[1] + taps[1]
-    seen = padded[:, :, rows_at, columns_at]  # (N, C, p, kh, kw)
+    read = [  # along each side, (p, 1 .. k .. 1)
+        place.view(-1, *(1,) * len(sides)) * stride + tap.view(-1, *(1,) * (len(sides) - 1 - side))
+        for side, (place, stride, tap) in enumerate(zip(at, layer.stride, taps, strict=True))
+    ]
+    every: tuple[Any, ...] = (slice(None), slice(None))
+    seen = _pad(layer, x)[every + tuple(read)]  # (N, C, p, *kernel)
     groups = layer.groups
     seen = seen.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
-    wanted = y[:, :, rows, columns].unflatten(1, (groups, -1)).transpose(2, 3)
+    wanted = y[every + tuple(at)].unflatten(1, (groups, -1)).transpose(2, 3)
     return seen, wanted
 
 
@@ -237,15 +239,15 @@ def _draw(places: int, count: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(places, generator=generator)[:count]
 
 
-def _pad(conv: nn.Conv2d, x: Tensor) -> Tensor:
+def _pad(conv: Any, x: Tensor) -> Tensor:
     if conv.padding == "same":
         totals = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return F.pad(x, [totals[1] // 2, totals[1] - totals[1] // 2, totals[0] // 2, totals[0] - totals[0] // 2])
+        return F.pad(x, [part for total in reversed(totals) for part in (total // 2, total - total // 2)])
     if getattr(conv, "same_pad", type(conv).__name__ == "Conv2dSame"):
         return pad_same(x, list(conv.kernel_size), list(conv.stride), list(conv.dilation))
     if isinstance(conv.padding, str):
         return x
-    return F.pad(x, [conv.padding[1], conv.padding[1], conv.padding[0], conv.padding[0]])
+    return F.pad(x, [padding for padding in reversed(conv.padding) for _ in range(2)])
 
 
 def checked(batch: Any, size: tuple[int, ...] | None, index: int) -> Tensor:

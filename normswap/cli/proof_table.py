@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from normswap.cli.printing import Body
-from normswap.cli.tables import listing, size, small, table
+from normswap.cli.tables import facts, listing, size, small, table
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 
@@ -23,3 +23,13 @@ def proof(body: Body) -> None:
     title = f"Verification on {body['inputs']}: {'the function is kept' if exact else 'the function changes'}"
     table(title, _COLUMNS, rows, right=_COLUMNS[2:6])
     listing("vacuous", body["vacuous"], most=5)
+    if body.get("kept"):
+        facts(("kept", said_of_kept(body["kept"])))
+
+
+def said_of_kept(kept: Body) -> str:
+    """What held-out images say of an approximate result."""
+    answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
+    bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
+    error = f"relative L2 {small(kept['relative_l2'])}"
+    return f"{answers}{bound}{', ' if answers else ''}{error}; {kept['count']} held-out calibration images"

@@ -75,7 +75,7 @@ class Steadied(Seat):
     def replacing(cls, old: Any, norm: Any, *, like: Tensor, **gauge: Any) -> Any:
         into = Gauge.of(norm, **gauge)
         new = copy.deepcopy(old)
-        new.weight.mul_(_per_filter(old, into.sign).to(new.weight))
+        new.weight.mul_(per_filter(old, into.sign).to(new.weight))
         bias = into.offset if old.bias is None else into.sign * old.bias.double() + into.offset
         new.bias = nn.Parameter(bias.to(old.weight), requires_grad=old.weight.requires_grad)
         return new
@@ -130,7 +130,7 @@ def _led(gauge: Gauge, norm: Any) -> Chain:
     return Chain(ChannelAffine(gauge.sign.to(like), gauge.offset.to(like)), norm)
 
 
-def _per_filter(conv: Any, sign: Tensor) -> Tensor:
+def per_filter(conv: Any, sign: Tensor) -> Tensor:
     """A value per output channel in a shape that goes with the weight."""
     rest = (1,) * (conv.weight.ndim - 2)
     if not getattr(conv, "transposed", False):

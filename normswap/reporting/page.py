@@ -58,6 +58,8 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
     shares = [e.agreement for e in report.logits if e.agreement is not None] if report and report.exact else []
     if report and shares:
         yield "same answers", share(min(shares)), f"on {report.inputs}"
+    if report and report.kept and report.kept.agreement is not None:
+        yield "same answers", share(report.kept.agreement), f"on {report.kept.count} held-out calibration images"
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", MINUS)

@@ -13,19 +13,22 @@ from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
-from normswap.schemes.parts.zero_sum_filters import check, standardize
 from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
 from normswap.schemes.parts.zero_sum_filters import kept as pattern
+from normswap.schemes.parts.zero_sum_filters import standardize
 
 
 def plan(
-    anatomy: Anatomy, *, mean: Annotated[str, "fit|keep"] = "fit", stem: Annotated[str, "fit|keep"] = "fit"
+    anatomy: Anatomy,
+    *,
+    mean: Annotated[str, "fit|keep"] = "fit",
+    stem: Annotated[str, "fit|keep"] = "fit",
+    depthwise: Annotated[str, "fit|keep"] = "keep",
 ) -> Draft:
     """Args:
-    mean, stem: as in `nf`.
+    mean, stem, depthwise: as in `nf`.
     """
-    check(mean=mean, stem=stem)
-    return standardize(undress(anatomy), mean=mean == "keep", stem=stem == "keep")
+    return standardize(undress(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 
 SCHEME = Scheme(

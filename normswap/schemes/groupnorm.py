@@ -11,7 +11,7 @@ less is lost; nothing is tied to the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from normswap.plan import Step
 from normswap.schemes import Scheme
 from normswap.schemes.parts.per_sample_norms import dress_per_sample
 from normswap.schemes.parts.per_sample_norms import recentred as pattern
+from normswap.schemes.parts.steady_gauge import regauge
 
 
 def plan(
@@ -51,6 +52,8 @@ def plan(
 def fit(
     source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
 ) -> None:
+    batches = list(batches) if isinstance(batches, Iterator) else batches  # they are read twice
+    regauge(source, result, step, batches)
     refit(source, result, batches, seed=seed, progress=progress)
 
 

@@ -2,34 +2,41 @@
 
 Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly; beta is a scalar at
 the branch's end that makes f's output of unit variance, exactly. The constant alpha = 1 / sqrt(expected variance) in
-front of a branch is part of the first convolution's gain. What is lost is each filter's mean. `--mean fit` (needs
-`--calibrate`) finds, layer by layer, the zero-sum filters that come nearest to the source on the converted network's
-own inputs (`sequential_fit`). `--mean keep` keeps the means as one more parameter per filter, and with it the function.
-`--stem keep` keeps those of the convolution that reads the image.
+front of a branch is part of the first convolution's gain. A network without residual blocks gets the convolutions
+alone. What is lost is each filter's mean. `--mean fit` (needs `--calibrate`) finds, layer by layer, the zero-sum
+filters that come nearest to the source on the converted network's own inputs (`sequential_fit`). `--mean keep` keeps
+the means as one more parameter per filter, and with it the function. `--stem keep` keeps those of the convolution that
+reads the image; depthwise ones are kept unless `--depthwise fit`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
+from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import scale_branches
-from normswap.schemes.parts.zero_sum_filters import check, standardize
 from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
 from normswap.schemes.parts.zero_sum_filters import kept as pattern
+from normswap.schemes.parts.zero_sum_filters import standardize
 
 
 def plan(
-    anatomy: Anatomy, *, mean: Annotated[str, "fit|keep"] = "fit", stem: Annotated[str, "fit|keep"] = "fit"
+    anatomy: Anatomy,
+    *,
+    mean: Annotated[str, "fit|keep"] = "fit",
+    stem: Annotated[str, "fit|keep"] = "fit",
+    depthwise: Annotated[str, "fit|keep"] = "keep",
 ) -> Draft:
     """Args:
     mean: `fit` or `keep` the filters' means.
     stem: the same for the convolution that reads the image.
+    depthwise: the same for filters that read one channel, which without a mean lose its level.
     """
-    check(mean=mean, stem=stem)
-    return standardize(scale_branches(anatomy, None), mean=mean == "keep", stem=stem == "keep")
+    draft = scale_branches(anatomy, None) if anatomy.blocks else undress(anatomy)
+    return standardize(draft, mean=mean, stem=stem, depthwise=depthwise)
 
 
 SCHEME = Scheme(

@@ -7,6 +7,7 @@ from typing import Any
 from normswap.models import kinds
 from normswap.provenance import Provenance
 from normswap.surgery.comparison import Report
+from normswap.surgery.held_out import Kept
 
 _MARK = "<!-- written by normswap -->"
 _PLACE = '"path/to/this/directory"'
@@ -97,4 +98,13 @@ def _measured(report: Report | None) -> list[str]:
         "|---|---|---|---|" + "---|" * report.exact,
         *rows,
         "",
+        *_kept(report.kept),
     ]
+
+
+def _kept(kept: Kept | None) -> list[str]:
+    if kept is None:
+        return []
+    same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
+    return [f"On {kept.count} of the calibration images, to which nothing was fitted: {same}"
+            f"relative L2 {kept.relative_l2:.2g}. Other images may keep less.", ""]  # fmt: skip

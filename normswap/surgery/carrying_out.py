@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, VerificationError, first_line
@@ -20,7 +20,7 @@ from normswap.models.modes import evaluating
 from normswap.models.network_input import Example, Inputs
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting
+from normswap.surgery import applying, comparison, fitting, keeping
 from normswap.surgery.comparison import Report
 from normswap.surgery.fitting import Batches, Progress
 
@@ -78,10 +78,13 @@ def carry_out(
         _demand_runs(result, batches[0].first(1), step.scheme)
         precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
     notes: tuple[str, ...] = ()
+    held: list[Tensor] = []
     if fitted and calibrate is not None:
         shape = batches[0].images.shape[1:]
-        notes = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
+        notes, held = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
+    if held:
+        report = replace(report, kept=keeping.measured(model, result, held))
     demand(report, step.scheme)
     applying.demand_gone(model, result, step)
     origin = record(model, step)

@@ -21,6 +21,7 @@ from normswap.errors import VerificationError, first_line
 from normswap.graph.inspection import Anatomy
 from normswap.models import network_input
 from normswap.models.network_input import Example, Inputs
+from normswap.surgery.held_out import Kept
 from normswap.surgery.running import Outputs, double, noise, outputs_double, run, run_double, widely
 
 __all__ = ["Error", "Precise", "Report", "compare", "compare_double", "described", "noise", "run_double", "verify"]
@@ -63,6 +64,7 @@ class Report:
         tolerance: the largest relative L2 error allowed, by precision.
         vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
         accuracy: top-1 in percent of source and result on labelled data, where given.
+        kept: of an approximate result, what held-out images of the user's say.
     """
 
     exact: bool
@@ -73,6 +75,7 @@ class Report:
     tolerance: dict[str, float] = field(default_factory=dict)
     vacuous: tuple[str, ...] = ()
     accuracy: dict[str, float] = field(default_factory=dict)
+    kept: Kept | None = None
 
     @property
     def worst(self) -> Error:
@@ -88,7 +91,8 @@ class Report:
         errors = {
             name: tuple(Error(**{**e, "size": tuple(e["size"])}) for e in body[name]) for name in ("logits", "sites")
         }
-        return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"])})
+        kept = Kept(**body["kept"]) if body.get("kept") else None
+        return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"]), "kept": kept})
 
 
 def verify(
@@ -158,6 +162,8 @@ def compare(
         if precise is not None or own == "float64":  # else nothing would bound what is allowed
             stray = max(stray, _stray(source, example, a, logits[-1], own))
         if i == 0:
+            if anatomy is not None and anatomy.traced.heads:
+                logits.append(_worst(own, x, *(run(model, example, heads=True)[0] for model in (source, result))))
             if precise is not None:
                 stray = max(stray, _apart(own, x, precise.reference, _first(a, precise.reference)))
             sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]

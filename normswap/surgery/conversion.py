@@ -145,6 +145,8 @@ def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequenc
     report = comparison.compare(
         model, last.model, batches, exact=exact, precise=precise, described=described, anatomy=seen
     )
+    fitted = [one.report.kept for one in done if not one.report.exact]
+    report = replace(report, kept=fitted[0] if len(fitted) == 1 else None)  # the exact ones add nothing to it
     carrying_out.demand(report, " and ".join(step.scheme for step in steps))
     verdicts = {path: said for one in done for path, said in one.verdicts.items()}
     renames: dict[str, str] = {}

@@ -17,6 +17,7 @@ from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.schemes.parts.declared import declared_options
 from normswap.surgery import applying
+from normswap.surgery.held_out import Dealt
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 NOISE, BATCH = 512, 32
@@ -68,18 +69,23 @@ def fit(
     size: Sequence[int],
     seed: int,
     progress: Progress | None = None,
-) -> tuple[str, ...]:
-    """Let the step's scheme set the values of `result`, in place; returns what the user should know.
+) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Let the step's scheme set the values of `result`, in place.
 
     Args:
         calibrate: batches, a function that gives them, or "noise".
         size: (C, H, W) of noise.
+
+    Returns:
+        What the user should know, and the images that were held out: batches of them; none of noise, and none where
+        the result is not fitted to a pattern but measures all images.
 
     Raises:
         OptionError: a word that is not "noise".
         SourceError: unusable or too few images.
     """
     notes: tuple[str, ...] = ()
+    dealt: Dealt | None = None
     if isinstance(calibrate, str):
         if calibrate != "noise":
             raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor 'noise'")
@@ -87,11 +93,13 @@ def fit(
         notes = ("fitted to noise: on images the result is worse than one fitted to images like those it will see",)
     batches = calibrate() if callable(calibrate) else calibrate
     scheme = schemes.get(step.scheme)
+    if not notes and scheme.pattern is not None:
+        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
     if scheme.pattern is not None:  # what the result is fitted to: the source in the gauge of the result
         source = applying.apply_step(source, scheme.pattern(step))
     assert scheme.fit is not None
     said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
-    return (*notes, *(said or ()))
+    return (*notes, *(said or ())), dealt.held if dealt else []
 
 
 def noise(size: Sequence[int], seed: int, count: int = NOISE) -> Iterator[Tensor]:

@@ -75,6 +75,6 @@ def drop(model: nn.Module) -> nn.Module:
             if edit["layer"] == "StandardizedConv":
                 edit["args"]["mean"], standardizes = False, True
         if standardizes:
-            step["options"].update(mean="fit", stem="fit")
+            step["options"].update(mean="fit", stem="fit", depthwise="fit")
     body.pop("digest")
     return provenance.attach(model, replace(record, plan=Plan.from_json(json.dumps(body))))

@@ -39,6 +39,10 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
     import timm  # noqa: F401 - both sides have imported everything before the clock starts
     import torch  # noqa: F401
 
+    if which == "ours":
+        import normswap.storage.checkpoint
+        import normswap.surgery.conversion  # noqa: F401
+
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
         start, cpu = time.perf_counter(), time.process_time()
         (ours if which == "ours" else baseline)(arch, file, Path(out), to)

@@ -1,6 +1,7 @@
 """What `normswap advise` tells of costs, from the tables beside this: `python tests/benchmarks/measured_costs.py`.
 
-Run it again when schemes.md or step_time.md has been measured anew; a test sees that what is shipped is what they say.
+Run it again when schemes.md, kinds.md or step_time.md has been measured anew; a test sees that what is shipped is what
+they say.
 """
 
 from __future__ import annotations
@@ -41,6 +42,23 @@ def kept() -> dict[str, Any]:
     }
 
 
+def kinds() -> dict[str, Any]:
+    """By kind of network: the networks, and the smallest and largest share kept, by way and calibration images."""
+    table = rows("kinds.md")
+    family = {row[0]: row[1] for row in table if len(row) == 5 and row[0] not in ("network", "---")}
+    found: dict[str, dict[str, Any]] = {}
+    for row in table:
+        share = re.match(r"([0-9.]+) %", row[5]) if len(row) > 6 else None
+        if share and row[0] in family:
+            part = found.setdefault(family[row[0]], {"on": [], "figures": {}})
+            part["on"] += [row[0]] if row[0] not in part["on"] else []
+            shares = part["figures"].setdefault(row[1].strip("`"), {}).setdefault(row[2], [])
+            shares[:] = (
+                [min(*shares, float(share[1])), max(*shares, float(share[1]))] if shares else [float(share[1])] * 2
+            )
+    return {"where": "tests/benchmarks/kinds.md", "by_kind": found}
+
+
 def steps() -> dict[str, dict[str, Any]]:
     """Time and memory of a training step against BatchNorm's: the middle, the lowest, the highest."""
     title = (HERE / "step_time.md").read_text().splitlines()[0]
@@ -53,7 +71,7 @@ def steps() -> dict[str, dict[str, Any]]:
 
 def table() -> dict[str, Any]:
     """All of it."""
-    return {"made_by": "python tests/benchmarks/measured_costs.py", "kept": kept(), **steps()}
+    return {"made_by": "python tests/benchmarks/measured_costs.py", "kept": kept(), "kinds": kinds(), **steps()}
 
 
 if __name__ == "__main__":

@@ -162,7 +162,8 @@ def main() -> None:
 
     def write() -> None:
         command = f"python tests/benchmarks/private_training.py -o {given.output}"
-        head = ["# Private training with Opacus", "", *circumstances.lines(command, "cpu"), *HOW]
+        at = f"Measured at commit {', '.join(dict.fromkeys(str(row['commit']) for row in kept.rows.values()))}."
+        head = ["# Private training with Opacus", "", *circumstances.lines(command, "cpu"), at, "", *HOW]
         given.output.write_text("\n".join([*head, *table(kept)]) + "\n")
 
     measure(kept, write)

@@ -31,9 +31,9 @@ def run(
 ) -> int:
     """Say which target to choose, why, and what it was measured to cost.
 
-    The keys of --json: source, batch_size, private, deploy, choose and others (scheme, why, command, kept: percent of
-    the accuracy without training, step, step_range and memory: against BatchNorm's; null where not measured), refused
-    (scheme: why) and measured (by figure: on which networks, and where that is written).
+    The keys of --json: source, batch_size, private, deploy, kind (of network), choose and others (scheme, why, command,
+    kept: percent of the accuracy without training, step, step_range and memory: against BatchNorm's; null where not
+    measured), refused (scheme: why) and measured (by figure: on which networks, and where that is written).
     """
     net = opening.open(model)
     from normswap.analysis.advice import advise, body_of
@@ -47,7 +47,9 @@ def run(
 
 def _say(body: Body) -> None:
     chosen, where = body["choose"], body["measured"]
-    facts(("choose", chosen["scheme"]), ("because", chosen["why"]), ("run", chosen["command"]))
+    facts(
+        ("network", body["kind"]), ("choose", chosen["scheme"]), ("because", chosen["why"]), ("run", chosen["command"])
+    )
     rows = [
         (row["scheme"], _kept(row["kept"]), _step(row["step"], row["step_range"]), row["memory"], row["why"])
         for row in (chosen, *body["others"])

@@ -29,6 +29,7 @@ from normswap.storage import atomic_write
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
+    from normswap.analysis.expected import Expected
     from normswap.surgery.carrying_out import Conversion
 
 ORDER = 20
@@ -120,7 +121,9 @@ def run(
     """Convert a network, verify the result, save it.
 
     The keys of --json: source, output (null for a dry run), plan (file, or null) and steps, each with scheme, options,
-    edits (of the plan), verdicts (what happens to each norm), alphas, notes, renames and report (null for a dry run).
+    edits (of the plan), verdicts (what happens to each norm), alphas, notes, renames and report (null for a dry run;
+    kept: of an approximate one, what held-out calibration images say), and expected (without images: what networks of
+    this kind kept, in percent: kind, networks, kept, images, kept_fitted, enough; null where nothing is lost).
     """
     from normswap.storage import checkpoint
 
@@ -136,6 +139,7 @@ def run(
     if plan is not None and plan.exists() and not force:
         raise OutputError(f"{plan} exists", remedy="Give another --plan, or --force to replace it")
     net = opening.open(model)
+    told = _expected(net, wanted) if given is None and fitting.calibrate in (None, "noise") else None
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
         if given is not None:
@@ -149,7 +153,11 @@ def run(
             checkpoint.save(done, place, force=force)
     if plan is not None:
         atomic_write.text(plan, Plan(tuple(steps)).to_json(indent=2) + "\n")
-    show({"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies}, json, _say)
+    if told is not None and not told.enough and not json:
+        line(f"no images: {told}. Give --calibrate DATA: it fits, and measures what is kept")
+    body = {"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies,
+            "expected": told and _body_of(told)}  # fmt: skip
+    show(body, json, _say)
     return 0
 
 
@@ -210,6 +218,26 @@ def _follow(
         model = done.model
         bodies += summary.of_conversion(done)
     return done, bodies, list(plan.steps)
+
+
+def _expected(model: nn.Module, wanted: Wanted) -> Expected | None:
+    """What networks like this kept without images; None where images would have nothing to fit, or are demanded."""
+    from normswap.schemes import get, resolve
+
+    scheme, options = str(wanted.to), dict(wanted.options)
+    if scheme == "unfold" or get(scheme).fit is None or get(scheme).demands_data(resolve(scheme, options)):
+        return None
+    from normswap.analysis.expected import without_images
+    from normswap.analysis.network_kind import kind_of
+    from normswap.graph.inspection import inspect
+
+    return without_images(kind_of(inspect(model)), scheme, options)
+
+
+def _body_of(told: Expected) -> Body:
+    """For --json."""
+    return {"kind": told.kind.value, "networks": list(told.networks), "kept": told.without, "images": told.images,
+            "kept_fitted": told.fitted, "enough": told.enough}  # fmt: skip
 
 
 def _sketch(model: nn.Module, wanted: Wanted, *, measured: bool) -> Outcome:

@@ -74,9 +74,10 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
     def spy(path: str) -> Any:
         def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
             x = args[0].flatten(2) if args[0].ndim > 2 else args[0].unsqueeze(2)
-            spread, mean = torch.var_mean(x, 2, correction=0)
-            mean = mean.double() - norm.running_mean.double()
-            found.setdefault(path, []).append((mean.cpu(), (spread.double() + mean.square()).cpu()))
+            mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
+            centre = norm.running_mean.double()
+            energy = (square - 2 * centre * mean + centre.square()).clamp_min(0)
+            found.setdefault(path, []).append(((mean - centre).cpu(), energy.cpu()))
 
         return hook
 
@@ -114,13 +115,16 @@ def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float)
     flips, leans = [], []
     for x, energy in zip(means.chunk(groups, 1), squares.chunk(groups, 1), strict=True):
         size = x.shape[1]
-        flip = quietest(x.T @ x / len(x), x.new_zeros(size))
-        x = x * flip
-        fluctuation = energy.mean(1) - energy.mean()
+        x = x / len(x) ** 0.5
+        quadratic = x.T @ x  # (C, C), the largest thing here: made once, changed in place
+        flip = quietest(quadratic, x.new_zeros(size))
+        fluctuation = (energy.mean(1) - energy.mean()) / len(x) ** 0.5
         size_of = (energy.mean() * steady / (1 - steady)).sqrt()
-        quadratic = x.T @ x / len(x)
-        quadratic = quadratic + BALANCE * quadratic.diagonal().mean()
-        lean = quietest(size_of * quadratic / size, fluctuation @ x / (2 * len(x)))
+        quadratic *= flip
+        quadratic *= flip[:, None]
+        quadratic += BALANCE * quadratic.diagonal().mean()
+        quadratic *= size_of / size
+        lean = quietest(quadratic, fluctuation @ (x * flip) / 2)
         flips.append(flip)
         leans.append(lean)
     return Signs(*("".join("+" if sign > 0 else "-" for sign in torch.cat(signs)) for signs in (flips, leans)))

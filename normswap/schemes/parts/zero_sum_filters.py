@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
-from normswap.errors import OptionError
+from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear
 from normswap.layers import reparametrized
@@ -21,22 +21,21 @@ from normswap.layers.standardized import STANDARDIZED, MeanStdConv2d
 from normswap.plan import Step
 
 
-def check(**options: str) -> None:
-    """Raises:
-    OptionError: neither `fit` nor `keep`.
-    """
-    for name, value in options.items():
-        if value not in ("fit", "keep"):
-            raise OptionError(f"--{name} {value!r} is neither 'fit' nor 'keep'")
-
-
-def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
+def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
     """Let every convolution of the draft, but those of gates and the classifier, have standardized filters.
 
     Args:
-        mean: let all of them keep their means.
-        stem: so let the one that reads the image; its filters' means see the image's brightness and colour.
+        mean: `keep` or `fit` the filters' means.
+        stem: those of the convolution that reads the image; its filters' means see the image's brightness and colour.
+        depthwise: those of filters that read one channel: one that sums to zero passes nothing of its channel's level,
+            and there is no other channel that it could be had from.
+
+    Raises:
+        OptionError: something else than `keep` and `fit`.
+        RefusedError: there is nothing to standardize.
     """
+    _check(mean=mean, stem=stem, depthwise=depthwise)
+    kept = 0
     traced = draft.anatomy.traced
     plain = tuple(f"{block.gate}." for block in draft.anatomy.blocks if block.gate)
     first = True
@@ -46,7 +45,8 @@ def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
         if not isinstance(module, nn.Conv2d) or id(module) in seen:
             continue
         seen.add(id(module))
-        path, keep = str(node.target), mean or (stem and first)
+        path, alone = str(node.target), module.groups > 1 and module.weight.shape[1] == 1
+        keep = "keep" in (mean, stem if first else "", depthwise if alone else "")
         first = False
         if not draft.anatomy.takes_part(path):
             continue
@@ -65,7 +65,24 @@ def standardize(draft: Draft, *, mean: bool, stem: bool) -> Draft:
             continue
         take = draft.take(path)
         take.layer, take.extra = "StandardizedConv", {"mean": keep}
+        kept += alone and mean == "fit" and keep
+    if not any(take.layer == "StandardizedConv" for take in draft.takes.values()):
+        only = (
+            "timm's ScaledStdConv2d has two dimensions; gates, the classifier and filters of one number are left alone"
+        )
+        raise RefusedError("no convolution to standardize", only, "`--to folded` works on any network")
+    if kept:
+        draft.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
     return draft
+
+
+def _check(**options: str) -> None:
+    """Raises:
+    OptionError: neither `fit` nor `keep`.
+    """
+    for name, value in options.items():
+        if value not in ("fit", "keep"):
+            raise OptionError(f"--{name} {value!r} is neither 'fit' nor 'keep'")
 
 
 def kept(step: Step) -> Step:

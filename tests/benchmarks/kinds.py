@@ -1,0 +1,186 @@
+"""What conversions keep of every kind of network, before any training.
+
+    python tests/benchmarks/kinds.py [KIND ...] [--samples none 100 1000] [--draws 1]
+
+The trained networks of tests/data/zoo (tests/benchmarks/kinds_zoo.py). Kept: the result's accuracy on 2,000 test images
+as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter of
+which is held out, and what those said ("held out": the source's answer). How the constants are chosen was settled on
+the depthwise network, by looking at these test images as well. Rows are kept in runs/kinds.jsonl with their commit; a
+second run measures what is missing, and every run writes kinds.md from all that there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import circumstances
+import torch
+from kept import Kept, Row
+from kinds_images import ROOT, of_kind, score
+from torch import Tensor, nn
+from zoo_networks import DATA, KINDS, known, trained
+
+from normswap.analysis.network_kind import kind_of
+from normswap.errors import NormswapError
+from normswap.graph.inspection import inspect
+from normswap.surgery import conversion
+
+WAYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("groupnorm", {}, ("none", "100", "1000")),
+    ("groupnorm", {"group_size": 16}, ("none", "100", "1000")),
+    ("groupnorm", {"steady": 0.75}, ("none", "100")),
+    ("layernorm", {}, ("100",)),
+    ("nf", {}, ("100", "1000")),
+    ("centered-weightnorm", {}, ("100",)),
+    ("folded", {}, ("none",)),
+)
+TABLE = Path(__file__).with_name("kinds.md")
+OTHERS = {"vit": (("folded", {}, ("none",)), ("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
+
+
+def called(scheme: str, options: dict[str, Any]) -> str:
+    return " ".join([scheme, *(f"--{name.replace('_', '-')} {value}" for name, value in options.items())])
+
+
+@torch.inference_mode()
+def outputs(model: nn.Module, images: Tensor) -> Tensor:
+    return torch.cat([model(part) for part in images.split(250)])
+
+
+def measure(kind: str, scheme: str, options: dict[str, Any], samples: str, draw: int) -> Row:
+    """One row: `why` it was refused, or what was kept."""
+    model, (images, labels) = trained(kind), of_kind(kind, "test")
+    pictures = of_kind(kind, "train")[0]
+    data = None
+    if samples != "none":
+        first = draw * int(samples)
+        data = list(pictures[first : first + int(samples)].split(50))
+    start = time.perf_counter()
+    try:
+        done = conversion.convert(model, scheme, calibrate=data, inputs=images[:8], seed=draw, **options)
+    except NormswapError as error:
+        return {"why": str(error)}
+    seconds = time.perf_counter() - start
+    before, after = outputs(model, images), outputs(done.model, images)
+    held = done.report.kept
+    return {
+        "before": score(before, labels), "after": score(after, labels), "seconds": seconds,
+        "agreement": 100 * float((before.argmax(1) == after.argmax(1)).double().mean()),
+        "l2": float((after - before).double().norm() / before.double().norm()),
+        "held": held and {"agreement": held.agreement, "l2": held.relative_l2, "count": held.count},
+    }  # fmt: skip
+
+
+def table(kept: Kept) -> str:
+    """All rows that there are, in Markdown."""
+    head = (
+        "kind",
+        "to",
+        "images",
+        "before",
+        "after",
+        "kept",
+        "same answer",
+        "relative L2",
+        "held out",
+        "seconds",
+        "commit",
+    )
+    lines = ["# What conversions keep, by kind of network", "",
+             *circumstances.lines("python tests/benchmarks/kinds.py", "cpu"),
+             (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip(), "",
+             f"| {' | '.join(head)} |", "|---" * len(head) + "|"]  # fmt: skip
+    for kind in KINDS:
+        rows = [row for row in kept.rows.values() if row["key"][0] == kind]
+        names: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            names.setdefault((row["key"][1], row["key"][2]), []).append(row)
+        for (way, samples), draws in names.items():
+            lines.append(f"| {kind} | `{way}` | {samples} | {cells(draws)} |")
+    lines += ["", *predictions(kept), "", "| network | kind | what | accuracy | parameters |", "|---|---|---|---|---|"]
+    for name in KINDS:
+        if (DATA / f"{name}.json").is_file():
+            note, what = known(name), (KINDS[name].__doc__ or "").strip().rstrip(".")
+            seen = inspect(trained(name), of_kind(name, "test")[0][:2])
+            accuracy = f"{note['accuracy']} ({note['measure']})"
+            lines.append(f"| {name} | {kind_of(seen).value} | {what} | {accuracy} | {note['parameters']:,} |")
+    return "\n".join(lines) + "\n"
+
+
+def cells(draws: list[Row]) -> str:
+    """The figures of a row; over several draws of images the mean, and the range of what is kept."""
+    good = [row for row in draws if "why" not in row]
+    if not good:
+        return f"| | refused: {draws[0]['why'].splitlines()[0]} | | | | | {draws[0]['commit']}"
+    shares = [100 * row["after"] / row["before"] for row in good]
+    span = f" ({min(shares):.1f} to {max(shares):.1f}, {len(shares)} draws)" if len(shares) > 1 else ""
+    held = [row["held"] for row in good if row["held"] and row["held"]["agreement"] is not None]
+    said = f"{100 * mean([h['agreement'] for h in held]):.1f} % of {held[0]['count']}" if held else ""
+    figures = [mean([row[name] for row in good]) for name in ("before", "after", "agreement", "l2", "seconds")]
+    before, after, same, error, seconds = figures
+    return (f"{before:.1f} | {after:.1f} | {mean(shares):.1f} %{span} | {same:.1f} % | {error:.2g} | {said} | "
+            f"{seconds:.0f} | {good[0]['commit']}")  # fmt: skip
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def predictions(kept: Kept) -> list[str]:
+    """How well the held-out images tell what is kept: Spearman's rank correlation, and the worst surprise."""
+    rows = [row for row in kept.rows.values() if row.get("held") and row["held"]["agreement"] is not None]
+    if len(rows) < 3:
+        return []
+    told = torch.tensor([100 * row["held"]["agreement"] for row in rows], dtype=torch.float64)
+    truth = torch.tensor([row["agreement"] for row in rows], dtype=torch.float64)
+    share = torch.tensor([100 * row["after"] / row["before"] for row in rows], dtype=torch.float64)
+    error = torch.tensor([row["held"]["l2"] for row in rows], dtype=torch.float64)
+    wrong = int(((told > 95) & (share < 85)).sum())
+    ranks = [spearman(told, truth), spearman(told, share), spearman(-error, share)]
+    off = (told - truth).abs()
+    said = (
+        f"Told by held-out images against 2,000 test images, {len(rows)} rows. Spearman's rank correlation: of the",
+        f"same answer told with the same answer {ranks[0]:.2f}, with the share kept {ranks[1]:.2f}, of the relative",
+        f"L2 told with the share kept {ranks[2]:.2f}. The same answer is told wrong by {off.mean():.1f} points on",
+        f"average, at most {off.max():.1f}. Told above 95 % and kept less than 85 %: {wrong}.",
+    )
+    return [" ".join(said)]
+
+
+def spearman(one: Tensor, two: Tensor) -> float:
+    """Of two lists of numbers; equal ones share their mean rank."""
+    ranks = torch.stack(
+        [(x[:, None] > x).double().sum(1) + ((x[:, None] == x).double().sum(1) + 1) / 2 for x in (one, two)]
+    )
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*")
+    parser.add_argument("--samples", nargs="*", default=["none", "100", "1000"], help="images to calibrate on")
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
+    given = parser.parse_args()
+    kept = Kept(ROOT / "runs" / "kinds.jsonl", fresh=given.fresh)
+    todo = [
+        (kind, scheme, options, samples, draw)
+        for samples in given.samples
+        for place in range(len(WAYS))  # one way for all kinds, then the next
+        for kind in given.kinds or KINDS
+        for scheme, options, sizes in OTHERS.get(kind, WAYS)[place : place + 1]
+        for draw in range(given.draws if samples != "none" else 1)
+        if samples in sizes and (DATA / f"{kind}.json").is_file()
+    ]
+    for kind, scheme, options, samples, draw in todo:
+        key = (kind, called(scheme, options), samples, str(draw))
+        row = kept.get(key, lambda: measure(kind, scheme, options, samples, draw))  # noqa: B023
+        print(key, {name: row[name] for name in ("after", "agreement", "why") if name in row}, flush=True)
+    TABLE.write_text(table(kept))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Kinds of network: a trained one of the zoo, fitted and not; the gauge; what held-out images and the table tell."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo_networks
+from torch import Tensor, nn
+
+from normswap.analysis import expected
+from normswap.analysis.network_kind import Kind, kind_of
+from normswap.cli.app import main
+from normswap.graph.inspection import inspect
+from normswap.images.datasets import make_loader
+from normswap.reporting import demo
+from normswap.schemes.parts import per_sample_norms, steady_gauge
+from normswap.surgery import applying, conversion
+from normswap.surgery.held_out import Dealt, Kept, summed
+from normswap.surgery.keeping import measured
+
+FOUND = {
+    "depthwise": Kind.DEPTHWISE, "efficient": Kind.DEPTHWISE, "dense": Kind.CONCATENATING, "unet": Kind.CONCATENATING,
+    "regnet": Kind.GROUPED, "preact": Kind.RESIDUAL, "plain": Kind.PLAIN, "plain_norm_after": Kind.PLAIN,
+    "one_d": Kind.PLAIN, "three_d": Kind.PLAIN, "vit": Kind.OTHER,
+}  # fmt: skip
+SHAPES = {"one_d": (2, 96, 32), "three_d": (2, 3, 4, 16, 16)}
+
+
+@pytest.fixture(scope="module")
+def images() -> tuple[Tensor, Tensor]:
+    """The demo's 500 test images at 32 px, shuffled, and their classes."""
+    loader = make_loader(zoo_networks.PREPROCESSING, str(demo.FOLDER / "images.tar"), workers=0)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    pictures, labels = (torch.cat(part)[order] for part in zip(*loader, strict=True))
+    return pictures, labels
+
+
+@pytest.mark.parametrize("name", zoo_networks.KINDS)
+def test_the_kind_is_seen(name: str) -> None:
+    model = zoo_networks.KINDS[name]().eval()
+    assert kind_of(inspect(model, torch.randn(SHAPES.get(name, (2, 3, 32, 32))))) is FOUND[name]
+
+
+def top1(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
+    with torch.inference_mode():
+        return 100 * float((model(pictures).argmax(1) == labels).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("to", "poor", "good"),
+    [("groupnorm", {"steady": 0}, {"steady": 0.75}), ("centered-weightnorm", {"depthwise": "fit"}, {})],
+)
+def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tuple[Tensor, Tensor]) -> None:
+    """It loses much as it was done before, and little as it is done now; held-out images tell the two apart."""
+    (pictures, labels), model = images, zoo_networks.trained("depthwise")
+    data, test = list(pictures[:200].split(50)), (pictures[200:], labels[200:])
+    before = top1(model, *test)
+    done = [
+        conversion.convert(model, to, calibrate=data if to != "groupnorm" or way is good else None, **way)
+        for way in (poor, good)
+    ]
+    worse, better = (top1(one.model, *test) / before for one in done)
+    assert worse < 0.93
+    assert better > worse + 0.03
+    far, near = (l2(model, one.model, test[0]) for one in done)
+    assert near < 0.6 * far
+    told = done[1].report.kept
+    assert told is not None
+    assert told.count == 48  # a quarter of 50 is 12
+    assert told.relative_l2 == pytest.approx(near, rel=0.3)
+
+
+def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
+    with torch.inference_mode():
+        a, b = one(pictures).double(), two(pictures).double()
+    return float((a - b).norm() / a.norm())
+
+
+def test_the_gauge_keeps_the_pattern_and_steadies_the_sample(images: tuple[Tensor, Tensor]) -> None:
+    model = zoo_networks.trained("depthwise").double()
+    data = [images[0][:100].double()]
+    step, _ = conversion.draft(inspect(model, data[0][:2]), "groupnorm")
+    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    before = copy.deepcopy(result)
+    with torch.no_grad():
+        steady_gauge.regauge(pattern, result, step, data)
+    held = images[0][100:300].double()
+    assert l2(model, pattern, held) < 1e-12
+    assert l2(model, result, held) < 0.85 * l2(model, before, held)
+
+
+@pytest.mark.parametrize("steady", [0.2, 0.5, 0.9])
+def test_no_other_constants_of_that_size_are_steadier(steady: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator).double() @ torch.randn(6, 6, generator=generator).double()
+    squares = x.square() + 0.3 + 0.5 * x[:, :1]
+    sign, offset = steady_gauge.gauge(x, squares, 1, steady)
+    size = 6 * float(squares.mean()) * steady / (1 - steady)
+    assert float(offset.square().sum()) == pytest.approx(size)
+    assert abs(float(offset.sum())) < 1e-9 * size
+
+    def spread(o: Tensor) -> Tensor:
+        centred = (x - x.mean(0)) * sign
+        return (squares.mean(1) + 2 * (centred * o).mean(1)).var()
+
+    best = spread(offset)
+    for _ in range(2000):
+        other = torch.randn(6, generator=generator).double()
+        other = other - other.mean()
+        assert spread(other * (size / other.square().sum()).sqrt()) > best * (1 - 1e-9)
+
+
+def test_every_fourth_image_is_held_out() -> None:
+    images = torch.arange(22.0)[:, None].expand(-1, 3)
+    dealt = Dealt([images[:10], (images[10:20], torch.zeros(10)), images[20:21], images[21:]])
+    for _ in range(2):  # as often as they are read
+        seen = torch.cat(list(dealt))[:, 0].tolist()
+        held = torch.cat(dealt.held)[:, 0].tolist()
+        assert held == [3, 7, 13, 17, 21]
+        assert sorted([*seen, *held]) == list(range(22))
+    assert list(Dealt(["no images"])) == ["no images"]
+
+
+def test_what_held_out_images_say() -> None:
+    assert summed([]) is None
+    kept = summed([(10, 0.1, 1.0), (30, 0.3, 0.5)])
+    assert kept is not None
+    assert (kept.count, kept.agreement) == (40, pytest.approx(0.625))
+    assert kept.relative_l2 == pytest.approx(((10 * 0.01 + 30 * 0.09) / 40) ** 0.5)
+    assert Kept(1.0, 0.0, 10).least == pytest.approx(10 / (10 + 1.96**2))
+    assert Kept(None, 0.1, 10).least is None
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    x = torch.randn(16, 3)
+    same = measured(one, two, [x[:8], x[8:]])
+    assert same is not None
+    assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
+
+
+def test_the_table_speaks_of_the_kind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = expected.without_images(Kind.DEPTHWISE, "groupnorm", {})
+    assert told is not None
+    assert not told.enough
+    assert "depthwise" in told.networks
+    assert expected.without_images(Kind.DEPTHWISE, "folded", {}) is None
+    unknown = expected.without_images(Kind.GROUPED, "groupnorm", {"groups": 7})
+    assert unknown is not None
+    assert "not been measured" in str(unknown)
+    weights = ["zoo_networks:depthwise", "--weights", str(zoo_networks.DATA / "depthwise.safetensors")]
+    command = ["convert", *weights, "--to", "groupnorm", "--force", "-o", str(tmp_path / "out")]
+    assert main(command) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("no images:")
+    assert "--calibrate DATA" in out
+    data = ["--calibrate", str(demo.FOLDER / "images.tar"), "--samples", "40"]
+    assert main([*command, *data, "--json"]) == 0
+    body = json.loads(capfd.readouterr().out)
+    assert body["expected"] is None
+    report = body["steps"][-1]["report"]
+    assert report["kept"]["count"] == 10
+    assert all(error["agreement"] is None for error in report["logits"]), "on noise that is no news"
+    assert "10 of the calibration images" in (tmp_path / "out" / "README.md").read_text()
