@@ -120,12 +120,11 @@ def measure(kept: Kept, write: Callable[[], None]) -> None:
         errors = len(ModuleValidator.validate(copy.deepcopy(model).train(), strict=False))
         kept.get((said, "before"), lambda m=model, e=errors: {"top1": top1(m, *test), "errors": e})
         write()
-    for epsilon in EPSILONS:
+    for epsilon, lr in ((epsilon, lr) for epsilon in EPSILONS for lr in RATES):
         for said, model in made.items():
-            for lr in RATES:
-                if not kept.rows[said, "before"]["errors"]:
-                    kept.get((said, str(epsilon), str(lr)), lambda m=model, e=epsilon, r=lr: run(m, *known, e, r, test))
-                    write()
+            if not kept.rows[said, "before"]["errors"]:
+                kept.get((said, str(epsilon), str(lr)), lambda m=model, e=epsilon, r=lr: run(m, *known, e, r, test))
+                write()
 
 
 def run(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, lr: float, test: tuple[Tensor, Tensor]) -> Any:
@@ -149,7 +148,14 @@ def table(kept: Kept) -> list[str]:
             if before["errors"]:
                 cells[-1] = f"refused by Opacus: {before['errors']} layers"
         lines.append(f"| {said} | {before['top1']:.1f} | " + " | ".join(cells) + " |")
-    return lines
+    keys = ((said, str(epsilon), str(lr)) for said in WAYS for epsilon in EPSILONS for lr in RATES)
+    lacking = [" ".join(key) for key in keys if key not in kept.rows and not refused(kept, key[0])]
+    return [*lines, *(["", f"Not run (way, epsilon, rate): {'; '.join(lacking)}."] if lacking else [])]
+
+
+def refused(kept: Kept, said: str) -> bool:
+    """Whether Opacus does not take the network."""
+    return bool(kept.rows.get((said, "before"), {}).get("errors"))
 
 
 def main() -> None:
