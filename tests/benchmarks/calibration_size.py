@@ -1,6 +1,6 @@
 """Time and peak memory of `nf --mean fit` on a large network, at several numbers of images: memory must not grow.
 
-    python tests/benchmarks/calibration_size.py [ARCH] [--size 160] [--samples 64 1024] [--scheme nf] [--batch 16] [-o FILE]
+    python tests/benchmarks/calibration_size.py [ARCH] [--size 160] [--samples 64 1024] [--scheme nf] [--batch 16]
 
 Lived-in random weights (tests/lived.py) and 1/f noise; each number of images in a process of its own. The conversion is
 compared with one forward of the same images through the source, in the same process.
@@ -79,11 +79,11 @@ def main() -> None:
     lines = [
         f"# Calibrating a {given.arch}, measured",
         "",
-        "Lived-in random weights on 1/f noise, which say nothing about accuracy. Forward: the same images once through the",
-        "source. Memory does not grow with the images: what is kept of them is a covariance per layer, and files.",
+        "Lived-in random weights on 1/f noise, which say nothing about accuracy. Forward: the same images once through",
+        "the source. What is kept of the images is a covariance per layer, and files.",
         "",
         *circumstances.lines(command, "cpu"),
-        "| network | to | size | images | time | forward | times | CPU time, times | memory before | peak | relative L2 |",
+        "| network | to | size | images | time | forward | ratio | ratio of CPU times | before | peak | relative L2 |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
