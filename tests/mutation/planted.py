@@ -115,10 +115,10 @@ def demand_the_copy(place: Path) -> None:
         raise SystemExit(f"tests would not see what is planted: Python finds {found.stdout.strip()}")
 
 
-def digest(error: Planted) -> str:
+def digest(error: Planted, place: Path = ROOT) -> str:
     """Of all that decides the outcome, but for the rest of the package."""
     files = [error.file, *sorted({test.partition("::")[0] for test in error.tests})]
-    parts = [*map(str, error), *((ROOT / file).read_text(encoding="utf-8") for file in files)]
+    parts = [*map(str, error), *((place / file).read_text(encoding="utf-8") for file in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -149,16 +149,17 @@ def measure(errors: Sequence[Planted]) -> None:
     for error in errors:
         patched(error, (ROOT / error.file).read_text(encoding="utf-8"))
     KNOWN.parent.mkdir(exist_ok=True)
-    with copied() as place:
+    with copied() as place:  # the checkout may change while this goes on
         demand_the_copy(place)
+        commit = circumstance().commit()
         sound = outcome_of(place, list(dict.fromkeys(test for error in errors for test in error.tests)))
         if sound.killed:
             raise SystemExit(f"{sound.first} fails without any error planted")
         for error in errors:
-            start = time.perf_counter()
+            start, name = time.perf_counter(), digest(error, place)
             with planted(error, place):
                 outcome = outcome_of(place, error.tests)
-            row = {"digest": digest(error), "name": error.name, **outcome._asdict(), "commit": circumstance().commit(),
+            row = {"digest": name, "name": error.name, **outcome._asdict(), "commit": commit,
                    "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
             with KNOWN.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
