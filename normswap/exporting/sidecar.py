@@ -6,6 +6,7 @@ The whole name of the file is kept in the name, as exports of one folder may dif
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def body(model: nn.Module, size: tuple[int, int, int], output: str, *, normalize
             "channels": "RGB" if size[0] == 3 else "L" if size[0] == 1 else None,
             "range": [0.0, 1.0],
         },
-        "resize": {"to": [round(side / known["crop_pct"]) for side in size[1:]], **crop},
+        "resize": {"to": [math.floor(side / known["crop_pct"]) for side in size[1:]], **crop},  # as timm rounds
         "normalize": None if normalize else {"mean": list(known["mean"]), "std": list(known["std"])},
         "output": {"name": output, "dtype": "float32", "labels": labels},
     }

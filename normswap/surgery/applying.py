@@ -60,6 +60,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 def narrowed(made: nn.Module, model: nn.Module) -> nn.Module | None:
     """`made`, what one step makes of `model` in float64, rounded in place to the dtype of `model`.
 
+    Bit for bit what the step makes in that dtype, but for layers whose weight is made of other tensors anew: those are
+    nearer to float64 by the last digit, and the vectors of a spectral norm's power iteration may have the other sign.
+
     Returns:
         None where that is not what the step makes in that dtype: `model` has several, or tensors that share memory, or
         a value is out of range.

@@ -1,0 +1,154 @@
+"""Planted errors: what proves a result, and what says how often two networks agree."""
+
+from __future__ import annotations
+
+from planted_error import Planted
+
+GATES = ("tests/test_gates.py",)
+
+ERRORS = (
+    Planted(
+        "convert does not compare in float64",
+        "normswap/surgery/carrying_out.py",
+        "precise = comparison.compare_double(model, lambda: wide, batches)",
+        "precise = None",
+        GATES,
+    ),
+    Planted(
+        "the float64 result is rounded before it is compared",
+        "normswap/surgery/carrying_out.py",
+        "comparison.compare_double(model, lambda: wide, batches)",
+        "comparison.compare_double(model, lambda: applying.to_double(applying.apply_step(model, step)), batches)",
+        GATES,
+    ),
+    Planted(
+        "a wrong result passes",
+        "normswap/surgery/carrying_out.py",
+        "    if report.passed:\n        return",
+        "    if report.passed or report.exact:\n        return",
+        GATES,
+    ),
+    Planted(
+        "rounding takes networks of several dtypes",
+        "normswap/surgery/applying.py",
+        "len(dtypes) != 1 or ",
+        "",
+        GATES,
+    ),
+    Planted(
+        "rounding takes tensors that share memory",
+        "normswap/surgery/applying.py",
+        " or len({tensor.untyped_storage()._cdata for tensor in own}) < len(own)",
+        "",
+        GATES,
+    ),
+    Planted(
+        "rounding does not look at what it made",
+        "normswap/surgery/applying.py",
+        "if not bool(tensor.data.sum().isfinite())",
+        "if False",
+        GATES,
+    ),
+    Planted(
+        "buffers are not rounded",
+        "normswap/surgery/applying.py",
+        "(*module._parameters.values(), *module._buffers.values())\n                    if t",
+        "(*module._parameters.values(),)\n                    if t",
+        GATES,
+    ),
+    Planted(
+        "unfold is not compared in float64",
+        "normswap/surgery/conversion.py",
+        "precise = comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model)), batches)",
+        "precise = None",
+        GATES,
+    ),
+    Planted(
+        "unfold may be wrong",
+        "normswap/surgery/conversion.py",
+        '    carrying_out.demand(report, "unfold")\n',
+        "",
+        GATES,
+    ),
+    Planted(
+        "unfold does not scale the bias",
+        "normswap/layers/folded.py",
+        "scale * old.bias.double()\n",
+        "old.bias.double()\n",
+        GATES,
+    ),
+    Planted(
+        "unfold drops the sign of gamma",
+        "normswap/layers/folded.py",
+        "torch.where(dead, torch.ones_like(factor), factor)",
+        "torch.where(dead, torch.ones_like(factor), factor).abs()",
+        GATES,
+    ),
+    Planted(
+        "unfold drops eps",
+        "normswap/layers/folded.py",
+        "        after = [(norm, take.channels)",
+        "        for norm in reads:\n            norm.eps = 0.0\n        after = [(norm, take.channels)",
+        GATES,
+    ),
+    Planted("fp16 files may be anything", "normswap/exporting/checks.py", '"fp16": 1e-2', '"fp16": 1e-1', GATES),
+    Planted("bf16 files may be anything", "normswap/exporting/checks.py", '"bf16": 3e-2', '"bf16": 3e-1', GATES),
+    Planted("fp16 files may be as float32", "normswap/exporting/checks.py", '"fp16": 1e-2', '"fp16": 1e-3', GATES),
+    Planted("int8 files may be zeros", "normswap/exporting/checks.py", '"int8": 1.0', '"int8": 10.0', GATES),
+    Planted(
+        "float32 files may be off by 1e-3",
+        "normswap/exporting/checks.py",
+        "allowed = max(allowed, 4 * sums.stray(source))",
+        "allowed = max(allowed, 1e-3)",
+        GATES,
+    ),
+    Planted(
+        "probabilities are allowed the square",
+        "normswap/exporting/checks.py",
+        "2 * sums.peak)",
+        "2 * sums.peak**2)",
+        GATES,
+    ),
+    Planted(
+        "probabilities are allowed what scores are",
+        "normswap/exporting/checks.py",
+        "allowed *= max(1.0, 2 * sums.peak)",
+        "allowed *= 1.0",
+        GATES,
+    ),
+    Planted(
+        "probabilities are compared with scores",
+        "normswap/exporting/checks.py",
+        "logits.softmax(-1) if softmax else logits",
+        "logits",
+        GATES,
+    ),
+    Planted(
+        "every file agrees",
+        "normswap/exporting/checks.py",
+        "same = (expected.argmax(1) == got.argmax(1)).double()",
+        "same = (expected.argmax(1) == expected.argmax(1)).double()",
+        GATES,
+    ),
+    Planted(
+        "every result agrees",
+        "normswap/surgery/comparison.py",
+        "float((a.argmax(1) == b.argmax(1)).float().mean())",
+        "float((a.argmax(1) == a.argmax(1)).float().mean())",
+        GATES,
+    ),
+    Planted(
+        "every network agrees",
+        "normswap/images/agreement.py",
+        "float((one == two).double().mean())",
+        "float((one == one).double().mean())",
+        GATES,
+    ),
+    Planted(
+        "every network in training is sound",
+        "normswap/training/engine.py",
+        "return all(bool(parameter.isfinite().all())",
+        "return all(bool(parameter.isfinite().any())",
+        GATES,
+    ),
+)

@@ -1,0 +1,94 @@
+"""Which network best/ holds, by accuracies that are made up; and the loss that a run reports, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from trained import network, recipe, train, weights, write_images
+
+from normswap.images.accuracy import Evaluation
+from normswap.training.run_folder import COLUMNS
+from normswap.training.validating import score
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data") / "images", per_class=1)
+
+
+EMA = {"decay": 0.5, "warmup": False}
+
+
+@pytest.mark.parametrize(
+    ("own", "averaged", "epoch", "which"),
+    [
+        ([5, 10, 50, 30], None, 2, "own"),
+        ([5, 10, 50, 30], [20, 40, 35], 2, "own"),
+        ([5, 10, 20, 30], [60, 40, 50], 1, "averaged"),
+        ([5, 10, 20, 30], [20, 30, 40], 3, "averaged"),
+        ([70, 10, 20, 30], [20, 30, 40], 0, "own"),
+        ([5, 30, 30, 30], None, 1, "own"),
+    ],
+)
+def test_best_is_the_network_that_was_most_accurate(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[int], averaged: list[int] | None,
+    epoch: int, which: str,
+) -> None:  # fmt: skip
+    """Its tensors are those that the network, or its average, had when that accuracy was measured."""
+    calls: list[tuple[str, int, dict[str, Tensor]]] = []
+
+    def made_up(model: Any, *_: Any) -> Evaluation:
+        began = bool(calls)
+        second = bool(averaged) and began and len(calls) % 2 == 0
+        name = "averaged" if second else "own"
+        at = sum(one == name for one, _, _ in calls)
+        calls.append((name, at + (name == "averaged"), {k: v.clone() for k, v in model.state_dict().items()}))
+        top1 = averaged[at] if second and averaged else own[at]
+        return Evaluation(top1, 100.0, 1.0, 10, 1.0)
+
+    monkeypatch.setattr("normswap.training.engine.measure", made_up)
+    train_parts: dict[str, Any] = {"epochs": 3, **({"ema": EMA} if averaged else {})}
+    plan = recipe(images, data={"batch_size": 5}, optim={"lr": 0.1}, train=train_parts)
+    result = train(network("skipinit"), plan, tmp_path / "out")
+    assert result.best_epoch == epoch
+    (expected,) = (state for name, at, state in calls if (name, at) == (which, epoch))
+    found = weights(result.best)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    others = [state for name, at, state in calls if (name, at) != (which, epoch)]
+    assert all(any(not torch.equal(found[name], state[name]) for name in found) for state in others)
+    last = next(state for name, at, state in calls if (name, at) == ("own", 3))
+    assert all(torch.equal(weights(result.last)[name], tensor) for name, tensor in last.items())
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ({"top1": 30.0, "ema_top1": None, "train_loss": 9.0}, 30.0),
+        ({"top1": 30.0, "ema_top1": 40.0, "train_loss": 9.0}, 40.0),
+        ({"top1": 30.0, "ema_top1": 20.0, "train_loss": 9.0}, 30.0),
+        ({"top1": 0.0, "train_loss": 9.0}, 0.0),
+        ({"train_loss": 2.0}, -2.0),
+        ({}, float("-inf")),
+    ],
+)
+def test_the_score_is_the_best_accuracy_or_the_loss_where_none_is_known(known: Any, expected: float) -> None:
+    assert score({**dict.fromkeys(COLUMNS), **known}) == expected
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+def test_the_loss_that_is_reported_is_the_mean_over_the_batch(images: Path, tmp_path: Path, accumulate: int) -> None:
+    """However many parts it comes in: of the first update of ten images, the cross-entropy of the untrained network."""
+    plan = recipe(images, data={"batch_size": 10}, train={"epochs": 1, "accumulate": accumulate})
+    model: Any = network("skipinit", double=True)
+    result = train(model, plan, tmp_path / "out")
+    from normswap.images.datasets import make_loader
+
+    ((x, labels),) = make_loader(model, str(images), batch_size=10, workers=0)
+    with torch.no_grad():
+        expected = cross_entropy(model.train()(x.double()), labels)
+    assert result.rows[-1]["train_loss"] == pytest.approx(expected.item(), rel=1e-6)

@@ -1,0 +1,236 @@
+"""The gates let nothing wrong through: an error that float32 cannot see, a wrong way back, a file that is off."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import distance, lived_in, run
+from small import ARGS
+from test_schemes import EXACT, Row
+from torch import Tensor, nn
+
+from normswap import convert, provenance, schemes, verify
+from normswap.errors import VerificationError
+from normswap.exporting import checks
+from normswap.graph import inspection
+from normswap.images.agreement import agreement
+from normswap.layers.folded import Folded
+from normswap.plan import Arch, Step
+from normswap.provenance import Provenance
+from normswap.surgery import applying
+from normswap.training.engine import Run
+
+SIZE = (3, 33, 33)
+
+
+class Biased(nn.Module):
+    """Convolutions with a bias before their norms, as in VGG."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6, eps=1e-3)
+        self.mid, self.mid_bn = nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x)).relu()
+        return self.head(self.mid_bn(self.mid(x)).relu().mean((2, 3)))
+
+
+def biased() -> nn.Module:
+    torch.manual_seed(0)
+    model = lived_in(Biased(), torch.randn(4, *SIZE, dtype=torch.float64)).float()
+    return provenance.attach(model, Provenance(Arch("test_gates:Biased", {}, "factory")))
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    return lived_in(timm.create_model("resnet18", num_classes=10, **ARGS), torch.randn(4, *SIZE).double()).float()
+
+
+@torch.no_grad()
+def slightly(model: nn.Module) -> None:
+    """A change that float32 rounds away."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + 1e-9)
+
+
+def test_convert_sees_in_float64_what_float32_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, made = residual(), Folded.replacing
+
+    def wrong(*given: Any, **args: Any) -> Any:
+        new: Any = made(*given, **args)
+        slightly(new)
+        return new
+
+    report = convert(right, "folded", size=SIZE).report
+    assert 0 < next(e.relative_l2 for e in report.logits if e.precision == "float64") < 1e-13
+    monkeypatch.setattr(Folded, "replacing", wrong)
+    with pytest.raises(VerificationError, match="float64"):
+        convert(right, "folded", size=SIZE)
+
+
+@pytest.mark.parametrize("make", [biased, residual])
+def test_unfold_gives_the_weights_that_were_there(make: Callable[[], nn.Module]) -> None:
+    """And the function; where a gamma is 0, the weights are lost. Biases before a norm may go to its beta."""
+    source = make()
+    back = convert(convert(source, "folded", size=SIZE).model, "unfold", size=SIZE).model
+    x, seen = torch.randn(2, *SIZE, dtype=torch.float64), 0
+    assert distance(run(copy.deepcopy(source).double(), x), run(copy.deepcopy(back).double(), x)) < 1e-6
+    for name, tensor in source.state_dict().items():
+        if tensor.ndim == 4:
+            gamma = source.get_submodule(_norm_of(name)).get_parameter("weight")
+            assert torch.allclose(back.state_dict()[name][gamma != 0], tensor[gamma != 0], rtol=1e-5, atol=1e-7), name
+            seen += 1
+        elif not name.endswith(".bias"):
+            assert torch.equal(back.state_dict()[name], tensor), name
+    assert seen >= 2
+
+
+def _norm_of(weight: str) -> str:
+    path = weight.removesuffix(".weight")
+    return {"mid": "mid_bn"}.get(path, path.replace("conv", "bn").replace("downsample.0", "downsample.1"))
+
+
+@pytest.mark.parametrize("harm", ["a digit that float32 has not", "a bias", "a sign"])
+def test_a_wrong_unfold_is_refused(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    folded, inverted = convert(biased(), "folded", size=SIZE).model, Folded.invert
+
+    def wrong(old: Any, *given: Any, **args: Any) -> None:
+        inverted(old, *given, **args)
+        if harm == "a bias":
+            old.bias.mul_(1.01)
+        elif harm == "a sign":
+            old.weight[2:3].neg_()
+        else:
+            slightly(old)
+
+    monkeypatch.setattr(Folded, "invert", wrong)
+    with pytest.raises(VerificationError, match="unfold"):
+        convert(folded, "unfold", size=SIZE)
+
+
+def widely(model: nn.Module, row: Row) -> tuple[Step, nn.Module]:
+    options = schemes.resolve(row.scheme, row.options)
+    step = Step(row.scheme, options, schemes.get(row.scheme).plan(inspection.inspect(model), **options).edits())
+    return step, applying.apply_step(model, step, double=True)
+
+
+@pytest.mark.parametrize("row", EXACT, ids=str)
+def test_rounding_the_float64_result_gives_what_the_step_makes(row: Row) -> None:
+    """Bit for bit, but where a weight is made of others anew: so that one result can be compared in float64 and saved
+    in float32.
+    """
+    model = residual()
+    step, wide = widely(model, row)
+    own = applying.apply_step(model, step)
+    assert {t.dtype for t in wide.state_dict().values() if t.is_floating_point()} == {torch.float64}
+    rounded = applying.narrowed(wide, model)
+    assert rounded is wide
+    found, x = rounded.state_dict(), torch.randn(2, *SIZE)
+    assert found.keys() == own.state_dict().keys()
+    made_anew = row.scheme in ("weightnorm", "spectralnorm", "nf", "centered-weightnorm")
+    assert distance(run(own, x), run(rounded, x)) <= (1e-5 if made_anew else 0)
+    for name, tensor in own.state_dict().items():
+        assert found[name].dtype == tensor.dtype, name
+        assert made_anew or torch.equal(found[name], tensor), name
+
+
+def mixed(model: Any) -> None:
+    model.layer1[0].bn1.double()
+
+
+def shared(model: Any) -> None:
+    model.bn1.running_mean, model.layer1[0].bn2.running_mean = torch.randn(64 + 8).split([64, 8])
+
+
+def overflowing(model: Any) -> None:
+    model.layer1[0].bn1.weight.data.fill_(1e30)
+    model.layer1[0].bn1.running_var.fill_(1e-20)
+    model.layer1[0].bn1.eps = 1e-30
+
+
+@pytest.mark.parametrize("harm", [mixed, shared, overflowing])
+def test_where_rounding_gives_something_else_it_says_so(harm: Callable[[Any], None]) -> None:
+    """Several precisions, tensors in one memory, values out of range."""
+    model = residual()
+    step = widely(model, Row("folded"))[0]
+    assert applying.narrowed(applying.apply_step(model, step, double=True), model) is not None
+    harm(model)
+    assert applying.narrowed(applying.apply_step(model, step, double=True), model) is None
+
+
+class Scores(nn.Module):
+    """The pixels are the scores; a weight, for a network should have one."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x.flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "right", "wrong"),
+    [("fp32", 5e-6, 1e-4), ("fp16", 4.4e-3, 2.5e-2), ("bf16", 1.1e-2, 6e-2), ("int8", 0.5, 1.1)],
+)
+def test_exported_files_may_be_off_by_what_their_precision_costs(dtype: str, right: float, wrong: float) -> None:
+    """As much as fp16 and bf16 were measured to cost (export.md) passes; two to three times the bound does not."""
+    x = torch.randn(8, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    found = checks.check(Scores(), lambda x: (1 + right) * x.flatten(1), [(x, None)], dtype=dtype)
+    assert found.relative_l2 == pytest.approx(right, rel=0.1)
+    with pytest.raises(VerificationError, match="computes something else"):
+        checks.check(Scores(), lambda x: (1 + wrong) * x.flatten(1), [(x, None)], dtype=dtype)
+
+
+def test_probabilities_are_held_to_what_their_scores_may_be_off_by() -> None:
+    """|dp| / |p| <= 2 max |dz|: scores of up to 20 that are off by 1e-5 of it pass, ten times that is wrong."""
+    x = 20 * torch.rand(64, 3, 2, 2, generator=torch.Generator().manual_seed(0)) - 10
+    x[0, 0, 0, 0] = 20
+    sign = torch.randn(64, 12, generator=torch.Generator().manual_seed(1)).sign()
+
+    def off(by: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: (x.flatten(1).double() + by * sign).softmax(1)
+
+    checks.check(Scores(), off(0.9 * 20e-5), [(x, None)], softmax=True)
+    for wrong in (off(30 * 20e-5), lambda x: x.flatten(1)):
+        with pytest.raises(VerificationError):
+            checks.check(Scores(), wrong, [(x, None)], softmax=True)
+
+
+def test_agreement_is_the_share_of_equal_answers() -> None:
+    x = torch.eye(4).reshape(4, 4, 1, 1) + 0.1
+
+    def other(x: Tensor) -> Tensor:
+        scores = x.flatten(1).clone()
+        scores[0, 1] += 1.5
+        return scores
+
+    labels = torch.tensor([1, 1, 2, 0])
+    found = checks.check(Scores(), other, [(x, labels)], dtype="int8")
+    assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
+    assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
+
+    class Other(Scores):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * other(x)
+
+    assert verify(Scores(), Other(), x, exact=False).logits[0].agreement == 0.75
+
+
+def test_weights_that_are_not_finite_are_not_sound() -> None:
+    class Task:
+        raw = nn.Linear(2, 2)
+
+    run: Any = copy.copy(Run.__new__(Run))
+    run.task = Task()
+    assert run._sound()
+    Task.raw.bias.data[1] = math.nan
+    assert not run._sound()
