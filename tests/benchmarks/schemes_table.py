@@ -91,7 +91,10 @@ def copied(model: nn.Module) -> nn.Module:
         for path, norm in [*model.named_modules()]:
             if affine.is_batchnorm(norm):
                 parent, _, name = path.rpartition(".")
-                new = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1, copied=True)
+                new = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1)
+                own = new if isinstance(new, nn.GroupNorm) else next(m for m in new.modules() if hasattr(m, "eps"))
+                own.weight.copy_(norm.weight)
+                own.bias.copy_(norm.bias)
                 setattr(model.get_submodule(parent), name, new)
     return model.eval()
 
