@@ -373,7 +373,9 @@ def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings)
 def test_runtimes_are_found_by_name() -> None:
     assert runtimes.find("compile:max-autotune") == (runtimes.RUNTIMES["compile"], "max-autotune")
     assert runtimes.find("eager") == (runtimes.RUNTIMES["eager"], "")
-    assert all(kind in ("directory", "onnx", "pt2", "torchscript") for r in runtimes._ALL for kind in r.opens)
+    assert all(
+        kind in ("directory", "onnx", "openvino", "pt2", "torchscript") for r in runtimes._ALL for kind in r.opens
+    )
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("fp16", ["eager"]), ("bf16", ["eager", "torchscript"])])

@@ -13,7 +13,7 @@ from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
-from normswap.calibration import least_squares, sequential_fit
+from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
@@ -64,7 +64,7 @@ def test_patches_are_what_the_layer_reads(kind: str) -> None:
     conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
     x = torch.randn(3, 4, 9, 7, dtype=torch.float64)
     y = conv(x).detach()
-    seen, wanted = least_squares.patches(conv, x, y, 11, torch.Generator().manual_seed(0))
+    seen, wanted = sampling.patches(conv, x, y, 11, torch.Generator().manual_seed(0))
     weight = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
     bias = conv.get_parameter("bias").detach().reshape(conv.groups, 1, -1)
     assert distance(wanted, seen @ weight.transpose(1, 2) + bias) < 1e-12
@@ -81,7 +81,7 @@ def test_patches_are_what_the_layer_reads(kind: str) -> None:
 )
 def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]) -> None:
     conv, x = conv.double(), torch.randn(3, 4, *size, dtype=torch.float64)
-    seen, wanted = least_squares.patches(conv, x, conv(x).detach(), 11, torch.Generator().manual_seed(0))
+    seen, wanted = sampling.patches(conv, x, conv(x).detach(), 11, torch.Generator().manual_seed(0))
     weight = conv.weight.detach().reshape(conv.groups, conv.out_channels // conv.groups, -1)
     assert seen.shape[2] == min(11, conv(x)[0, 0].numel())
     assert distance(wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)) < 1e-12
@@ -96,7 +96,7 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
     targets = [(torch.randn_like(conv(x)) + conv(x).relu()).detach() for x in batches]
     folds = Folds()
     for x, y in zip(batches, targets, strict=True):
-        folds.add(*least_squares.patches(conv, x, y, 10_000, torch.Generator()))
+        folds.add(*sampling.patches(conv, x, y, 10_000, torch.Generator()))
     prior = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
     fit = least_squares.regress(folds, prior, zero_sum=zero_sum)
     unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
@@ -114,6 +114,26 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
         assert np.allclose(fit.bias[g].numpy(), b.mean(0) - a.mean(0) @ v, atol=1e-8)
         if zero_sum:
             assert abs(v.sum(0)).max() < 1e-10
+
+
+def test_blocks_in_float32_are_as_good_as_float64() -> None:
+    """Wide patches (NumPy's product), far from zero, in batches that fill blocks unevenly."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(200, 200, generator=generator)
+    batches = [100 + torch.randn(40, 1, 9, 200, generator=generator) @ mixing for _ in range(8)]
+    truth = torch.randn(1, 5, 200, generator=generator)
+    narrow, wide = Folds(), Folds()
+    for x in batches:
+        y = (x @ truth.transpose(1, 2)).relu()
+        narrow.add(x, y)
+        wide.add(x.double(), y.double())
+    rows = torch.cat(batches).double()
+    own = (rows.flatten(0, 2) - rows.mean((0, 1, 2))).numpy()
+    covariance = narrow.total().covariances()[0][0].numpy()
+    assert np.abs(covariance - own.T @ own / len(own)).max() <= 1e-6 * np.abs(covariance).max()
+    one, two = (least_squares.regress(folds, torch.zeros_like(truth)) for folds in (narrow, wide))
+    assert one.ridge == two.ridge
+    assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
 
 
 def test_the_ridge_follows_the_data() -> None:

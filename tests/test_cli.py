@@ -25,8 +25,8 @@ from normswap.reporting import demo
 from normswap.storage import checkpoint
 
 COMMANDS = (
-    "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "finetune",
-    "push", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
+    "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "push",
+    "finetune", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
 )  # fmt: skip
 MODEL = str(demo.FOLDER)
 IMAGES = str(demo.FOLDER / "images.tar")

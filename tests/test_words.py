@@ -1,4 +1,4 @@
-"""The files that ARCHITECTURE.md, CONTRIBUTING.md and README.md name exist, and a conversion goes the way they say."""
+"""The files that README.md, ARCHITECTURE.md and the other documents name exist; a conversion goes the way they say."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs_pages import PAGES
 from test_house import FLOOR
 
 from normswap import schemes
 
 HERE = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
+DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", *(f"docs/{page.name}" for page in PAGES))
 PLACES = ("", "normswap", "tests", "normswap/cli/commands", "normswap/exporting", "normswap/layers", "normswap/models",
-          "normswap/schemes/purposes", "normswap/training", "tests/benchmarks")  # fmt: skip
+          "normswap/schemes/purposes", "normswap/training", "tests/benchmarks", "docs")  # fmt: skip
 # A name to choose, or of what is written.
 FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json")
 

@@ -1,26 +1,27 @@
 """Streamed least squares: from the moments of a layer's input patches and of its targets to its best weights.
 
-What is kept of the data is a covariance per layer, in float64, whatever the number of images: patches are sampled,
-never the whole layer unrolled. The images are dealt to two folds, so that the ridge can be chosen by what the weights
-fitted on one fold make of the other. See `regress` for the algebra.
+What is kept of the data is a covariance per layer, whatever the number of images. Products are summed in the rows' own
+precision over a block of them, about a point near their mean, and in float64 over the blocks. The images are dealt to
+two folds, so that the ridge can be chosen by what the weights fitted on one fold make of the other. See `regress` for
+the algebra.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from timm.layers import pad_same
-from torch import Tensor, nn
+from torch import Tensor
 
 from normswap.errors import SourceError
 
 Covariances = tuple[Tensor, Tensor, Tensor]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+_BLOCK = 1024  # rows
+_WIDE = 128  # numbers in a patch, from which on half the products are worth sparing
+_ASKED = 128  # targets that the ridge is chosen by
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Moments:
         x, y: sums, (G, f) and (G, o).
         xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
         x0, y0: the point; the first batch's means.
+        waiting: rows that are not in xx yet, about the point.
     """
 
     count: int
@@ -42,6 +44,7 @@ class Moments:
     yy: Tensor
     x0: Tensor
     y0: Tensor
+    waiting: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def like(cls, x: Tensor, y: Tensor) -> Moments:
@@ -56,28 +59,39 @@ class Moments:
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch of rows."""
         self.count += x.shape[1]
-        x = x.double() - self.x0[:, None]
-        self.x += x.sum(1)
-        self.xx += x.transpose(1, 2) @ x
+        x = _about(x, self.x0)
+        self.x += x.sum(1, dtype=torch.float64)
+        self.waiting.append(x)
+        if sum(rows.shape[1] for rows in self.waiting) >= _BLOCK:
+            self._flush()
         self._aim(x, y)
 
     def aim(self, x: Tensor, y: Tensor) -> None:
         """Take in targets of rows whose inputs were taken in before."""
-        self._aim(x.double() - self.x0[:, None], y)
+        self._aim(_about(x, self.x0), y)
 
     def aimless(self) -> Moments:
         """The same inputs, and no targets yet."""
-        return replace(self, y=torch.zeros_like(self.y), xy=torch.zeros_like(self.xy), yy=torch.zeros_like(self.yy))
+        self._flush()
+        y, xy, yy = (torch.zeros_like(sums) for sums in (self.y, self.xy, self.yy))
+        return replace(self, y=y, xy=xy, yy=yy, waiting=[])
+
+    def _flush(self) -> None:
+        if self.waiting:
+            self.xx += _squared(torch.cat(self.waiting, 1))
+            self.waiting.clear()
 
     def _aim(self, x: Tensor, y: Tensor) -> None:
-        y = y.double() - self.y0[:, None]
-        self.y += y.sum(1)
+        y = _about(y, self.y0).to(x.dtype)
+        self.y += y.sum(1, dtype=torch.float64)
         self.xy += y.transpose(1, 2) @ x
-        self.yy += y.square().sum(1)
+        self.yy += y.square().sum(1, dtype=torch.float64)
 
     def __add__(self, other: Moments) -> Moments:
         names = ("count", "x", "y", "xx", "xy", "yy")
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        self._flush()
+        other._flush()
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names}, waiting=[])
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Of x (G, f) and of y (G, o)."""
@@ -85,12 +99,26 @@ class Moments:
 
     def covariances(self) -> Covariances:
         """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o)."""
+        self._flush()
         x, y = self.x / self.count, self.y / self.count
         return (
             self.xx / self.count - x[:, :, None] * x[:, None, :],
             self.xy / self.count - y[:, :, None] * x[:, None, :],
             self.yy / self.count - y.square(),
         )
+
+
+def _about(rows: Tensor, point: Tensor) -> Tensor:
+    """Rows (G, n, f) less the point (G, f), in float32 at least."""
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    return rows - point[:, None].to(rows.dtype)
+
+
+def _squared(x: Tensor) -> Tensor:
+    """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
+    if x.device.type != "cpu" or x.shape[2] < _WIDE:
+        return x.transpose(1, 2) @ x
+    return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
 
 
 @dataclass
@@ -124,130 +152,103 @@ class Folds:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """What a regression makes of the inputs alone.
+
+    Args:
+        factor: Cholesky's, of K (G, f, f).
+        damp: ridge * m, (G, 1, 1).
+    """
+
+    factor: Tensor
+    damp: Tensor
+
+    @classmethod
+    def of(cls, covariance: Tensor, ridge: float) -> Kernel:
+        damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
+        kernel = covariance.clone()
+        kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
+        return cls(torch.linalg.cholesky(kernel), damp)
+
+    def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: bool) -> Tensor:
+        """V (G, o, f) of `regress`."""
+        weight = torch.cholesky_solve((cross + self.damp * prior).transpose(1, 2), self.factor).transpose(1, 2)
+        if zero_sum:
+            ones = weight.new_ones(prior.shape[0], prior.shape[2], 1)
+            away = torch.cholesky_solve(ones, self.factor)
+            weight = weight - weight.sum(2, keepdim=True) / away.sum(1, keepdim=True) * away.transpose(1, 2)
+            weight = weight - weight.mean(2, keepdim=True)  # what rounding left
+        return weight
+
+
+@dataclass(frozen=True)
 class Fit:
-    """The weights V (G, o, f) and biases (G, o) that were found, and the ridge they were found with."""
+    """The weights V (G, o, f) and biases (G, o) that were found, the ridge they were found with, and the kernel."""
 
     weight: Tensor
     bias: Tensor
     ridge: float
+    kernel: Kernel
 
 
-def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, ridge: float | None = None) -> Fit:
+def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, like: Fit | None = None) -> Fit:
     """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little:
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
 
         V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum:  V -= (V 1) / (1' K^-1 1) (K^-1 1)'
 
+    The ridge is the one of `RIDGES` whose V, fitted on one half of the images, errs least on the other.
+
     Args:
         prior: (G, o, f).
-        ridge: by default the one of `RIDGES` whose V, fitted on one half of the images, errs least on the other.
         zero_sum: every filter sums to zero (weight standardization, arXiv:1903.10520).
+        like: of the same inputs with other targets: its ridge and kernel are taken.
     """
     prior = prior.detach().double()
-    ridge = _best_ridge(folds.halves, prior, zero_sum) if ridge is None else ridge
+    ridge = like.ridge if like else _best_ridge(folds.halves, prior, zero_sum)
     total = folds.total()
-    weight = solve(total.covariances(), prior, ridge, zero_sum=zero_sum)
-    return Fit(weight, _bias(weight, total), ridge)
+    covariance, cross, _ = total.covariances()
+    kernel = like.kernel if like else Kernel.of(covariance, ridge)
+    weight = kernel.weights(cross, prior, zero_sum=zero_sum)
+    return Fit(weight, _bias(weight, total), ridge, kernel)
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: bool) -> float:
-    errors = [0.0] * len(RIDGES)
-    if all(half.count > 1 for half in halves):
-        known = [half.covariances() for half in halves]
+    """Tried from the smallest on, until the error has risen twice."""
+    if not all(half.count > 1 for half in halves):
+        return RIDGES[0]
+    asked = slice(None, None, max(prior.shape[1] // _ASKED, 1))
+    known = [half.covariances() for half in halves]
+    errors: list[float] = []
+    for ridge in RIDGES:
+        error = 0.0
         for one, other in ((0, 1), (1, 0)):
-            for i, ridge in enumerate(RIDGES):
-                weight = solve(known[one], prior, ridge, zero_sum=zero_sum)
-                errors[i] += _error(weight, halves[one], halves[other], known[other])
-    return RIDGES[min(range(len(RIDGES)), key=errors.__getitem__)]
+            covariance, cross, _ = known[one]
+            weight = Kernel.of(covariance, ridge).weights(cross[:, asked], prior[:, asked], zero_sum=zero_sum)
+            error += _error(weight, asked, halves[one], halves[other], known[other])
+        errors.append(error)
+        if len(errors) > 2 and errors[-1] > errors[-2] > errors[-3]:
+            break
+    return RIDGES[min(range(len(errors)), key=errors.__getitem__)]
 
 
-def solve(known: Covariances, prior: Tensor, ridge: float, *, zero_sum: bool = False) -> Tensor:
-    """V (G, o, f) of `regress` for one ridge."""
-    covariance, cross, _ = known
-    damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
-    kernel = covariance.clone()
-    kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
-    factor = torch.linalg.cholesky(kernel)
-    weight = torch.cholesky_solve((cross + damp * prior).transpose(1, 2), factor).transpose(1, 2)
-    if zero_sum:
-        ones = weight.new_ones(prior.shape[0], prior.shape[2], 1)
-        away = torch.cholesky_solve(ones, factor)
-        weight = weight - weight.sum(2, keepdim=True) / away.sum(1, keepdim=True) * away.transpose(1, 2)
-        weight = weight - weight.mean(2, keepdim=True)  # what rounding left
-    return weight
-
-
-def _bias(weight: Tensor, moments: Moments) -> Tensor:
+def _bias(weight: Tensor, moments: Moments, asked: slice = slice(None)) -> Tensor:
     x, y = moments.means()
-    return y - (weight @ x[:, :, None])[:, :, 0]
+    return y[:, asked] - (weight @ x[:, :, None])[:, :, 0]
 
 
-def _error(weight: Tensor, own: Moments, other: Moments, known: Covariances) -> float:
+def _error(weight: Tensor, asked: slice, own: Moments, other: Moments, known: Covariances) -> float:
     """Mean square error on `other` of weights, with their biases, that were fitted on `own`, summed over targets.
 
     Args:
+        asked: which targets the weights are for.
         known: the covariances of `other`.
     """
     covariance, cross, variance = known
-    x, y = other.means()
-    offset = y - (weight @ x[:, :, None])[:, :, 0] - _bias(weight, own)
-    square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross).sum(2) + variance + offset.square()
-    return float(square.sum())
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether `patches` knows the layer: convolutions that pad with zeros, and linear maps."""
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return module.padding_mode == "zeros"
-    return isinstance(module, nn.Linear)
-
-
-def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """At most `count` places, the same for all images: what the layer reads there, and the target.
-
-    Args:
-        layer: a convolution or Linear.
-        x: its input, (N, C, ...) or (N, ..., f).
-        y: the target, of the shape of its output.
-
-    Returns:
-        (N, G, p, f) and (N, G, p, o), G the layer's groups; f runs as in its weight.
-    """
-    if isinstance(layer, nn.Linear):
-        x, y = x.reshape(len(x), -1, x.shape[-1]), y.reshape(len(y), -1, y.shape[-1])
-        places = _draw(x.shape[1], count, generator).to(x.device)
-        return x[:, None, places], y[:, None, places]
-    sides = y.shape[2:]
-    at = torch.unravel_index(_draw(math.prod(sides), count, generator).to(x.device), sides)
-    taps = [torch.arange(k, device=x.device) * d for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-    read = [  # along each side, (p, 1 .. k .. 1)
-        place.view(-1, *(1,) * len(sides)) * stride + tap.view(-1, *(1,) * (len(sides) - 1 - side))
-        for side, (place, stride, tap) in enumerate(zip(at, layer.stride, taps, strict=True))
-    ]
-    every: tuple[Any, ...] = (slice(None), slice(None))
-    seen = _pad(layer, x)[every + tuple(read)]  # (N, C, p, *kernel)
-    groups = layer.groups
-    seen = seen.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
-    wanted = y[every + tuple(at)].unflatten(1, (groups, -1)).transpose(2, 3)
-    return seen, wanted
-
-
-def _draw(places: int, count: int, generator: torch.Generator) -> Tensor:
-    if places <= count:
-        return torch.arange(places)
-    return torch.randperm(places, generator=generator)[:count]
-
-
-def _pad(conv: Any, x: Tensor) -> Tensor:
-    if conv.padding == "same":
-        totals = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return F.pad(x, [part for total in reversed(totals) for part in (total // 2, total - total // 2)])
-    if getattr(conv, "same_pad", type(conv).__name__ == "Conv2dSame"):
-        return pad_same(x, list(conv.kernel_size), list(conv.stride), list(conv.dilation))
-    if isinstance(conv.padding, str):
-        return x
-    return F.pad(x, [padding for padding in reversed(conv.padding) for _ in range(2)])
+    offset = _bias(weight, other, asked) - _bias(weight, own, asked)
+    square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross[:, asked]).sum(2)
+    return float((square + variance[:, asked] + offset.square()).sum())
 
 
 def checked(batch: Any, size: tuple[int, ...] | None, index: int) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
-from normswap.calibration.least_squares import Fit, Folds, fits, patches, regress
+from normswap.calibration.least_squares import Fit, Folds, regress
 from normswap.calibration.lockstep import March, Values, Walker, walkers
+from normswap.calibration.sampling import fits, patches
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine
 from normswap.layers.activations import RELU_FUNCTIONS
@@ -194,7 +195,7 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
     fit = regress(folds, prior, zero_sum=zero_sum)
     for _ in range(relaxing):
         folds = folds.retargeted((x, _relaxed(x, y, d, end.scale, fit)) for x, y, d in stop.march.unspool())
-        fit = regress(folds, prior, zero_sum=zero_sum, ridge=fit.ridge)
+        fit = regress(folds, prior, zero_sum=zero_sum, like=fit)
     set_weight(module, fit.weight.reshape(weight.shape), fit.bias.flatten())
 
 

@@ -25,7 +25,7 @@ from normswap.exporting.exported_module import INPUT, Shipped
 from normswap.models.weight_files import quiet
 
 NEEDS = ("onnxruntime", "onnx")
-RANGES = ("minmax", "percentile")  # entropy chose the same ranges as minmax on every network that was tried
+RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
 LEVELS = 64
 CORRECTS = False
 _MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once

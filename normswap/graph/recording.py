@@ -24,8 +24,10 @@ from normswap.graph.copying import tree, twin
 from normswap.graph.recorder import Recorder
 from normswap.graph.tracing import Traced, inputs
 from normswap.graph.widening import Widening
+from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import network_input
+from normswap.models.modes import show_heads
 from normswap.models.network_input import Example
 
 _OTHERS = ((96, 128), (160, 224))  # the first that the network takes; less work than its own size
@@ -43,6 +45,7 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
     main, first, others = _first(model, given)
     if main.strangers:
         _demand_constants(model, main, first)
+    _follow_heads(model, main, first)
     if not (main.sized or main.branches) and first.images.ndim > 3:  # rows of features may come in more dimensions
         main.flexible = True
         return main
@@ -98,6 +101,22 @@ def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Examp
         others = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
         return traced, example, others
     raise found or TraceError(f"what {type(model).__name__} takes is not known", remedy="Give an example: `inputs=`")
+
+
+def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
+    """Adopt the way that training takes, where it reaches BatchNorms that eval mode does not: auxiliary heads."""
+    left = [id(module) for module in main.modules.values() if affine.is_batchnorm(module)]
+    left = [one for one in left if one not in main.calls]
+    if not left:
+        return
+    try:
+        second = record_once(model, example, heads=True)
+    except TraceError:  # in training it takes targets, or larger images
+        return
+    if any(one in second.calls for one in left):
+        main.adopt(second)
+        main.heads = True
+        main.remarks.append("auxiliary heads, which only training runs, were followed, too")
 
 
 def _resized(example: Example) -> Iterator[Example]:
@@ -160,13 +179,17 @@ def _outline(traced: Traced) -> Any:
 
 
 @torch.no_grad()
-def record_once(model: nn.Module, example: Example, look: Callable[[str, Any], None] | None = None) -> Traced:
-    """Record one forward of `model`, which is not changed.
+def record_once(
+    model: nn.Module, example: Example, look: Callable[[str, Any], None] | None = None, *, heads: bool = False
+) -> Traced:
+    """Record one forward of `model`, which is not changed; with `heads`, as in training (`modes.with_heads`).
 
     Raises:
         TraceError: it does not run on the example; says where.
     """
     copied = twin(model)
+    if heads:
+        show_heads(copied)
     if isinstance(getattr(copied, "drop_rate", None), float | int):
         copied.__dict__["drop_rate"] = 0.5  # timm hides F.dropout behind `if self.drop_rate`: make it show
     recorder = Recorder(copied, look)

@@ -35,6 +35,7 @@ class Traced:
         strangers: names of constants that no operation was seen to make, with the paths of the modules that use them.
         branches: paths of the modules that look at values.
         flexible: whether it takes more than one size, as far as is known.
+        heads: whether the hidden nodes are those of auxiliary heads, too, which only training runs.
         sized: whether its way may depend on the size of the input: it asked for one.
     """
 
@@ -52,6 +53,7 @@ class Traced:
     branches: list[str] = field(default_factory=list)
     flexible: bool = False
     sized: bool = True
+    heads: bool = False
     nodes: list[fx.Node] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 

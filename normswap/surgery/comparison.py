@@ -162,6 +162,8 @@ def compare(
         if precise is not None or own == "float64":  # else nothing would bound what is allowed
             stray = max(stray, _stray(source, example, a, logits[-1], own))
         if i == 0:
+            if anatomy is not None and anatomy.traced.heads:
+                logits.append(_worst(own, x, *(run(model, example, heads=True)[0] for model in (source, result))))
             if precise is not None:
                 stray = max(stray, _apart(own, x, precise.reference, _first(a, precise.reference)))
             sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]

@@ -12,7 +12,7 @@ from normswap.errors import VerificationError, first_line
 from normswap.graph.copying import tree
 from normswap.graph.widening import Widening
 from normswap.models import network_input
-from normswap.models.modes import evaluating
+from normswap.models.modes import evaluating, with_heads
 from normswap.models.network_input import Example, named_tensors
 from normswap.surgery.applying import to_double
 
@@ -20,8 +20,12 @@ Outputs = dict[str, Tensor]
 
 
 @torch.no_grad()
-def run(model: nn.Module, example: Example, paths: Sequence[str] = ()) -> tuple[Outputs, Outputs]:
-    """The tensors that the network returns, by name, and those of the modules at `paths`."""
+def run(
+    model: nn.Module, example: Example, paths: Sequence[str] = (), *, heads: bool = False
+) -> tuple[Outputs, Outputs]:
+    """The tensors that the network returns, by name, and those of the modules at `paths`; with `heads`, also what its
+    auxiliary heads return (`modes.with_heads`).
+    """
     seen: Outputs = {}
 
     def keep(path: str) -> Any:
@@ -34,7 +38,7 @@ def run(model: nn.Module, example: Example, paths: Sequence[str] = ()) -> tuple[
     present = tree(model)
     handles = [present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present]
     try:
-        with evaluating(model):
+        with with_heads(model) if heads else evaluating(model):
             output = example.map(torch.clone).call(model)
     finally:
         for handle in handles:

@@ -1,0 +1,70 @@
+"""The pages of docs/: their code blocks, in order, and their tables. `python tests/docs_pages.py` fills in the tables.
+
+What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
+shall), `file=NAME` (it is saved, not run). A `text` block is what the block before it prints, `...` for what varies. A
+table behind `<!-- from FILE -->` is the one of that file, which a script wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
+_TABLE = re.compile(r"(?<=<!-- from )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Args:
+        language: the first word behind the fence.
+        marks: the others.
+    """
+
+    language: str
+    marks: tuple[str, ...]
+    text: str
+
+    @property
+    def slow(self) -> bool:
+        return "slow" in self.marks
+
+    @property
+    def exit_code(self) -> int:
+        return next((int(mark.removeprefix("exit=")) for mark in self.marks if mark.startswith("exit=")), 0)
+
+    @property
+    def file(self) -> str:
+        """What it is to be saved as, if it is not to be run."""
+        return next((mark.removeprefix("file=") for mark in self.marks if mark.startswith("file=")), "")
+
+    def lines(self) -> list[str]:
+        """Commands, one each."""
+        joined = self.text.replace("\\\n", " ")
+        return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def blocks(page: Path) -> list[Block]:
+    """Every fenced block of a page."""
+    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [Block(language, tuple(marks.split()), text) for language, marks, text in found]
+
+
+def filled(text: str) -> str:
+    """A page with the tables of the files that it names."""
+
+    def table(match: re.Match[str]) -> str:
+        lines = (ROOT / match[1]).read_text(encoding="utf-8").splitlines()
+        return match[1] + match[2] + "".join(f"{line}\n" for line in lines if line.startswith("|"))
+
+    return _TABLE.sub(table, text)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""Every code block of docs/ runs, in the order of its page, and prints what the page shows; tables are the scripts'."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from docs_pages import PAGES, ROOT, Block, blocks, filled
+from hub_server import hub_server, use_hub
+
+from normswap.cli.app import main
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def shell(line: str) -> int:
+    """One command line; installing is taken as done, if there is such an extra."""
+    words = shlex.split(line, comments=True)
+    if words[:2] == ["pip", "install"]:
+        named = [name for part in re.findall(r"\[(.*?)\]", line) for name in part.split(",")]
+        assert [name for name in named if name not in EXTRAS] == []
+        return 0
+    if words[0] == "python":
+        return subprocess.run([sys.executable, *words[1:]], check=False).returncode
+    assert words[0] == "normswap", f"no command of a page: {line}"
+    return main(words[1:])
+
+
+def alike(shown: str, printed: str) -> bool:
+    """Whether that is printed, but for white space and what `...` stands for (doctest's wants spaces about it)."""
+    parts = (re.escape(" ".join(part.split())) for part in shown.split("..."))
+    return re.fullmatch(".*".join(parts), " ".join(printed.split())) is not None
+
+
+def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> None:
+    """Run the blocks of a page in the working directory, and compare what they print."""
+    names: dict[str, Any] = {"__name__": "page"}
+    printed = ""
+    for block in story:
+        if block.language == "text":
+            assert alike(block.text, printed), f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
+            continue
+        said.readouterr()
+        if block.file:
+            Path(block.file).write_text(block.text)
+        elif block.language == "python":
+            exec(compile(block.text, str(page), "exec"), names)
+        else:
+            assert block.language == "bash"
+            for line in block.lines():
+                assert shell(line) == block.exit_code, line
+        captured = said.readouterr()
+        printed = captured.err if block.exit_code else captured.out
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory, and a hub on this machine."""
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
+    monkeypatch.setenv("COLUMNS", "100")
+    with hub_server({}, store=tmp_path / "store") as url:
+        use_hub(monkeypatch, url, tmp_path / "home")
+        yield tmp_path / "desk"
+
+
+@pages
+@pytest.mark.usefixtures("desk")
+def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(page, [block for block in blocks(page) if not block.slow], capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the libraries that pages show
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.slow for block in blocks(page))],
+                         ids=lambda page: page.stem)  # fmt: skip
+@pytest.mark.usefixtures("desk")
+def test_all_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(page, blocks(page), capfd)
+
+
+@pages
+def test_tables_are_those_of_the_scripts(page: Path) -> None:
+    text = page.read_text()
+    assert text == filled(text)
+    ahead = [lines[0] for lines in re.findall(r"((?:^\|.*\n)+)", text, re.M)]
+    assert len(ahead) == text.count("<!-- from ") + text.count("<!-- words -->"), "a table that no script wrote"
+
+
+@pages
+def test_the_index_has_it(page: Path) -> None:
+    index = ROOT / "docs" / "README.md"
+    assert page == index or f"({page.name})" in index.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("```bash\nnormswap schemes --nonsense\n```", "nonsense"),
+        ("```bash\nrm -rf it\n```", "no command of a page"),
+        ("```bash\npip install 'normswap[nothing]'\n```", "nothing"),
+        ("```python\nprint(1)\n```\n```text\n2\n```", "but it printed"),
+    ],
+)
+def test_a_wrong_page_is_seen(text: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{text}\n")
+    with pytest.raises(AssertionError, match=why):
+        run(page, blocks(page), capfd)
