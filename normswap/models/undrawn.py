@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -36,16 +37,18 @@ def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     Args:
         network: finds the network in what `build` gives.
     """
+    before = torch.get_rng_state()
     with _Undrawn():
         built = build()
-    return build() if _holds_more(network(built)) else built
+    drew = not torch.equal(before, torch.get_rng_state())
+    return build() if _holds_more(network(built), drew) else built
 
 
-def _holds_more(model: nn.Module) -> bool:
-    """Whether there are floating-point tensors that a state dict leaves out."""
+def _holds_more(model: nn.Module, drew: bool) -> bool:
+    """Whether there are tensors that a state dict leaves out: floating-point, or, if anything was drawn, any."""
     for module in model.modules():
         left_out = [module._buffers[name] for name in module._non_persistent_buffers_set]
         plain = [value for value in vars(module).values() if isinstance(value, Tensor)]
-        if any(tensor is not None and tensor.is_floating_point() for tensor in (*left_out, *plain)):
+        if any(tensor is not None and (drew or tensor.is_floating_point()) for tensor in (*left_out, *plain)):
             return True
     return False
