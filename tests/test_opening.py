@@ -113,8 +113,9 @@ class Shuffled(nn.Module):
 
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        torch.manual_seed(7)
-        return make()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return make()
 
     return build
 
