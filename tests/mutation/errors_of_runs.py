@@ -147,7 +147,7 @@ ERRORS = (
     Planted(
         "random buffers are made after what was not drawn",
         "normswap/models/undrawn.py",
-        "return build() if _holds_more(network(built), drew) else built",
+        "return build() if _holds_more(network(built), watch.drew) else built",
         "return built",
         OPENING,
     ),
