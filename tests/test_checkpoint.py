@@ -21,7 +21,7 @@ import normswap
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch
-from normswap.storage import checkpoint
+from normswap.storage import checkpoint, header_record
 from normswap.surgery.conversion import convert
 
 CHANNELS = (8, 16, 24, 32)
@@ -60,7 +60,7 @@ def test_loaded_is_saved(name: str, to: str, tmp_path: Path) -> None:
     record = provenance.of(loaded)
     assert record is not None
     assert record.plan == conversion.plan
-    assert checkpoint.read_report(folder) == conversion.report
+    assert header_record.read_report(folder) == conversion.report
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "config.json",

@@ -102,10 +102,20 @@ class Noisy(nn.Module):
             self.register_buffer("features", torch.randn(4), persistent=False)
 
 
+class Shuffled(nn.Module):
+    """The same of an order that is drawn: whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 32)
+        self.register_buffer("order", torch.empty(32).uniform_().argsort(), persistent=False)
+
+
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        torch.manual_seed(7)
-        return make()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return make()
 
     return build
 
@@ -124,6 +134,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
                                      num_classes=3),
     "a random buffer": lambda: Noisy(False),
     "a random attribute": lambda: Noisy(True),
+    "a random order": Shuffled,
 }  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from normswap.errors import OutputError, SourceError
 from normswap.plan import Arch
 from normswap.reporting import page, report
 from normswap.reporting.records import Facts, StepFact
-from normswap.storage.checkpoint import open_model, read_header, read_report
+from normswap.storage.checkpoint import open_model
+from normswap.storage.header_record import read_header, read_report
 
 CASES = {
     "v1-skipinit": ("v1", "skipinit", {}),

@@ -13,17 +13,25 @@ _DRAWS = frozenset((
     "uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_",
     "orthogonal_", "sparse_",
 ))  # fmt: skip
+_DRAWS_TOO = frozenset((
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "random_", "bernoulli",
+    "bernoulli_", "multinomial", "normal", "exponential_", "geometric_", "cauchy_", "log_normal_", "poisson",
+))  # fmt: skip
 
 
 class _Undrawn(TorchFunctionMode):
-    """Parameters get zeros for random values; everything else is made as ever."""
+    """Parameters get zeros for random values; everything else is made as ever, and it is noted if it was drawn."""
+
+    drew = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _DRAWS:
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS:
             tensor = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(tensor, nn.Parameter):
                 tensor.data.zero_()
                 return tensor
+        self.drew = self.drew or name in _DRAWS or name in _DRAWS_TOO
         return func(*args, **(kwargs or {}))
 
 
@@ -36,16 +44,16 @@ def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     Args:
         network: finds the network in what `build` gives.
     """
-    with _Undrawn():
+    with _Undrawn() as watch:
         built = build()
-    return build() if _holds_more(network(built)) else built
+    return build() if _holds_more(network(built), watch.drew) else built
 
 
-def _holds_more(model: nn.Module) -> bool:
-    """Whether there are floating-point tensors that a state dict leaves out."""
+def _holds_more(model: nn.Module, drew: bool) -> bool:
+    """Whether there are tensors that a state dict leaves out: floating-point, or, if anything was drawn, any."""
     for module in model.modules():
         left_out = [module._buffers[name] for name in module._non_persistent_buffers_set]
         plain = [value for value in vars(module).values() if isinstance(value, Tensor)]
-        if any(tensor is not None and tensor.is_floating_point() for tensor in (*left_out, *plain)):
+        if any(tensor is not None and (drew or tensor.is_floating_point()) for tensor in (*left_out, *plain)):
             return True
     return False

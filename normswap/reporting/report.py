@@ -29,7 +29,7 @@ from normswap.plan import Plan, Step, Way
 from normswap.provenance import Provenance
 from normswap.reporting import page
 from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
-from normswap.storage import atomic_write, checkpoint
+from normswap.storage import atomic_write, checkpoint, header_record
 from normswap.surgery import reverification, unfolding
 
 _BINS = 30
@@ -87,8 +87,8 @@ def collect(
         arch=record.arch,
         steps=tuple(_step(step) for step in record.plan.steps),
         digest=record.plan.digest,
-        versions=checkpoint.read_header(directory).get("versions") or {},
-        report=checkpoint.read_report(directory),
+        versions=header_record.read_header(directory).get("versions") or {},
+        report=header_record.read_report(directory),
         blocks=tuple(BlockFact(b.path, b.stage, b.skip, tuple(norms[path] for path in b.norms)) for b in seen.blocks),
         others=tuple(norm for path, norm in norms.items() if path not in inside),
         gammas=_gammas(record, norms),

@@ -25,17 +25,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import __version__, provenance
-from normswap.errors import OutputError, PlanError, SourceError, first_line
+from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import kinds, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, hub_folder, model_card
+from normswap.storage.header_record import VERSION, read_header, weights_of
 from normswap.storage.hub_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.comparison import Report
-
-VERSION = 1
 
 
 def open_model(
@@ -129,8 +128,8 @@ def load(
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     folder = Path(directory)
-    header, file = read_header(folder), _weights_of(folder)
-    arch = _arch(header["arch"], file)
+    header, file = read_header(folder), weights_of(folder)
+    arch = Arch(**header["arch"]) if header["arch"] else None
     plan = Plan.from_json(json.dumps(header["plan"]), f"{file}: plan")
     if header["plan"].get("digest") != digest_of(header["plan"]):
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
@@ -155,7 +154,7 @@ def _demand_the_same(hashes: Mapping[str, str], found: Mapping[str, Mapping[str,
     SourceError: a file does not hold the tensors that plan and proof were written beside (older files do not say).
     """
     for name, known in hashes.items():
-        if weight_files.hash_tensors(found[name]) != known:
+        if weight_files.hash_tensors(found.get(name, {})) != known:
             raise SourceError(
                 f"the tensors of {folder / name} are not those that were saved",
                 "the file is damaged, or was changed by another program, and its proof is about others",
@@ -163,51 +162,13 @@ def _demand_the_same(hashes: Mapping[str, str], found: Mapping[str, Mapping[str,
             )
 
 
-def read_report(directory: str | Path) -> Report | None:
-    """What was measured when the directory was written."""
-    body = read_header(Path(directory))["report"]
-    return None if body is None else Report.from_dict(body)
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Whether normswap wrote this directory."""
     try:
-        with safe_open(_weights_of(folder), "pt") as opened:
+        with safe_open(weights_of(folder), "pt") as opened:
             return "normswap" in (opened.metadata() or {})
     except (OSError, SafetensorError):
         return (folder / CARD).is_file() and model_card.is_card((folder / CARD).read_text(errors="replace"))
-
-
-def _weights_of(place: Path) -> Path:
-    """The weights of a directory; a file is its own."""
-    return place if place.is_file() else place / WEIGHTS
-
-
-def read_header(folder: Path) -> dict[str, Any]:
-    """The record in the header of the weights.
-
-    Raises:
-        SourceError: missing, truncated, not ours, or from a later normswap.
-    """
-    file = _weights_of(folder)
-    if not file.is_file():
-        raise SourceError(f"{folder} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
-    try:
-        with safe_open(file, "pt") as opened:
-            text = (opened.metadata() or {}).get("normswap")
-    except (OSError, SafetensorError) as error:
-        reason = first_line(error)
-        raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
-    if text is None:
-        raise SourceError(f"{file} was not written by normswap", "its header holds no plan")
-    try:
-        header = json.loads(text)
-        version, _ = header["version"], [header[key] for key in ("arch", "plan", "source", "sha256", "pretrained_cfg")]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{file}: the header cannot be read", repr(error)) from None
-    if version != VERSION:
-        raise SourceError(f"{file} has schema version {version}, this normswap reads {VERSION}", remedy="Upgrade it")
-    return header
 
 
 def claim(place: Path, *, force: bool) -> None:
@@ -291,14 +252,6 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
         seen.add(tensor.data_ptr())
     save_file(tensors, file, metadata)
     file.chmod(0o666 & ~atomic_write.umask())  # safetensors makes private files
-
-
-def _arch(body: Any, file: Path) -> Arch | None:
-    """Of a header; one of before there were other builders than timm says nothing about that."""
-    try:
-        return Arch(**body) if body else None
-    except TypeError as error:
-        raise SourceError(f"{file}: the header cannot be read", first_line(error)) from None
 
 
 def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_error import Planted
 
 BEST, FILES = ("tests/test_best_network.py",), ("tests/test_whole_files.py",)
+HEADERS = ("tests/test_broken_records.py",)
 OPENING = ("tests/test_opening.py",)
 SGD = ("tests/test_engine.py::test_training_is_sgd_by_hand",)
 
@@ -146,8 +147,15 @@ ERRORS = (
     Planted(
         "random buffers are made after what was not drawn",
         "normswap/models/undrawn.py",
-        "return build() if _holds_more(network(built)) else built",
+        "return build() if _holds_more(network(built), watch.drew) else built",
         "return built",
+        OPENING,
+    ),
+    Planted(
+        "random whole numbers are overlooked",
+        "normswap/models/undrawn.py",
+        "(drew or tensor.is_floating_point())",
+        "tensor.is_floating_point()",
         OPENING,
     ),
     Planted(
@@ -178,5 +186,19 @@ ERRORS = (
         '    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")\n',
         "",
         OPENING,
+    ),
+    Planted(
+        "fields of a header may be of any type",
+        "normswap/storage/header_record.py",
+        "    if missing or wrong:",
+        "    if missing:",
+        HEADERS,
+    ),
+    Planted(
+        "a report may be of any form",
+        "normswap/storage/header_record.py",
+        "except (KeyError, TypeError, AttributeError) as error:",
+        "except AttributeError as error:",
+        HEADERS,
     ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -33,6 +34,9 @@ from planted_error import Planted
 ERRORS = (*errors_of_proof.ERRORS, *errors_of_constants.ERRORS, *errors_of_runs.ERRORS)
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = ROOT / "runs" / "planted.jsonl"
+_SERVER = multiprocessing.get_context("forkserver")  # imports what takes long once, and forks
+_SERVER.set_forkserver_preload(["pytest", "hypothesis", "timm", "torchvision", "accelerate"])
+_CODES = {0: 0, 1: 100}  # pytest's for tests that passed and failed; a process that breaks ends with 1, too
 _LIMIT = 900  # seconds for the tests of one error: a test that then still runs has noticed
 _FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -85,23 +89,42 @@ def planted(error: Planted, place: Path) -> Iterator[None]:
 
 
 def outcome_of(place: Path, tests: Sequence[str]) -> Outcome:
-    """Run some tests in the copy, up to the first that fails.
+    """Run some tests in the copy, up to the first that fails, in a process of their own.
 
     Raises:
         SystemExit: they cannot be run: no such test, or a file that cannot be imported.
     """
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *tests]
-    env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-    try:
-        done = subprocess.run(
-            command, cwd=place, env=env, capture_output=True, text=True, timeout=_LIMIT, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Outcome(True, f"none in {_LIMIT} s")
-    found = _FIRST.search(done.stdout)
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"{' '.join(tests)} cannot be run: {done.stdout[-300:].strip() or done.stderr[-300:].strip()}")
-    return Outcome(done.returncode == 1, found.group(1) if found else "")
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "said"
+        process = _SERVER.Process(target=_run, args=(place, list(tests), said))
+        process.start()
+        process.join(_LIMIT)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            return Outcome(True, f"none in {_LIMIT} s")
+        text = said.read_text(encoding="utf-8")
+    found = _FIRST.search(text)
+    if process.exitcode not in _CODES.values():
+        raise SystemExit(f"{' '.join(tests)} cannot be run: {text[-300:].strip()}")
+    return Outcome(process.exitcode == _CODES[1], found.group(1) if found else "")
+
+
+def _run(place: Path, tests: list[str], said: Path) -> None:
+    """In a process that has imported what takes long, but nothing of the package."""
+    with said.open("w", encoding="utf-8") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    assert "normswap" not in sys.modules
+    os.chdir(place)
+    os.environ.update(PYTHONPATH=str(place), OMP_NUM_THREADS="1", COLUMNS="1000")
+    sys.path[:] = [str(place), *(one for one in sys.path if ROOT not in (Path(one), *Path(one).parents))]
+    sys.dont_write_bytecode = True
+    import pytest
+
+    # plugins that are there already have nothing to be rewritten
+    quiet = ["-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    sys.exit(_CODES.get(int(pytest.main(["-x", "-q", *quiet, *tests])), 2))
 
 
 def demand_the_copy(place: Path) -> None:
@@ -151,7 +174,7 @@ def measure(errors: Sequence[Planted]) -> None:
     KNOWN.parent.mkdir(exist_ok=True)
     with copied() as place:  # the checkout may change while this goes on
         demand_the_copy(place)
-        commit = circumstance().commit()
+        commit = circumstance().commit()  # the first to import the package, here
         sound = outcome_of(place, list(dict.fromkeys(test for error in errors for test in error.tests)))
         if sound.killed:
             raise SystemExit(f"{sound.first} fails without any error planted")

@@ -1,0 +1,161 @@
+"""Plans, headers, recipes with one thing changed at random: done, or one line, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small import small
+
+from normswap import convert
+from normswap.cli.app import main
+from normswap.errors import NormswapError, RecipeError
+from normswap.storage import checkpoint, header_record
+from normswap.training import recipe_files
+
+JUNK = (None, True, -1, 0, 7, 1.5, 1e300, float("nan"), "", "x", "conv1", "a b\nc", [], [1], ["x"], {}, {"x": 1})
+few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where there is anything, from the leaves' point of view and from that of what holds them."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in inner:
+        yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+@st.composite
+def mutated(draw: st.DrawFn, tree: Any) -> Any:
+    """One thing missing, another, twice, or under another name."""
+    tree = copy.deepcopy(tree)
+    found = list(places(tree))
+    *above, key = found[draw(st.integers(0, len(found) - 1))]
+    holder = tree
+    for step in above:
+        holder = holder[step]
+    how = draw(st.sampled_from(["junk", "junk", "missing", "twice", "renamed"]))
+    if how == "junk":
+        holder[key] = copy.deepcopy(draw(st.sampled_from(JUNK)))
+    elif how == "missing":
+        del holder[key]
+    elif isinstance(holder, list):
+        holder.append(copy.deepcopy(holder[key]))
+    else:
+        holder[f"{key}_"] = holder[key] if how == "twice" else holder.pop(key)
+    return tree
+
+
+def said(*words: str) -> tuple[int, str]:
+    """Exit code and stderr of one command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    return code, err.getvalue()
+
+
+def check(code: int, error: str) -> None:
+    assert code in (0, 2)
+    if code == 2:
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        assert error.endswith("\n")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.save(small(), tmp_path_factory.mktemp("data") / "source")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.save(convert(small(), "skipinit", size=(3, 33, 33)), tmp_path_factory.mktemp("data") / "out")
+
+
+def header(folder: Path) -> Any:
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        return json.loads(opened.metadata()["normswap"])
+
+
+@few
+@given(st.data())
+def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
+    body = data.draw(mutated(header(converted)["plan"]))
+    with tempfile.TemporaryDirectory() as name:
+        plan, out = Path(name) / "plan.json", Path(name) / "out"
+        plan.write_text(json.dumps(body))
+        code, error = said("convert", str(source), "--from-plan", str(plan), "-o", str(out))
+        check(code, error)
+        assert sorted(path.name for path in Path(name).iterdir()) == (["plan.json"] if code else ["out", "plan.json"])
+
+
+@few
+@given(st.data())
+def test_headers(converted: Path, data: st.DataObject) -> None:
+    body = data.draw(mutated(header(converted)))
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name) / "broken"
+        shutil.copytree(converted, place)
+        file, out = place / "model.safetensors", Path(name) / "out"
+        save_file(load_file(file), file, {"normswap": json.dumps(body)})
+        code, error = said("convert", str(place), "--to", "folded", "-o", str(out))
+        check(code, error)
+        assert sorted(path.name for path in Path(name).iterdir()) == (["broken"] if code else ["broken", "out"])
+
+
+@few
+@given(st.data())
+def test_recipes(data: st.DataObject) -> None:
+    """Of any shipped recipe: it is one still, or refused as one that is not."""
+    body = data.draw(mutated(yaml.safe_load(recipe_files.text(data.draw(st.sampled_from(recipe_files.names()))))))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(yaml.safe_dump(body))
+        with contextlib.suppress(RecipeError):
+            recipe_files.load_recipe(file)
+
+
+@settings(few, max_examples=10)
+@given(st.data())
+def test_training_by_recipes(source: Path, data: st.DataObject) -> None:
+    """The images are not there, so that whatever the recipe says, nothing is done."""
+    body = data.draw(mutated(yaml.safe_load(recipe_files.text("cifar10_recover_bn"))))
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "recipe.yaml", Path(folder) / "out"
+        file.write_text(yaml.safe_dump(body))
+        code, error = said("finetune", str(source), "--recipe", str(file), "--data", "nowhere", "-o", str(out))
+        assert code == 2
+        check(code, error)
+        assert [path.name for path in Path(folder).iterdir()] == ["recipe.yaml"]
+
+
+FIELDS = ("arch", "plan", "source", "sha256", "pretrained_cfg", "report", "hashes", "version")
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "arch.name", "arch.kwargs", "arch.builder"])
+def test_every_field_of_a_header_is_looked_at(converted: Path, tmp_path: Path, field: str) -> None:
+    """Whatever stands there: a network, or a refusal, which the command line says in a line."""
+    shutil.copytree(converted, tmp_path / "broken")
+    file = tmp_path / "broken" / "model.safetensors"
+    state = load_file(file)
+    for junk in JUNK:
+        body = header(converted)
+        *above, name = field.split(".")
+        (body[above[0]] if above else body)[name] = junk
+        save_file(state, file, {"normswap": json.dumps(body)})
+        with contextlib.suppress(NormswapError):
+            checkpoint.load(file.parent)
+            header_record.read_report(file.parent)
