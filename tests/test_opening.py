@@ -19,6 +19,7 @@ from normswap.cli import app
 from normswap.graph.recording import record
 from normswap.models.undrawn import undrawn
 from normswap.surgery import applying
+from normswap.surgery.conversion import convert
 
 SMALL, LARGE = (2, C, 64, 96), (2, C, 160, 224)
 LIMIT = 150  # a width between those of the two sizes that are recorded, 224 and 128
@@ -162,6 +163,28 @@ def test_what_was_not_drawn_is_not_left_to_chance(name: str) -> None:
         found = dict(model.named_parameters())
         assert all(bool(p.isfinite().all()) for p in found.values())
         assert not any(bool(p.any()) for p in found.values() if p.ndim == 4), "drawn after all"
+
+
+class Looks(nn.Module):
+    """Asks for no size, and looks at a value, or not."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+        self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, H, W) -> (N, 4)"""
+        x = self.bn(self.conv(x))
+        if self.looks and bool(x.mean() > 1e6):
+            x = -x
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize(("looks", "sizes"), [(False, [64]), (True, [64, 97])])
+def test_only_a_way_that_depends_on_nothing_is_compared_at_one_size(looks: bool, sizes: list[int]) -> None:
+    report = convert(Looks(looks).eval(), "folded").report
+    assert [error.size[-1] for error in report.logits if error.precision == "float32"] == sizes
 
 
 def test_threads_that_wait_rest_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
     if main.strangers:
         _demand_constants(model, main, first)
     _follow_heads(model, main, first)
-    if not (main.sized or main.branches) and first.images.ndim > 3:  # rows of features may come in more dimensions
+    if main.one_way and first.images.ndim > 3:  # rows of features may come in more dimensions
         main.flexible = True
         return main
     flexible = False
@@ -89,7 +89,7 @@ def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Examp
         with suppress(TraceError):
             example = network_input.noise(model, small, batch=2)
             traced = record_once(model, example)
-            if not (traced.sized or traced.branches):
+            if traced.one_way:
                 return traced, example, []
     examples = [(size, network_input.noise(model, size)) for size in sizes]
     for size, example in (*examples, *network_input.tokens(model)):

@@ -64,6 +64,11 @@ class Traced:
         self._above: list[int] = []  # ancestors of each node, itself included, as bit masks
         self._connect(self.nodes)
 
+    @property
+    def one_way(self) -> bool:
+        """Whether it takes the same way for every input: it asked neither for a size nor for a value."""
+        return not (self.sized or self.branches)
+
     def _connect(self, nodes: list[fx.Node]) -> None:
         for i, node in enumerate(nodes, len(self._above)):
             self.users[node], self._index[node] = [], i

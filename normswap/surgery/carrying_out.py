@@ -112,13 +112,13 @@ def _precise(model: nn.Module, step: Step, batches: Sequence[Example]) -> compar
 def examples(
     model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int, seen: Anatomy | None = None
 ) -> tuple[list[Example], str]:
-    """What to compare on, and how reports call it. One size is enough where the way does not depend on it."""
+    """What to compare on, and how reports call it. One size is enough where the way does not depend on the input."""
     if inputs is not None:
         return network_input.batches(inputs), "given inputs"
     ran = seen.traced.recorded if seen else ()
     noise = comparison.noise(model, size or network_input.size(model), seed=seed, ran=ran)
-    one = seen is not None and not seen.traced.sized
-    return network_input.batches(noise[:1] if one else noise), comparison.described(seed)
+    one_way = seen is not None and seen.traced.one_way
+    return network_input.batches(noise[:1] if one_way else noise), comparison.described(seed)
 
 
 def given(model: nn.Module, inputs: Inputs, size: Sequence[int] | None) -> Inputs:
