@@ -13,20 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub as client
-import torch
 from torch import nn
 
 from normswap import provenance
 from normswap.errors import NormswapError, OutputError, first_line
-from normswap.models import hub, network_input, timm_models, weight_files
-from normswap.models.modes import evaluating
-from normswap.models.network_input import answer
+from normswap.models import hub, timm_models, weight_files
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
 from normswap.storage.hub_folder import CARD, CONFIG, FILES
+from normswap.surgery import comparison
 
 _NORM_LAYERS = ("groupnorm", "groupnorm1")  # what timm's `norm_layer` calls those that a conversion may end in
-_SAME = 1e-5
 
 
 @dataclass(frozen=True)
@@ -103,16 +100,8 @@ def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, Any] | None:
         try:
             other = timm_models.create(Arch(arch.name, kwargs))
             other.load_state_dict(model.state_dict())
-        except (NormswapError, RuntimeError):  # it has no such option, or other tensors
+            if comparison.verify(model, other).passed:
+                return kwargs
+        except (NormswapError, RuntimeError):  # it has no such option, or other tensors, or does not run
             continue
-        if _same(model, other):
-            return kwargs
     return None
-
-
-@torch.no_grad()
-def _same(one: nn.Module, two: nn.Module) -> bool:
-    example = network_input.noise(one, network_input.size(one), batch=2)
-    with evaluating(one), evaluating(two):
-        a, b = answer(example.call(one)), answer(example.call(two))
-    return bool((a - b).norm() <= _SAME * a.norm())
