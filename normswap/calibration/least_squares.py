@@ -101,11 +101,12 @@ class Moments:
         """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o)."""
         self._flush()
         x, y = self.x / self.count, self.y / self.count
-        return (
-            self.xx / self.count - x[:, :, None] * x[:, None, :],
-            self.xy / self.count - y[:, :, None] * x[:, None, :],
-            self.yy / self.count - y.square(),
-        )
+        own = self.xx / self.count - x[:, :, None] * x[:, None, :]
+        return own, self.cross(), self.yy / self.count - y.square()
+
+    def cross(self) -> Tensor:
+        """B of y with x, (G, o, f)."""
+        return self.xy / self.count - (self.y / self.count)[:, :, None] * (self.x / self.count)[:, None, :]
 
 
 def _about(rows: Tensor, point: Tensor) -> Tensor:
@@ -208,9 +209,8 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, like: Fit | 
     prior = prior.detach().double()
     ridge = like.ridge if like else _best_ridge(folds.halves, prior, zero_sum)
     total = folds.total()
-    covariance, cross, _ = total.covariances()
-    kernel = like.kernel if like else Kernel.of(covariance, ridge)
-    weight = kernel.weights(cross, prior, zero_sum=zero_sum)
+    kernel = like.kernel if like else Kernel.of(total.covariances()[0], ridge)
+    weight = kernel.weights(total.cross(), prior, zero_sum=zero_sum)
     return Fit(weight, _bias(weight, total), ridge, kernel)
 
 
