@@ -22,8 +22,25 @@ from typing import Any
 import circumstances
 import numpy as np
 from federated_clients import (
-    ALPHA, BATCH, BATCHNORM, CLIENTS, CLIP, EPOCHS, HELD_OUT, NETWORK, SHIFTS, TESTED, TRAINED, WAYS, by_class, client,
-    figures, network, prepare, shares, source,
+    ALPHA,
+    BATCH,
+    BATCHNORM,
+    CLIENTS,
+    CLIP,
+    EPOCHS,
+    HELD_OUT,
+    NETWORK,
+    SHIFTS,
+    TESTED,
+    TRAINED,
+    WAYS,
+    by_class,
+    client,
+    figures,
+    network,
+    prepare,
+    shares,
+    source,
 )  # fmt: skip
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp import Grid, ServerApp
