@@ -61,6 +61,12 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
         printed = captured.err if block.exit_code else captured.out
 
 
+def demand(page: Path) -> None:
+    """Skip where a package is missing that the tests do without."""
+    for package in sorted({block.needs for block in blocks(page)} - {""}):
+        pytest.importorskip(package, reason=f"{page.name} shows {package}; its first block says how to install it")
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty working directory, and a hub on this machine."""
@@ -84,6 +90,7 @@ def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
                          ids=lambda page: page.stem)  # fmt: skip
 @pytest.mark.usefixtures("desk")
 def test_all_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    demand(page)
     run(page, blocks(page), capfd)
 
 
@@ -115,3 +122,12 @@ def test_a_wrong_page_is_seen(text: str, why: str, tmp_path: Path, capfd: pytest
     page.write_text(f"{text}\n")
     with pytest.raises(AssertionError, match=why):
         run(page, blocks(page), capfd)
+
+
+def test_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python slow needs=no_such_package\n1\n```\n```bash exit=2\n```\n```python file=a.py\n```\n")
+    seen = [(block.slow, block.needs, block.exit_code, block.file) for block in blocks(page)]
+    assert seen == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]
+    with pytest.raises(pytest.skip.Exception, match=r"page.md shows no_such_package"):
+        demand(page)

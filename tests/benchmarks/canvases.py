@@ -13,13 +13,15 @@ from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
 NETWORK, SIDE, OBJECTS = "resnet18_narrow", 64, 2
+CLASSES = ("ground", "vehicle", "animal")
+_KINDS = torch.tensor([1, 1, 2, 2, 2, 2, 2, 2, 1, 1])  # of CIFAR-10's classes, in their order
 _SMALLEST, _LARGEST = 28, 44  # sides of an object, in pixels
 
 
 @dataclass(frozen=True)
 class Canvases:
-    """Pictures (N, 3, 64, 64), normalized; masks (N, 64, 64) of classes, 0 for the ground; boxes (N, 2, 4) in pixels
-    and their classes (N, 2), 1 to 10."""
+    """Pictures (N, 3, 64, 64), normalized; masks (N, 64, 64) of `CLASSES`; boxes (N, 2, 4) in pixels and their classes
+    (N, 2)."""
 
     pictures: Tensor
     masks: Tensor
@@ -47,7 +49,7 @@ def canvases(split: str, count: int, seed: int) -> Canvases:
     clouds = F.interpolate(torch.randn(count, 3, 5, 5, generator=random), SIDE, mode="bicubic")
     found = Canvases(
         clouds, torch.zeros(count, SIDE, SIDE, dtype=torch.long), torch.zeros(count, OBJECTS, 4),
-        1 + labels.view(count, OBJECTS),
+        _KINDS[labels].view(count, OBJECTS),
     )  # fmt: skip
     sides = torch.randint(_SMALLEST, _LARGEST + 1, (count, OBJECTS), generator=random)
     places = torch.rand(count, OBJECTS, 2, generator=random)

@@ -24,7 +24,7 @@ import onnx
 import onnxruntime
 import torch
 import torchvision
-from canvases import NETWORK, SIDE, Canvases, canvases
+from canvases import CLASSES, NETWORK, SIDE, Canvases, canvases
 from kept import Kept, Row
 from schemes_table import NETWORKS, ROOT
 from torch import Tensor, nn
@@ -37,14 +37,14 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 import normswap
 from normswap.storage.checkpoint import open_model
 
-TRAINED, HELD_OUT, TESTED, CLASSES = 600, 100, 300, 11
+TRAINED, HELD_OUT, TESTED = 600, 100, 300
 BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 100, 400, (0, 1)
 FROZEN, FOLDED = "FrozenBatchNorm2d", "the same, folded"
 WAYS = ("BatchNorm2d", FROZEN, FOLDED)
 EXPORTED, ROUNDS = 100, 20
 HOW = f"""
 `FasterRCNN` of torchvision on the ResNet of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10
-objects each; {UPDATES} updates of {BATCH} images, AdamW, one cycle, gradients clipped to norm {CLIP:g}. Learning rate:
+objects each ({" or ".join(CLASSES[1:])}); {UPDATES} updates of {BATCH} images, AdamW, one cycle, gradients clipped to norm {CLIP:g}. Learning rate:
 of {", ".join(f"{rate:g}" for rate in RATES)} the best for that way after {TRIAL} updates, on {HELD_OUT} held-out
 training pictures (seed {SEEDS[0]}). Found: of the objects in {TESTED} test pictures the share that has the right class
 and an overlap of 0.5 among the two best detections of its picture, in percent, mean of {len(SEEDS)} seeds (each in
@@ -63,7 +63,7 @@ def detector(said: str, seed: int) -> nn.Module:
     backbone = BackboneWithFPN(body, layers, [16, 32, 64, 128], 32, extra_blocks=LastLevelMaxPool())
     anchors = AnchorGenerator(tuple((size,) for size in (20, 28, 36, 44, 52)), ((0.7, 1.0, 1.4),) * 5)
     model: nn.Module = FasterRCNN(
-        backbone, CLASSES, min_size=SIDE, max_size=SIDE, image_mean=[0.0] * 3, image_std=[1.0] * 3,
+        backbone, len(CLASSES), min_size=SIDE, max_size=SIDE, image_mean=[0.0] * 3, image_std=[1.0] * 3,
         rpn_anchor_generator=anchors, rpn_pre_nms_top_n_train=200, rpn_post_nms_top_n_train=100,
         rpn_pre_nms_top_n_test=100, rpn_post_nms_top_n_test=50, box_detections_per_img=20,
     ).eval()  # fmt: skip

@@ -20,7 +20,7 @@ import circumstances
 import segmentation_models_pytorch as smp
 import torch
 import torch.nn.functional as F
-from canvases import NETWORK, SIDE, Canvases, canvases
+from canvases import CLASSES, NETWORK, SIDE, Canvases, canvases
 from kept import Kept, Row
 from robot_policy import replaced
 from schemes_table import NETWORKS, ROOT
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 import normswap
 from normswap.storage.checkpoint import open_model
 
-TRAINED, HELD_OUT, TESTED, CLASSES = 600, 100, 300, 11
+TRAINED, HELD_OUT, TESTED = 600, 100, 300
 BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 200, 600, (0, 1)
 HOW = f"""
 `smp.Unet` with the encoder of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10 objects each,
-{CLASSES} classes with the ground; {UPDATES} updates of {BATCH} images, AdamW, one cycle, gradients clipped to norm
+of three classes ({", ".join(CLASSES)}); {UPDATES} updates of {BATCH} images, AdamW, one cycle, gradients clipped to norm
 {CLIP:g}. Learning rate: of {", ".join(f"{rate:g}" for rate in RATES)} the best for that way after {TRIAL} updates, on
 {HELD_OUT} held-out training pictures (seed {SEEDS[0]}). Mean IoU in percent on {TESTED} test pictures: mean of
 {len(SEEDS)} seeds (each in brackets) of the fresh decoder and the order of the pictures. Loss: mean of the last 100
@@ -89,7 +89,7 @@ def unet(way: Way, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     shape = {"channels": (16, 32, 64, 128), "stem_type": "deep", "stem_width": 8}
     model = smp.Unet(
-        "tu-resnet18", encoder_weights=None, classes=CLASSES, decoder_channels=(64, 48, 32, 16, 16), **shape
+        "tu-resnet18", encoder_weights=None, classes=len(CLASSES), decoder_channels=(64, 48, 32, 16, 16), **shape
     )
     state = {name: value for name, value in trained.state_dict().items() if not name.startswith("fc.")}
     model.encoder.model.load_state_dict(state)
@@ -123,11 +123,12 @@ def train(way: Way, lr: float, seed: int, updates: int, pictures: Canvases) -> t
 @torch.inference_mode()
 def mean_iou(model: nn.Module, pictures: Canvases) -> float:
     """Percent: the mean over classes of intersection over union, of all pictures together."""
-    counts = torch.zeros(CLASSES * CLASSES)
+    many = len(CLASSES)
+    counts = torch.zeros(many * many)
     for index in torch.arange(len(pictures)).split(50):
         found = model(pictures.pictures[index]).argmax(1)
-        counts += torch.bincount((CLASSES * pictures.masks[index] + found).flatten(), minlength=CLASSES**2)
-    table: Tensor = counts.view(CLASSES, CLASSES)
+        counts += torch.bincount((many * pictures.masks[index] + found).flatten(), minlength=many**2)
+    table: Tensor = counts.view(many, many)
     hits = table.diagonal()
     return 100 * float((hits / (table.sum(0) + table.sum(1) - hits)).mean())
 
