@@ -33,11 +33,11 @@ TRAINED, HELD_OUT, TESTED = 600, 100, 300
 BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 200, 600, (0, 1)
 HOW = f"""
 `smp.Unet` with the encoder of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10 objects each,
-of three classes ({", ".join(CLASSES)}); {UPDATES} updates of {BATCH} images, AdamW, one cycle, gradients clipped to norm
-{CLIP:g}. Learning rate: of {", ".join(f"{rate:g}" for rate in RATES)} the best for that way after {TRIAL} updates, on
-{HELD_OUT} held-out training pictures (seed {SEEDS[0]}). Mean IoU in percent on {TESTED} test pictures: mean of
-{len(SEEDS)} seeds (each in brackets) of the fresh decoder and the order of the pictures. Loss: mean of the last 100
-updates. GroupNorms have 16 channels to a group.
+of three classes ({", ".join(CLASSES)}); {UPDATES} updates of {BATCH} images, AdamW, one cycle,
+gradients clipped to norm {CLIP:g}. Learning rate: of {", ".join(f"{rate:g}" for rate in RATES)} the best for that way
+after {TRIAL} updates, on {HELD_OUT} held-out training pictures (seed {SEEDS[0]}). Mean IoU in percent on {TESTED} test
+pictures: mean of {len(SEEDS)} seeds (each in brackets) of the fresh decoder and the order of the pictures. Loss: mean
+of the last 100 updates. GroupNorms have 16 channels to a group.
 """
 Change = Callable[[nn.Module], nn.Module]
 
