@@ -38,7 +38,7 @@ import normswap
 from normswap.storage.checkpoint import open_model
 
 TRAINED, HELD_OUT, TESTED = 600, 100, 300
-BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 100, 400, (0, 1)
+BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 100, 300, (0, 1)
 FROZEN, FOLDED = "FrozenBatchNorm2d", "the same, folded"
 WAYS = ("BatchNorm2d", FROZEN, FOLDED)
 EXPORTED, ROUNDS = 100, 20

@@ -37,7 +37,8 @@ of three classes ({", ".join(CLASSES)}); {UPDATES} updates of {BATCH} images, Ad
 gradients clipped to norm {CLIP:g}. Learning rate: of {", ".join(f"{rate:g}" for rate in RATES)} the best for that way
 after {TRIAL} updates, on {HELD_OUT} held-out training pictures (seed {SEEDS[0]}). Mean IoU in percent on {TESTED} test
 pictures: mean of {len(SEEDS)} seeds (each in brackets) of the fresh decoder and the order of the pictures. Loss: mean
-of the last 100 updates. GroupNorms have 16 channels to a group.
+of the last 100 updates. The decoder has BatchNorm unless the row says otherwise (`fresh GroupNorm`: everywhere);
+GroupNorms have 16 channels to a group.
 """
 Change = Callable[[nn.Module], nn.Module]
 
@@ -48,12 +49,12 @@ class Way:
 
     Args:
         encoder: of the Unet's encoder, by the Unet.
-        decoder: whether the decoder gets GroupNorms in the place of its BatchNorms.
+        decoder: whether the decoder gets GroupNorms in the place of its BatchNorms, which are fresh, too.
         still: the encoder's BatchNorms stay in eval mode; gamma and beta learn.
     """
 
     encoder: Change
-    decoder: bool = True
+    decoder: bool = False
     still: bool = False
 
 
@@ -72,14 +73,15 @@ def ours(to: str, **options: int) -> Change:
 
 
 WAYS = {
-    "BatchNorm": Way(same, decoder=False),
-    "BatchNorm, encoder in eval mode": Way(same, decoder=False, still=True),
-    "the same, GroupNorm in the decoder": Way(same, still=True),
-    "fresh GroupNorm": Way(functools.partial(grouped, keep=False)),
-    "GroupNorm, gamma and beta copied": Way(functools.partial(grouped, keep=True)),
-    "`groupnorm`": Way(ours("groupnorm", group_size=16)),
-    "`frozen-bn`": Way(ours("frozen-bn")),
-    "`skipinit`": Way(ours("skipinit")),
+    "BatchNorm": Way(same),
+    "BatchNorm, encoder in eval mode": Way(same, still=True),
+    "the same, GroupNorm in the decoder": Way(same, decoder=True, still=True),
+    "fresh GroupNorm": Way(functools.partial(grouped, keep=False), decoder=True),
+    "fresh GroupNorm in the encoder": Way(functools.partial(grouped, keep=False)),
+    "GroupNorm in the encoder, gamma and beta copied": Way(functools.partial(grouped, keep=True)),
+    "`groupnorm --only encoder`": Way(ours("groupnorm", group_size=16)),
+    "`frozen-bn --only encoder`": Way(ours("frozen-bn")),
+    "`skipinit --only encoder`": Way(ours("skipinit")),
 }
 
 
