@@ -38,6 +38,7 @@ class Optim(Part):
     )
     scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
     layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
+    args: dict[str, Any] = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
     clip: Clip | None = None
 
 
@@ -68,9 +69,10 @@ def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
     )
     try:
         with quiet():
-            return create_optimizer_v2(groups, part.name, lr=part.lr, momentum=part.momentum)
+            return create_optimizer_v2(groups, part.name, lr=part.lr, momentum=part.momentum, **part.args)
     except Exception as error:  # timm raises what it likes
-        raise OptionError(f"optim.name {part.name!r} cannot be used", first_line(error)) from None
+        with_args = f" with optim.args {part.args}" if part.args else ""
+        raise OptionError(f"optim.name {part.name!r}{with_args} cannot be used", first_line(error)) from None
 
 
 def _paper(model: nn.Module) -> str:
