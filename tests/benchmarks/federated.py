@@ -140,20 +140,21 @@ def table(kept: Kept) -> list[str]:
     lines = ["| images | norms | lr | " + " | ".join(f"round {n}" if n else "before" for n in SHOWN)]
     lines[0] += " | own classes |"
     lines.append("|---" * (4 + len(SHOWN)) + "|")
-    tuned = []
+    tuned, lacking = [], []
     for shift, said in itertools.product(SHIFTS, WAYS):
         tried = trials(kept, shift, said)
-        if len(tried) < len(RATES):
+        keys = ((shift, said, "test", str(best(tried)), str(seed)) for seed in SEEDS if len(tried) == len(RATES))
+        runs = [kept.rows[key] for key in keys if key in kept.rows]
+        if len(runs) < len(SEEDS):
+            lacking.append(f"{shift}, {said}")
             continue
         tuned.append(f"- {shift}, {said}: " + ", ".join(f"{last(row):.1f} (lr {row['lr']:g})" for row in tried))
-        keys = ((shift, said, "test", str(best(tried)), str(seed)) for seed in SEEDS)
-        runs = [kept.rows[key] for key in keys if key in kept.rows]
-        if len(runs) == len(SEEDS):
-            by_round = [{int(number): value for number, value in row["top1"].items()} for row in runs]
-            cells = [f"{np.mean([row[number] for row in by_round]):.1f}" for number in SHOWN]
-            each = ", ".join(f"{last(row):.1f}" for row in runs)
-            own = np.mean([last(row, "own") for row in runs])
-            lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {' | '.join(cells)} ({each}) | {own:.1f} |")
+        by_round = [{int(number): value for number, value in row["top1"].items()} for row in runs]
+        cells = [f"{np.mean([row[number] for row in by_round]):.1f}" for number in SHOWN]
+        each = ", ".join(f"{last(row):.1f}" for row in runs)
+        own = np.mean([last(row, "own") for row in runs])
+        lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {' | '.join(cells)} ({each}) | {own:.1f} |")
+    lines += ["", f"Not run: {'; '.join(lacking)}."] if lacking else []
     return [*lines, "", "Held-out top-1 of each learning rate, from which it was chosen:", "", *tuned]
 
 

@@ -58,13 +58,13 @@ def ours(to: str) -> Callable[[nn.Module], nn.Module]:
 
 WAYS = {
     BATCHNORM: Way(lambda model: model),
-    "FedBN": Way(lambda model: model, local=True),
     "FixBN: BatchNorm, after round 1 in eval mode": Way(lambda model: model, still=True, after=1),
     "GroupNorm, gamma and beta copied": Way(copied),
     "`groupnorm --for federated`": Way(ours("groupnorm")),
     "`frozen-bn --for federated`": Way(ours("frozen-bn")),
     "`skipinit --for federated`": Way(ours("skipinit")),
     "BatchNorm, after round 1 `skipinit --for federated`": Way(ours("skipinit"), after=1),
+    "FedBN": Way(lambda model: model, local=True),
 }
 
 
