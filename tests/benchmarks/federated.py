@@ -123,10 +123,10 @@ def best(tried: list[Row]) -> float:
     return float(max(tried, key=last)["lr"])
 
 
-def measure_all(grid: Grid, kept: Kept, write: Callable[[], None]) -> None:
+def measure_all(grid: Grid, kept: Kept, ways: list[str], write: Callable[[], None]) -> None:
     """Every trial and every run that is not kept yet."""
     for shift in SHIFTS:
-        for said in WAYS:
+        for said in ways:
             run = functools.partial(one, grid, shift, said)
             for lr in RATES:
                 kept.get((shift, said, "trial", str(lr)), functools.partial(run, lr, SEEDS[0], "held out", TRIAL))
@@ -161,6 +161,7 @@ def table(kept: Kept) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="measure these now")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "federated.jsonl", fresh=given.fresh)
@@ -178,7 +179,7 @@ def main() -> None:
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
-        measure_all(grid, kept, write)
+        measure_all(grid, kept, given.ways, write)
 
     resources = {"init_args": {"num_cpus": 1, "object_store_memory": 200_000_000, "log_to_driver": False},
                  "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}  # fmt: skip
