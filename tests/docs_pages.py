@@ -1,12 +1,14 @@
 """The pages of docs/: their code blocks, in order, and their tables. `python tests/docs_pages.py` fills in the tables.
 
 What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
-shall), `file=NAME` (it is saved, not run). A `text` block is what the block before it prints, `...` for what varies. A
-table behind `<!-- from FILE -->` is the one of that file, which a script wrote.
+shall), `file=NAME` (it is saved, not run), `needs=NAME` (a package that no extra brings: not run without it). A `text`
+block is what the block before it prints, `...` for what varies. A table behind `<!-- from FILE -->` is the one of that
+file, which a script wrote.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,12 @@ class Block:
     def file(self) -> str:
         """What it is to be saved as, if it is not to be run."""
         return next((mark.removeprefix("file=") for mark in self.marks if mark.startswith("file=")), "")
+
+    @property
+    def lacks(self) -> str:
+        """The package that it needs, if that is not installed."""
+        needs = next((mark.removeprefix("needs=") for mark in self.marks if mark.startswith("needs=")), "")
+        return needs if needs and importlib.util.find_spec(needs) is None else ""
 
     def lines(self) -> list[str]:
         """Commands, one each."""

@@ -43,10 +43,15 @@ def alike(shown: str, printed: str) -> bool:
 
 
 def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> None:
-    """Run the blocks of a page in the working directory, and compare what they print."""
+    """Run the blocks of a page in the working directory, and compare what they print; skip at the end, if some lack a
+    package."""
     names: dict[str, Any] = {"__name__": "page"}
-    printed = ""
+    printed, lacking, left_out = "", "", False
     for block in story:
+        left_out = left_out if block.language == "text" else bool(block.lacks)
+        lacking = lacking or block.lacks
+        if left_out:
+            continue
         if block.language == "text":
             assert alike(block.text, printed), f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
             continue
@@ -61,6 +66,8 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
                 assert shell(line) == block.exit_code, line
         captured = said.readouterr()
         printed = captured.err if block.exit_code else captured.out
+    if lacking:
+        pytest.skip(f"the others ran; {lacking}, which some blocks need, is not installed")
 
 
 @pytest.fixture
@@ -101,6 +108,16 @@ def test_tables_are_those_of_the_scripts(page: Path) -> None:
 def test_the_index_has_it(page: Path) -> None:
     index = ROOT / "docs" / "README.md"
     assert page == index or f"({page.name})" in index.read_text()
+
+
+def test_a_block_whose_package_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python needs=nowhere\nraise ValueError\n```\n```text\nno\n```\n```python\nprint(1)\n```\n")
+    with pytest.raises(pytest.skip.Exception, match="nowhere"):
+        run(page, blocks(page), capfd)
+    page.write_text(page.read_text() + "```text\n2\n```\n")
+    with pytest.raises(AssertionError, match="but it printed"):
+        run(page, blocks(page), capfd)
 
 
 @pytest.mark.parametrize(
