@@ -83,7 +83,7 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
 
 
 def convert(
-    model: nn.Module,
+    model: nn.Module | Conversion,
     to: str,
     *,
     purpose: str | None = None,
@@ -97,6 +97,7 @@ def convert(
     """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
 
     Args:
+        model: the network, or an earlier conversion's result.
         to: a scheme (`normswap schemes` lists them).
         purpose: "opacus" or "federated": add what private or federated training needs (`purposes`).
         calibrate: batches of images (N, C, H, W), or of (images, labels), or a function that gives them, for a scheme
@@ -113,6 +114,7 @@ def convert(
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
+    model = model.model if isinstance(model, Conversion) else model
     if to == "unfold":
         return _unfold(model, inputs, size, seed, {**options, **({"purpose": purpose} if purpose else {})})
     given = carrying_out.given(model, inputs, size)

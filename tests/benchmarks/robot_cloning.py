@@ -60,8 +60,8 @@ AVERAGED = "EMA"
 HOW = (
     f"The encoder of `{NETWORK}`, a head of two layers, {DEMOS} shaken demonstrations, {UPDATES} updates of {BATCH}",
     "frames, AdamW with a cosine to 0, mean squared error of the action. EMA by timm's `ModelEmaV3`, with the warmup",
-    "of diffusion_policy (power 0.75); *statistics not averaged*: `exclude_buffers=True`; *diffusion_policy's*: weights",
-    "of BatchNorms copied, their statistics left as they were, as its `EMAModel` does.",
+    "of diffusion_policy (power 0.75); *statistics not averaged*: `exclude_buffers=True`; *diffusion_policy's*:",
+    "weights of BatchNorms copied, their statistics left as they were, as its `EMAModel` does.",
     f"Success: the hand was at the thing within {STEPS} steps, in percent of {EPISODES} fresh episodes for each of",
     f"{len(SEEDS)} seeds (of head, order and demonstrations). Distance: of the hand from the thing at the end, in",
     f"hundredths of the world's side. Rate: the best of {', '.join(f'{rate:g}' for rate in RATES)} after training with",
