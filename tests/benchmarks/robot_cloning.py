@@ -11,6 +11,7 @@ kept, a line each, in runs/robot_cloning.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +57,14 @@ ARMS: dict[str, Make] = {
     "`skipinit`": ours("skipinit"),
     "`frozen-bn`": ours("frozen-bn"),
 }
-AVERAGED = "EMA"
+AVERAGED, FROZEN = "EMA", "EMA, encoder frozen"
+ROWS = [*((said,) for said in ARMS), *((said, FROZEN) for said in ARMS)]  # as they are called in the kept rows' keys
 HOW = (
     f"The encoder of `{NETWORK}`, a head of two layers, {DEMOS} shaken demonstrations, {UPDATES} updates of {BATCH}",
     "frames, AdamW with a cosine to 0, mean squared error of the action. EMA by timm's `ModelEmaV3`, with the warmup",
     "of diffusion_policy (power 0.75); *statistics not averaged*: `exclude_buffers=True`; *diffusion_policy's*:",
-    "weights of BatchNorms copied, their statistics left as they were, as its `EMAModel` does.",
+    "weights of BatchNorms copied, their statistics left as they were, as its `EMAModel` does; *encoder frozen*: the",
+    "head alone is trained.",
     f"Success: the hand was at the thing within {STEPS} steps, in percent of {EPISODES} fresh episodes for each of",
     f"{len(SEEDS)} seeds (of head, order and demonstrations). Distance: of the hand from the thing at the end, in",
     f"hundredths of the world's side. Rate: the best of {', '.join(f'{rate:g}' for rate in RATES)} after training with",
@@ -109,8 +112,8 @@ class OldStatistics(ModelEmaV3):
                 mine.bias.copy_(module.bias)
 
 
-def clone(policy: Policy, frames: Tensor, actions: Tensor, lr: float) -> dict[str, nn.Module]:
-    """Train in place; the policies that come of it, by how their weights are averaged."""
+def clone(policy: nn.Module, inputs: Tensor, actions: Tensor, lr: float) -> dict[str, nn.Module]:
+    """Train in place; what comes of it, by how the weights are averaged."""
     warm = {"decay": 0.9999, "use_warmup": True, "warmup_power": 0.75}
     ways = {AVERAGED: ModelEmaV3(policy, **warm)}
     if any(isinstance(module, _BatchNorm) for module in policy.modules()):
@@ -120,8 +123,8 @@ def clone(policy: Policy, frames: Tensor, actions: Tensor, lr: float) -> dict[st
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
     policy.train()
     for update in range(UPDATES):
-        rows = torch.randint(len(frames), (BATCH,))
-        F.mse_loss(policy(frames[rows]), actions[rows]).backward()
+        rows = torch.randint(len(inputs), (BATCH,))
+        F.mse_loss(policy(inputs[rows]), actions[rows]).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -140,8 +143,13 @@ def rolled_out(policy: nn.Module, eye: Eye, episodes: int, seed: int) -> Row:
     return {"success": 100 * float(task.done.mean()), "distance": 100 * float(task.distance().mean())}
 
 
-def run(source: nn.Sequential, eye: Eye, make: Make, lr: float, seed: int, episodes: int) -> Row:
-    """Convert, train with one rate and seed, roll out; every way of averaging."""
+@torch.inference_mode()
+def seen(features: nn.Module, frames: Tensor) -> Tensor:
+    return torch.cat([features(part) for part in frames.split(100)])
+
+
+def run(source: nn.Sequential, eye: Eye, make: Make, lr: float, seed: int, episodes: int, *, frozen: bool) -> Row:
+    """Convert, train with one rate and seed, roll out; every way of averaging. `frozen`: train the head alone."""
     frames, actions = demonstrations(DEMOS, DEMONSTRATED + seed)
     x, y = eye(frames), torch.from_numpy(actions).float()
     torch.manual_seed(seed)
@@ -149,7 +157,11 @@ def run(source: nn.Sequential, eye: Eye, make: Make, lr: float, seed: int, episo
     torch.manual_seed(seed)
     policy = Policy(make(encoder(source), x[draw]).eval())
     start = time.process_time()
-    found = clone(policy, x, y, lr)
+    if frozen:
+        heads = clone(policy.head, seen(policy.features.eval(), x).clone(), y, lr)
+        found: dict[str, nn.Module] = {FROZEN: nn.Sequential(policy.features, heads[AVERAGED])}
+    else:
+        found = clone(policy, x, y, lr)
     took = time.process_time() - start
     return {"lr": lr, "seconds": took,
             **{said: rolled_out(model, eye, episodes, MEASURED + seed) for said, model in found.items()}}  # fmt: skip
@@ -159,31 +171,32 @@ def measure(kept: Kept, write: Callable[[], None]) -> None:
     """Every arm, rate and seed that is not kept yet."""
     network = open_model(str(NETWORKS[NETWORK])).eval()
     eye = Eye(network)
-    for said, make in ARMS.items():
+    for arm in ROWS:
+        once = functools.partial(run, network, eye, ARMS[arm[0]], frozen=FROZEN in arm)
         for lr in RATES:
-            kept.get((said, "choose", str(lr)), lambda m=make, r=lr: run(network, eye, m, r, CHOOSING, TRIED))
+            kept.get((*arm, "choose", str(lr)), functools.partial(once, lr, CHOOSING, TRIED))
         for seed in SEEDS:
-            lr = chosen(kept, said)
-            kept.get((said, "seed", str(seed)), lambda m=make, r=lr, s=seed: run(network, eye, m, r, s, EPISODES))
+            kept.get((*arm, "seed", str(seed)), functools.partial(once, chosen(kept, arm), seed, EPISODES))
         write()
 
 
-def chosen(kept: Kept, said: str) -> float:
+def chosen(kept: Kept, arm: tuple[str, ...]) -> float:
     """The rate of an arm."""
-    tried = [kept.rows[said, "choose", str(lr)] for lr in RATES]
-    best = max(tried, key=lambda row: (row[AVERAGED]["success"], -row[AVERAGED]["distance"]))
+    way = FROZEN if FROZEN in arm else AVERAGED
+    tried = [kept.rows[(*arm, "choose", str(lr))] for lr in RATES]
+    best = max(tried, key=lambda row: (row[way]["success"], -row[way]["distance"]))
     return float(best["lr"])
 
 
 def table(kept: Kept) -> list[str]:
     lines = ["| encoder | weights | success | by seed | distance | rate | seconds |", "|---|---|---|---|---|---|---|"]
-    for said in ARMS:
-        rows = [row for seed in SEEDS if (row := kept.rows.get((said, "seed", str(seed))))]
+    for arm in sorted(ROWS, key=lambda arm: list(ARMS).index(arm[0])):
+        rows = [row for seed in SEEDS if (row := kept.rows.get((*arm, "seed", str(seed))))]
         for way in [key for key, value in rows[0].items() if isinstance(value, dict)] if rows else []:
             each = [row[way]["success"] for row in rows]
             left, took = mean(row[way]["distance"] for row in rows), mean(row["seconds"] for row in rows)
             by_seed = ", ".join(f"{one:.0f}" for one in each)
-            cells = (said, way, f"{mean(each):.1f}", by_seed, f"{left:.1f}", f"{rows[0]['lr']:g}", f"{took:.0f}")
+            cells = (arm[0], way, f"{mean(each):.1f}", by_seed, f"{left:.1f}", f"{rows[0]['lr']:g}", f"{took:.0f}")
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
