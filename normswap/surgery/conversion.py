@@ -69,9 +69,15 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
     norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
+    steps = seen.provenance.plan.steps
+    if steps and steps[-1].scheme == to:
+        return RefusedError(
+            f"nothing to convert to {to}", f"{where} is that already", "`normswap schemes` lists others"
+        )
     if sketch.verdicts:
         what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.verdicts.values()).items())
-        return RefusedError(f"nothing to convert to {to}", f"the norms of {where} stay as they are: {what}")
+        return RefusedError(f"nothing to convert to {to}", f"the norms of {where} stay as they are: {what}",
+                            "`normswap schemes` lists what else there is")  # fmt: skip
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if any(norm_estimate.fits(seen, norm.path) for norm in norms):
         remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
