@@ -1,8 +1,34 @@
-"""One thread a process: the tests run in several (`pytest -n 2`), and OpenMP's threads of one wait by spinning."""
+"""One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; and
+no test is left out but for a reason that is known."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+
+import pytest
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+SKIPS = {
+    r"not there: .*|no shared .* here": "../shared is not part of the repository",
+    r"chromium is not installed": "a browser is no Python package",
+    r"only Linux says|reads /proc": "/proc is Linux's",
+    r"OpenVINO takes no more threads than there are cores": "a machine with one core",
+    r"could not import '(einops|monai|open_clip|ultralytics)'": "not in the test extra",
+    r"npm is not installed|npm cannot fetch onnxruntime-web": "a browser's runtime is no Python package",
+    r"ultralytics.* is not installed": "AGPL, and in no extra",
+    r"the scheme does not fit the network": "refused, as test_schemes says",
+}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if not any(re.search(known, reason) for known in SKIPS):
+            report.outcome, report.longrepr = "failed", f"skipped for a reason that tests/conftest.py lacks: {reason}"

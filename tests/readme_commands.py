@@ -16,7 +16,7 @@ def blocks(language: str) -> list[str]:
 
 def command(which: str) -> str:
     """The command that runs the demo, or the one that runs the tests."""
-    ending = {"demo": "normswap demo", "tests": "pytest -n 2"}[which]
+    ending = {"demo": "normswap demo", "tests": "pytest -n 2 --dist worksteal"}[which]
     (found,) = [block for block in blocks("bash") if block.endswith(ending)]
     return found
 

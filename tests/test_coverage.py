@@ -52,7 +52,7 @@ def test_fold(arch: str) -> None:
     assert row["fuse"]["status"] != "wrong"
 
 
-@pytest.mark.parametrize("arch", ["test_resnet", "regnety_002", "cpubone_nano"])
+@pytest.mark.parametrize("arch", ["test_resnet", "regnety_002", pytest.param("cpubone_nano", marks=pytest.mark.slow)])
 def test_the_checker_notices_one_percent_of_one_channel(arch: str) -> None:
     row = mutants.check(arch)
     assert (row["detected"], row["missed"]) == (mutants.TRIALS, [])

@@ -22,9 +22,10 @@ import normswap
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
 from normswap.training import filter_means
+from normswap.training.augmenting import Augment
 from normswap.training.objective import Objective, Teacher
-from normswap.training.optimizing import Clipping, Rate, optimizer
-from normswap.training.recipe import Anneal, Augment, Clip, Data, Distill, Optim, Recipe, Schedule
+from normswap.training.optimizing import Clip, Clipping, Optim, Rate, Schedule, optimizer
+from normswap.training.recipe import Anneal, Data, Distill, Recipe
 from normswap.training.training_images import Order, Seeded, Share, Training, drawn_by, places, transform
 
 RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}

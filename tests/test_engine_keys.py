@@ -46,6 +46,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "optim.decay": ({}, "all"),
     "optim.scalar_lr": ({}, 0.1),
     "optim.layer_decay": ({}, 0.5),
+    "optim.args": ({}, {"nesterov": False}),
     "optim.clip.mode": (CLIP, "value"),
     "optim.clip.value": (CLIP, 0.05),
     "schedule.name": ({}, "poly"),

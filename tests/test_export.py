@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 from alone import run_alone
+from crossed import sampled
 from lived import distance, lived_in, run
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -141,7 +142,7 @@ def test_a_dynamic_batch(form: str, tmp_path: Path) -> None:
     assert distance(run(model, x), torch.cat([runs(part) for part in x.split(3)])) <= 1e-5
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", sampled(FORMATS, every=2))
 def test_fp16(form: str, tmp_path: Path) -> None:
     model, x = network()
     file = tmp_path / f"net.{ENDINGS[form]}"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from crossed import crossed, sampled
 from lived import batchnorms, distance, lived_in, run, step
 from torch import Tensor, nn
 
@@ -48,8 +49,7 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, run(model, x)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda row: row[0])
-@architectures
+@crossed("arch, scheme", BRANCHES, SCHEMES, every=2, ids=lambda row: row if isinstance(row, str) else row[0])
 def test_exact(arch: str, scheme: tuple[str, dict[str, Any]]) -> None:
     model, x, reference = source(arch)
     planned, draft = step(model, scheme[0], **scheme[1])
@@ -77,7 +77,7 @@ def test_alpha_is_the_deviation_of_the_branch(arch: str) -> None:
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-@architectures
+@pytest.mark.parametrize("arch", sampled(BRANCHES, every=3))
 def test_groupnorm_takes_every_seat(arch: str) -> None:
     """Approximate: what it keeps of trained networks is measured in tests/benchmarks; here: it runs, and differs."""
     model, x, reference = source(arch)

@@ -202,6 +202,7 @@ BAD: list[Bad] = [
     ),
     ("fp16 on a CPU", lambda p: recipe(p / "ten", train={"precision": "fp16"}), r"fp16 needs a GPU.*bf16"),
     ("an optimizer", lambda p: recipe(p / "ten", optim={"name": "sdg"}), r"optim.name 'sdg' cannot be used"),
+    ("its argument", lambda p: recipe(p / "ten", optim={"args": {"betta": 1}}), r"optim.args .*'betta'.* cannot"),
     ("means", lambda p: recipe(p / "ten", anneal={}), r"keeps no filter means.*mean: keep"),
     ("a teacher", lambda p: recipe(p / "ten", distill={"teacher": "resnet19"}), r"unknown model 'resnet19'"),
     ("a scheme", lambda p: recipe(p / "ten", convert={"to": "skipint"}), r"unknown scheme 'skipint'.*skipinit"),

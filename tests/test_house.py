@@ -155,7 +155,7 @@ def test_folders_are_named_when_packed() -> None:
     assert set(packed) == folders | {"normswap.recipes"}
 
 
-@pytest.mark.parametrize("module", ["", ".plan", ".errors", ".schemes", ".cli.app"])
+@pytest.mark.parametrize("module", ["", ".plan", ".errors", ".schemes", ".training.recipe", ".cli.app"])
 def test_light_modules_do_not_import_torch(module: str) -> None:
     code = f"import sys, normswap{module}; sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ NARROW: dict[str, dict[str, Any]] = {
     "seresnet18": {"channels": (8, 16, 24, 32)},
     "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
 }
-rows = pytest.mark.parametrize("row", ROWS, ids=str)
-exact_rows = pytest.mark.parametrize("row", EXACT, ids=str)
+everywhere = crossed("arch, row", NARROW, ROWS, every=3)
+exact_everywhere = crossed("arch, row", NARROW, EXACT, every=3)
+at_length = crossed("arch, row", NARROW, EXACT, every=6)  # for laws that convert many times
 architectures = pytest.mark.parametrize("arch", NARROW)
 
 
@@ -93,16 +95,14 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-@rows
-@architectures
+@everywhere
 def test_exact_or_measurably_different(arch: str, row: Row) -> None:
     own = case(arch, row)
     error = distance(own.reference, run(own.result, own.x))
     assert error <= 1e-12 if row.exact else 1e-3 < error < float("inf")
 
 
-@rows
-@architectures
+@everywhere
 def test_edits_have_no_order(arch: str, row: Row) -> None:
     own = case(arch, row)
     expected = own.result.state_dict()
@@ -116,8 +116,7 @@ def test_edits_have_no_order(arch: str, row: Row) -> None:
         assert torch.equal(run(shuffled, own.x), run(own.result, own.x))
 
 
-@rows
-@architectures
+@everywhere
 def test_replay_on_a_fresh_skeleton(arch: str, row: Row) -> None:
     """Plan time decides, apply time obeys: on other weights the same plan leads to the same structure."""
     own = case(arch, row)
@@ -131,8 +130,7 @@ def test_replay_on_a_fresh_skeleton(arch: str, row: Row) -> None:
     assert torch.equal(run(fresh, own.x), run(own.result, own.x))
 
 
-@rows
-@architectures
+@everywhere
 def test_source_is_never_touched(arch: str, row: Row) -> None:
     model = skeleton(arch).float().train()
     model.get_submodule("fc" if hasattr(model, "fc") else "head").requires_grad_(False)
@@ -146,8 +144,7 @@ def test_source_is_never_touched(arch: str, row: Row) -> None:
     assert all(module.training for module in done.model.modules())
 
 
-@rows
-@architectures
+@everywhere
 def test_timm_methods_live_on(arch: str, row: Row) -> None:
     own, result = case(arch, row), twin(arch, row)
     before: Any = own.source
@@ -170,8 +167,7 @@ def test_timm_methods_live_on(arch: str, row: Row) -> None:
     assert not kept or distance(expected, features) <= 1e-12
 
 
-@exact_rows
-@architectures
+@exact_everywhere
 def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
     for checkpointing in (False, True):
         result = twin(arch, row)
@@ -182,8 +178,7 @@ def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
         assert lost == []
 
 
-@rows
-@architectures
+@everywhere
 def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
     own = case(arch, row)
     before, after = own.source.state_dict(), own.result.state_dict()
@@ -201,8 +196,7 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
         assert any(name.startswith(f"{seat}.") for seat in seats), f"{name} is new"
 
 
-@rows
-@architectures
+@everywhere
 def test_the_plan_counts(arch: str, row: Row) -> None:
     """Planned = seated = gone; every read is a module; verdicts name every norm."""
     own = case(arch, row)
@@ -219,8 +213,7 @@ def test_a_second_fold_refuses(arch: str) -> None:
         conversion.draft(inspection.inspect(folded), "folded")
 
 
-@exact_rows
-@architectures
+@at_length
 def test_conversions_chain(arch: str, row: Row) -> None:
     """From any exact scheme to any other: still the source's function, and folding gives back the folded structure."""
     own = case(arch, row)
@@ -233,8 +226,7 @@ def test_conversions_chain(arch: str, row: Row) -> None:
         assert distance(own.reference, run(result, own.x)) <= 1e-12
 
 
-@exact_rows
-@architectures
+@at_length
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
     result = twin(arch, row)
@@ -257,8 +249,7 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
         assert distance(reference, run(applying.apply_step(result, planned), x)) <= 1e-12
 
 
-@rows
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@crossed("dtype, row", [torch.float32, torch.bfloat16, torch.float16], ROWS, every=3)
 def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
     for arch in ("seresnet18", "resnetv2_18"):
         model = skeleton(arch)
@@ -273,7 +264,7 @@ def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
             assert error <= 300 * torch.finfo(dtype).eps
 
 
-@exact_rows
+@pytest.mark.parametrize("row", EXACT[::4], ids=str)
 def test_compile_without_graph_breaks(row: Row) -> None:
     own = case("seresnet18", row)
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from crossed import sampled
 from lived import distance, run, step
 from test_laws import applied
 from timm.layers import ScaledStdConv2d, StdConv2d
@@ -76,7 +77,7 @@ def test_undressed_exactly(arch: str) -> None:
     assert torch.equal(run(fresh, x), run(result, x))
 
 
-@architectures
+@pytest.mark.parametrize("arch", sampled(NARROW, every=4))
 def test_dressed_in_other_schemes(arch: str) -> None:
     model, x = network(arch)
     reference = run(model, x)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import batchnorms, distance, run
 from test_laws import source as lived
 from test_norm_free import network as norm_free
@@ -49,13 +50,12 @@ def chosen(path: str, only: list[str] = [], skip: list[str] = []) -> bool:  # no
     return (not only or any(named(one) for one in only)) and not any(named(one) for one in skip)
 
 
-@pytest.mark.parametrize(
-    ("arch", "given"),
-    [*((arch, given) for arch in ("resnet18", "resnetv2_18") for given in PATTERNS), ("seresnet18", PATTERNS[2])],
-    ids=str,
-)
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_exact_and_the_rest_stays(arch: str, row: Row, given: dict[str, Any]) -> None:
+PARTS = [*((arch, given) for arch in ("resnet18", "resnetv2_18") for given in PATTERNS), ("seresnet18", PATTERNS[2])]
+
+
+@crossed("part, row", PARTS, ROWS, every=3)
+def test_exact_and_the_rest_stays(part: tuple[str, dict[str, Any]], row: Row) -> None:
+    arch, given = part
     model, x, reference = lived(arch)
     part = patterns(arch, given)
     try:

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 from lived import distance, lived_in, run
 from test_own_networks import Net, PreAct
 from timm.layers import BatchNormAct2d
@@ -114,10 +115,10 @@ def test_fused_norms_that_opacus_misses(arch: str) -> None:
         assert losses[-1] < losses[0]
 
 
-@ways
-@architectures
-def test_gradients_per_sample(arch: str, to: str, options: dict[str, Any]) -> None:
+@crossed("arch, way", NARROW, WAYS, every=3, ids=lambda row: row if isinstance(row, str) else row[0])
+def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> None:
     """Opacus' gradients of every parameter for every sample, against plain autograd on one sample at a time."""
+    to, options = way
     try:
         done = normswap.convert(small(arch), to, purpose="opacus", size=(3, 32, 32), **options)
     except RefusedError:

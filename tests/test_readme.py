@@ -38,7 +38,7 @@ def test_shell_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_setup_commands() -> None:
     assert command("demo") == "pip install -e . && normswap demo"
-    assert command("tests") == "pip install -e '.[test]' && pytest -n 2"
+    assert command("tests") == "pip install -e '.[test]' && pytest -n 2 --dist worksteal"
 
 
 @pytest.mark.parametrize("name", schemes.names())

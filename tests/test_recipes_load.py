@@ -10,7 +10,8 @@ import pytest
 
 from normswap.errors import RecipeError
 from normswap.training import recipe_files, strict_yaml
-from normswap.training.recipe import Clip, Recipe
+from normswap.training.optimizing import Clip
+from normswap.training.recipe import Recipe
 
 GOOD = """\
 # a comment

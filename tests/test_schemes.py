@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import batchnorms, distance, lived_in, run, swapped
 from torch import Tensor, nn
 
@@ -110,7 +111,7 @@ def trained(request: pytest.FixtureRequest) -> Lived:
     return lived(request.param)
 
 
-@pytest.mark.parametrize("row", EXACT, ids=str)
+@crossed("trained, row", ARCHITECTURES, EXACT, every=4, indirect=("trained",))
 def test_exact_on_every_architecture(trained: Lived, row: Row) -> None:
     result = swapped(trained.model, row.scheme, **row.options)
     assert batchnorms(trained.model)

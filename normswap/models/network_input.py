@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from normswap import provenance
-from normswap.errors import OptionError
+from normswap.errors import OptionError, SourceError
 from normswap.models.modes import evaluating
 
 ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
@@ -61,6 +62,22 @@ class Example:
 
     def __str__(self) -> str:
         return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
+
+
+def demand_values(model: nn.Module) -> None:
+    """Raises:
+    SourceError: what `torch.compile` gave, a lazy layer that has not run yet, or tensors without values.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    if inner is not None:
+        raise SourceError("the network is compiled", f"it stands for a {type(inner).__name__}", "Give model._orig_mod")
+    for path, module in nn.Module.named_modules(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            where = f"{path}.{name}" if path else name
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise SourceError(f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example")
+            if tensor is not None and tensor.is_meta:
+                raise SourceError(f"{where} has no values", "it is on the meta device", "Load the weights first")
 
 
 def anchor(model: nn.Module) -> Tensor:

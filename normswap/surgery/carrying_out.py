@@ -122,7 +122,12 @@ def examples(
 
 
 def given(model: nn.Module, inputs: Inputs, size: Sequence[int] | None) -> Inputs:
-    """What to look at the network with, if anything was said about it."""
+    """What to look at the network with, if anything was said about it.
+
+    Raises:
+        SourceError: there is nothing to look at (`network_input.demand_values`).
+    """
+    network_input.demand_values(model)
     return network_input.noise(model, size, batch=2) if inputs is None and size else inputs
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normswap.errors import OptionError, SourceError
 from normswap.models import zoo
 from normswap.models.network_input import scores
-from normswap.training.optimizing import classifier
+from normswap.training.classifier_layer import classifier
 from normswap.training.recipe import Distill, Recipe
 from normswap.training.training_images import drawn_by
 

@@ -1,24 +1,55 @@
-"""The optimizer of a recipe, its learning rate at every update, and what its gradients are clipped to; from timm."""
+"""The optimizer of a recipe, its learning rate at every update, and what its gradients are clipped to; from timm.
+
+torch and timm are imported inside functions: recipes, whose keys these are, are listed and checked without them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from timm.optim import create_optimizer_v2
-from timm.scheduler.cosine_lr import CosineLRScheduler
-from timm.scheduler.multistep_lr import MultiStepLRScheduler
-from timm.scheduler.poly_lr import PolyLRScheduler
-from timm.scheduler.scheduler import Scheduler
-from timm.utils import adaptive_clip_grad, dispatch_clip_grad
-from torch import nn
+from pydantic import Field
 
-from normswap import provenance, schemes
-from normswap.analysis.weight_decay import param_groups
-from normswap.errors import OptionError, TraceError, first_line
-from normswap.graph import inspection
-from normswap.models.weight_files import quiet
-from normswap.training.recipe import Clip, Optim, Schedule
+from normswap import schemes
+from normswap.errors import OptionError, first_line
+from normswap.training.recipe_part import NotNegative, Part, Positive, Share
+
+if TYPE_CHECKING:
+    import torch
+    from timm.scheduler.scheduler import Scheduler
+    from torch import nn
+
+
+class Clip(Part):
+    """`optim.clip`: gradient clipping by timm's utils; AGC leaves the classifier alone, by role."""
+
+    mode: Literal["agc", "norm", "value"] = "agc"
+    value: Positive = 0.01
+
+
+class Optim(Part):
+    """`optim`: a timm optimizer and its groups."""
+
+    name: str = Field("sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ...")
+    lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 5e-5
+    decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] = Field(
+        "auto", description="Who decays: a policy of `normswap decay`; auto: kim2022, or the scheme's paper's."
+    )
+    scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
+    layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
+    args: dict[str, Any] = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
+    clip: Clip | None = None
+
+
+class Schedule(Part):
+    """`schedule`: a timm scheduler, stepped per update."""
+
+    name: Literal["cosine", "step", "multistep", "poly", "constant"] = "cosine"
+    warmup: NotNegative = Field(0.0, description="Epochs (may be a fraction) from lr 0 to the peak.")
+    min_lr: NotNegative = 0.0
+    milestones: tuple[Positive, ...] = Field((), description="multistep: epochs; step: one number, every so many.")
+    rate: Positive = Field(0.1, description="step, multistep: the factor.")
 
 
 def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
@@ -27,18 +58,26 @@ def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
     Raises:
         OptionError: timm does not know it, or it does not take such groups.
     """
+    from timm.optim import create_optimizer_v2
+
+    from normswap.analysis.weight_decay import param_groups
+    from normswap.models.weight_files import quiet
+
     policy = _paper(model) if part.decay == "auto" else part.decay
     groups = param_groups(
         model, part.weight_decay, policy, layer_decay=part.layer_decay, scalar_lr_scale=part.scalar_lr
     )
     try:
         with quiet():
-            return create_optimizer_v2(groups, part.name, lr=part.lr, momentum=part.momentum)
+            return create_optimizer_v2(groups, part.name, lr=part.lr, momentum=part.momentum, **part.args)
     except Exception as error:  # timm raises what it likes
-        raise OptionError(f"optim.name {part.name!r} cannot be used", first_line(error)) from None
+        with_args = f" with optim.args {part.args}" if part.args else ""
+        raise OptionError(f"optim.name {part.name!r}{with_args} cannot be used", first_line(error)) from None
 
 
 def _paper(model: nn.Module) -> str:
+    from normswap import provenance
+
     record = provenance.of(model)
     return schemes.get(record.plan.steps[-1].scheme).decay if record and record.plan.steps else "kim2022"
 
@@ -67,6 +106,12 @@ class Rate:
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
+    from timm.scheduler.cosine_lr import CosineLRScheduler
+    from timm.scheduler.multistep_lr import MultiStepLRScheduler
+    from timm.scheduler.poly_lr import PolyLRScheduler
+
+    from normswap.models.weight_files import quiet
+
     warmup = round(part.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
     rest: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
@@ -91,32 +136,17 @@ class Clipping:
     """
 
     def __init__(self, model: nn.Module, part: Clip) -> None:
+        from normswap.training.classifier_layer import classifier
+
         self.part = part
         spared = {id(p) for p in classifier(model).parameters()} if part.mode == "agc" else set()
         self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
 
     def clip(self) -> None:
         """Clip the gradients in place."""
+        from timm.utils import adaptive_clip_grad, dispatch_clip_grad
+
         if self.part.mode == "agc":
             adaptive_clip_grad([p for p in self.parameters if p.grad is not None], self.part.value)
         else:
             dispatch_clip_grad(self.parameters, self.part.value, mode=self.part.mode)
-
-
-def classifier(model: nn.Module) -> nn.Module:
-    """The layer that gives the logits: what timm says it is, else the last linear layer of the traced network.
-
-    Raises:
-        OptionError: it has none.
-    """
-    ask = getattr(model, "get_classifier", None)
-    found: Any = ask() if callable(ask) else None
-    if isinstance(found, nn.Module) and any(True for _ in found.parameters()):
-        return found
-    try:
-        path = inspection.inspect(model).classifier
-    except TraceError:
-        path = None
-    if path is None:
-        raise OptionError("the classifier of this network is not known", "optim.clip.mode agc and distill.kind need it")
-    return model.get_submodule(path)

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 import normswap
 from normswap.errors import RecipeError
 from normswap.training import strict_yaml
-from normswap.training.recipe import Part, Recipe
+from normswap.training.recipe import Recipe
+from normswap.training.recipe_part import Part
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")

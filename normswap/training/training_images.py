@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL.Image import Image
 from timm.data import create_transform
-from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
-from torchvision import transforms
 
 from normswap.errors import OptionError, SourceError
 from normswap.images.datasets import PREFIXES, Loader, collate, open_images
 from normswap.training import stopping
-from normswap.training.recipe import Augment
+from normswap.training.augmenting import transform
 from normswap.training.recipe import Data as DataPart
 
 Record = Mapping[str, Any]
@@ -219,24 +216,6 @@ def _found(folder: Path, names: tuple[str, ...]) -> Path | None:
         return None
     options = (folder / f"{name}{ending}" for name in names for ending in _PACKED)
     return next((path for path in options if path.exists()), None)
-
-
-def transform(model: Record, augment: Augment) -> transforms.Compose:
-    """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
-    size = tuple(model["input_size"][1:])
-    how: Record = {"mean": model["mean"], "std": model["std"], "interpolation": model.get("interpolation", "bilinear")}
-    make: Any = transforms_imagenet_train  # which says that it takes no None, and does
-    primary, secondary, last = make(
-        img_size=size, scale=augment.scale, hflip=augment.hflip, color_jitter=augment.color_jitter or None,
-        auto_augment=augment.auto_augment, re_prob=augment.erase, re_mode="pixel", separate=True, **how,
-    )  # fmt: skip
-    if augment.scale is None:
-        mode = transforms.InterpolationMode(how["interpolation"])
-        whole: list[Callable[[Image], Image]] = [transforms.Resize(size, mode)]
-        if augment.padding:
-            whole.append(transforms.RandomCrop(size, augment.padding, padding_mode="reflect"))
-        primary = transforms.Compose([*whole, *primary.transforms[1:]])
-    return transforms.Compose([primary, secondary, last])
 
 
 def _some(images: Any, samples: int | None, seed: int) -> Any:

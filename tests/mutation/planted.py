@@ -13,55 +13,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import multiprocessing
-import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import errors_of_constants
+import errors_of_fitting
 import errors_of_proof
 import errors_of_runs
 from planted_error import Planted
+from workplace import ROOT, circumstance, copied, demand_the_copy, outcome_of, written
 
-ERRORS = (*errors_of_proof.ERRORS, *errors_of_constants.ERRORS, *errors_of_runs.ERRORS)
-ROOT = Path(__file__).resolve().parents[2]
+FILES = (errors_of_proof, errors_of_constants, errors_of_fitting, errors_of_runs)
+ERRORS = tuple(error for file in FILES for error in file.ERRORS)
 KNOWN = ROOT / "runs" / "planted.jsonl"
-_SERVER = multiprocessing.get_context("forkserver")  # imports what takes long once, and forks
-_SERVER.set_forkserver_preload(["pytest", "hypothesis", "timm", "torchvision", "accelerate"])
-_CODES = {0: 0, 1: 100}  # pytest's for tests that passed and failed; a process that breaks ends with 1, too
-_LIMIT = 900  # seconds for the tests of one error: a test that then still runs has noticed
-_FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-
-
-class Outcome(NamedTuple):
-    """What the tests said: did they fail, and which of them first?"""
-
-    killed: bool
-    first: str
-
-
-@contextmanager
-def copied() -> Iterator[Path]:
-    """A temporary copy of what git knows or would add: package, tests, recipes."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="planted-") as name:
-        place = Path(name)
-        for file in filter(None, listed.split("\0")):
-            if (ROOT / file).is_file():
-                (place / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / file, place / file)
-        yield place
 
 
 def patched(error: Planted, text: str) -> str:
@@ -80,62 +48,8 @@ def patched(error: Planted, text: str) -> str:
 def planted(error: Planted, place: Path) -> Iterator[None]:
     """For a while, the copy at `place` has the error."""
     file = place / error.file
-    before = file.read_text(encoding="utf-8")
-    file.write_text(patched(error, before), encoding="utf-8")
-    try:
+    with written(file, patched(error, file.read_text(encoding="utf-8"))):
         yield
-    finally:
-        file.write_text(before, encoding="utf-8")
-
-
-def outcome_of(place: Path, tests: Sequence[str]) -> Outcome:
-    """Run some tests in the copy, up to the first that fails, in a process of their own.
-
-    Raises:
-        SystemExit: they cannot be run: no such test, or a file that cannot be imported.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "said"
-        process = _SERVER.Process(target=_run, args=(place, list(tests), said))
-        process.start()
-        process.join(_LIMIT)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            return Outcome(True, f"none in {_LIMIT} s")
-        text = said.read_text(encoding="utf-8")
-    found = _FIRST.search(text)
-    if process.exitcode not in _CODES.values():
-        raise SystemExit(f"{' '.join(tests)} cannot be run: {text[-300:].strip()}")
-    return Outcome(process.exitcode == _CODES[1], found.group(1) if found else "")
-
-
-def _run(place: Path, tests: list[str], said: Path) -> None:
-    """In a process that has imported what takes long, but nothing of the package."""
-    with said.open("w", encoding="utf-8") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    assert "normswap" not in sys.modules
-    os.chdir(place)
-    os.environ.update(PYTHONPATH=str(place), OMP_NUM_THREADS="1", COLUMNS="1000")
-    sys.path[:] = [str(place), *(one for one in sys.path if ROOT not in (Path(one), *Path(one).parents))]
-    sys.dont_write_bytecode = True
-    import pytest
-
-    # plugins that are there already have nothing to be rewritten
-    quiet = ["-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    sys.exit(_CODES.get(int(pytest.main(["-x", "-q", *quiet, *tests])), 2))
-
-
-def demand_the_copy(place: Path) -> None:
-    """Raises:
-    SystemExit: Python finds another package than the copy.
-    """
-    code = "import normswap; print(normswap.__file__)"
-    env = {**os.environ, "PYTHONPATH": str(place)}
-    found = subprocess.run([sys.executable, "-c", code], cwd=place, env=env, capture_output=True, text=True, check=True)
-    if place.resolve() not in Path(found.stdout.strip()).resolve().parents:
-        raise SystemExit(f"tests would not see what is planted: Python finds {found.stdout.strip()}")
 
 
 def digest(error: Planted, place: Path = ROOT) -> str:
@@ -187,14 +101,6 @@ def measure(errors: Sequence[Planted]) -> None:
             with KNOWN.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
             print(f"{'killed' if outcome.killed else 'SURVIVED'}: {error.name} {outcome.first}", file=sys.stderr)
-
-
-def circumstance() -> Any:
-    """Of all tables of the repository."""
-    sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
-    import circumstances
-
-    return circumstances
 
 
 def table(rows: Sequence[tuple[Planted, dict[str, Any] | None]]) -> str:

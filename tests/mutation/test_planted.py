@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planted import ERRORS, ROOT, copied, demand_the_copy, outcome_of, patched, planted
+from planted import ERRORS, patched, planted
 from planted_error import Planted
+from workplace import ROOT, copied, demand_the_copy, outcome_of
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)

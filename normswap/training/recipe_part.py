@@ -1,0 +1,19 @@
+"""What the groups of keys of a recipe are made of. A group stands beside what obeys it, where that needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Part(BaseModel):
+    """A group of keys: unknown ones are refused, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

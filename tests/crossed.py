@@ -1,0 +1,38 @@
+"""Tables of which a part runs by default, so that each row is met, and the rest is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def sampled(rows: Iterable[Any], every: int) -> list[Any]:
+    """The rows of a table, one in `every` of which is not slow."""
+    return [pytest.param(row, marks=[pytest.mark.slow] * bool(i % every)) for i, row in enumerate(rows)]
+
+
+def crossed(
+    names: str,
+    ones: Iterable[Any],
+    others: Iterable[Any],
+    every: int,
+    ids: Callable[[Any], str] = str,
+    indirect: tuple[str, ...] = (),
+) -> pytest.MarkDecorator:
+    """Parametrize a test with the pairs of two tables, one in `every` of which is not slow.
+
+    Args:
+        names: of the two arguments, as pytest takes them.
+        ids: the name of a row.
+        indirect: those of the two that are fixtures.
+    """
+    rows, columns = list(ones), list(others)
+    assert every <= max(len(rows), len(columns)), "some row would never run"
+    pairs = [
+        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[pytest.mark.slow] * bool((i + j) % every))
+        for i, one in enumerate(rows)
+        for j, other in enumerate(columns)
+    ]
+    return pytest.mark.parametrize(names, pairs, indirect=list(indirect))
