@@ -210,3 +210,19 @@ def test_looking_changes_nothing(make: Any, training: bool) -> None:
     assert state(model) == before
     next(model.parameters()).data += 1
     assert state(model) != before, "the fingerprint is alive"
+
+
+class Head(nn.Module):
+    """Dropout by function, at a rate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_rate, self.fc = 0.1, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.dropout(x.mean((2, 3)), self.drop_rate, self.training))
+
+
+def test_the_rate_of_a_head_is_the_heads() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(Head()))
+    assert inspect(model.eval()).dropout == "3.0.drop_rate"

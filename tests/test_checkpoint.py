@@ -178,6 +178,15 @@ def test_a_full_disk_loses_nothing(saved: Path, tmp_path: Path, what: str, monke
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(checkpoint.tempfile, "mkdtemp", full)
+    with pytest.raises(OutputError, match=f"^cannot write to {tmp_path / 'out'}: No space left on device$"):
+        checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
+
+
 def rewrite(folder: Path, *, header: dict | None = None, drop: str = "", add: str = "", nan: str = "") -> None:
     """Write the weights again with another header or other tensors."""
     file = folder / "model.safetensors"

@@ -23,7 +23,7 @@ from normswap.images.agreement import agreement
 from normswap.layers.folded import Folded
 from normswap.plan import Arch, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying
+from normswap.surgery import applying, comparison
 from normswap.training.engine import Run
 
 SIZE = (3, 33, 33)
@@ -217,6 +217,8 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
     found = checks.check(Scores(), other, [(x, labels)], dtype="int8")
     assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
     assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
+    assert comparison._agreement(torch.eye(3), torch.eye(4)[:3]) is None, "answers of other classes"
+    assert comparison._agreement(torch.zeros(0, 3), torch.zeros(0, 3)) is None
 
     class Other(Scores):
         def forward(self, x: Tensor) -> Tensor:

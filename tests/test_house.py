@@ -28,6 +28,8 @@ ORDER = (
 )  # fmt: skip
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 FACE = {"", "__main__"}  # the public names, and the door
+GROWING = {"Draft", "Folds", "Group", "Intake", "Moments", "Position", "Start", "Stream", "Subject", "Traced",
+           "_Contender", "_Sums"}  # fmt: skip
 Edges = dict[str, set[str]]
 
 
@@ -147,6 +149,19 @@ def test_files_are_short_and_say_what_they_are(file: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in ROOT.rglob("*") if path.is_dir() or path.suffix == ".py"], ids=str)
 def test_nothing_has_the_name_of_a_public_function(path: Path) -> None:
     assert path.stem not in public_functions()
+
+
+def written_to(text: str) -> set[str]:
+    """The dataclasses of a file whose records can change."""
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    made = {node.name: [ast.unparse(one) for one in node.decorator_list] for node in classes}
+    return {name for name, said in made.items() if any(one.startswith("dataclass") for one in said)
+            and not any("frozen=True" in one for one in said)}  # fmt: skip
+
+
+def test_records_do_not_change_but_those_that_grow() -> None:
+    assert set().union(*(written_to(file.read_text()) for file in FILES)) == GROWING
+    assert written_to("@dataclass(frozen=False)\nclass A: ...\n@dataclass\nclass B: ...\nclass C: ...") == {"A", "B"}
 
 
 def test_folders_are_named_when_packed() -> None:

@@ -111,6 +111,15 @@ def test_weight_norm_of_transposed_convolutions_is_per_filter() -> None:
     assert torch.equal(after[:, [0, 1, 3, 4, 5]], before[:, [0, 1, 3, 4, 5]])
 
 
+def test_weight_norm_is_per_filter() -> None:
+    """Salimans & Kingma 2016, arXiv:1602.07868, equation 2: g of output channel c is the norm of its filter."""
+    net: Any = swapped(upsampling(), "weightnorm")
+    for layer in (net.conv, net.head):
+        gain, filters = layer.parametrizations.weight.original0, layer.weight.detach().flatten(1)
+        assert gain.shape == (len(filters), *(1,) * (layer.weight.ndim - 1))
+        assert torch.allclose(gain.flatten(), filters.norm(dim=1))
+
+
 def test_spectral_norm_of_transposed_convolutions_is_of_the_matrix_of_filters() -> None:
     """Miyato et al. 2018, arXiv:1802.05957: of W as (out, rest); its largest singular value, by LAPACK."""
     net: Any = swapped(upsampling(), "spectralnorm")

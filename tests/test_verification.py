@@ -202,6 +202,10 @@ def test_an_input_that_moves_nothing_is_reported() -> None:
     model.get_submodule("fc").get_parameter("weight").data.mul_(1e-6)
     report = conversion.convert(model, "folded", inputs=inputs()).report
     assert report.vacuous[0].startswith("the input moves the output")
+    quiet = copy.deepcopy(source())
+    quiet.get_submodule("fc").weight.data.mul_(1e-6)  # type: ignore[union-attr]
+    quiet.get_submodule("fc").bias.data.mul_(1e-6)  # type: ignore[union-attr]
+    assert conversion.convert(quiet, "folded", inputs=inputs()).report.vacuous == (), "small answers that move are fine"
 
 
 def test_a_nan_source_is_rejected() -> None:
