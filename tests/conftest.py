@@ -17,7 +17,7 @@ SKIPS = {
     r"chromium is not installed": "a browser is no Python package",
     r"only Linux says|reads /proc": "/proc is Linux's",
     r"OpenVINO takes no more threads than there are cores": "a machine with one core",
-    r"could not import '(einops|monai|open_clip|ultralytics)'": "not in the test extra",
+    r"could not import '(einops|flwr|monai|open_clip|ultralytics)'": "not in the test extra",
     r"npm is not installed|npm cannot fetch onnxruntime-web": "a browser's runtime is no Python package",
     r"ultralytics.* is not installed": "AGPL, and in no extra",
     r"the scheme does not fit the network": "refused, as test_schemes says",

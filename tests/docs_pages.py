@@ -1,14 +1,13 @@
 """The pages of docs/: their code blocks, in order, and their tables. `python tests/docs_pages.py` fills in the tables.
 
 What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
-shall), `file=NAME` (it is saved, not run), `needs=NAME` (a package that no extra brings: not run without it). A `text`
+shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the page's slow blocks are skipped). A `text`
 block is what the block before it prints, `...` for what varies. A table behind `<!-- from FILE -->` is the one of that
 file, which a script wrote.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,18 +37,20 @@ class Block:
 
     @property
     def exit_code(self) -> int:
-        return next((int(mark.removeprefix("exit=")) for mark in self.marks if mark.startswith("exit=")), 0)
+        return int(self._said("exit") or 0)
 
     @property
     def file(self) -> str:
         """What it is to be saved as, if it is not to be run."""
-        return next((mark.removeprefix("file=") for mark in self.marks if mark.startswith("file=")), "")
+        return self._said("file")
 
     @property
-    def lacks(self) -> str:
-        """The package that it needs, if that is not installed."""
-        needs = next((mark.removeprefix("needs=") for mark in self.marks if mark.startswith("needs=")), "")
-        return needs if needs and importlib.util.find_spec(needs) is None else ""
+    def needs(self) -> str:
+        """A package without which it does not run, and which the tests do without."""
+        return self._said("needs")
+
+    def _said(self, mark: str) -> str:
+        return next((one.partition("=")[2] for one in self.marks if one.startswith(f"{mark}=")), "")
 
     def lines(self) -> list[str]:
         """Commands, one each."""

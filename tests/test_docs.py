@@ -43,15 +43,10 @@ def alike(shown: str, printed: str) -> bool:
 
 
 def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> None:
-    """Run the blocks of a page in the working directory, and compare what they print; skip at the end, if some lack a
-    package."""
+    """Run the blocks of a page in the working directory, and compare what they print."""
     names: dict[str, Any] = {"__name__": "page"}
-    printed, lacking, left_out = "", "", False
+    printed = ""
     for block in story:
-        left_out = left_out if block.language == "text" else bool(block.lacks)
-        lacking = lacking or block.lacks
-        if left_out:
-            continue
         if block.language == "text":
             assert alike(block.text, printed), f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
             continue
@@ -66,8 +61,12 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
                 assert shell(line) == block.exit_code, line
         captured = said.readouterr()
         printed = captured.err if block.exit_code else captured.out
-    if lacking:
-        pytest.skip(f"the others ran; {lacking}, which some blocks need, is not installed")
+
+
+def demand(page: Path) -> None:
+    """Skip where a package is missing that the tests do without."""
+    for package in sorted({block.needs for block in blocks(page)} - {""}):
+        pytest.importorskip(package)
 
 
 @pytest.fixture
@@ -93,6 +92,7 @@ def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
                          ids=lambda page: page.stem)  # fmt: skip
 @pytest.mark.usefixtures("desk")
 def test_all_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    demand(page)
     run(page, blocks(page), capfd)
 
 
@@ -110,16 +110,6 @@ def test_the_index_has_it(page: Path) -> None:
     assert page == index or f"({page.name})" in index.read_text()
 
 
-def test_a_block_whose_package_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```python needs=nowhere\nraise ValueError\n```\n```text\nno\n```\n```python\nprint(1)\n```\n")
-    with pytest.raises(pytest.skip.Exception, match="nowhere"):
-        run(page, blocks(page), capfd)
-    page.write_text(page.read_text() + "```text\n2\n```\n")
-    with pytest.raises(AssertionError, match="but it printed"):
-        run(page, blocks(page), capfd)
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -134,3 +124,12 @@ def test_a_wrong_page_is_seen(text: str, why: str, tmp_path: Path, capfd: pytest
     page.write_text(f"{text}\n")
     with pytest.raises(AssertionError, match=why):
         run(page, blocks(page), capfd)
+
+
+def test_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python slow needs=no_such_package\n1\n```\n```bash exit=2\n```\n```python file=a.py\n```\n")
+    seen = [(block.slow, block.needs, block.exit_code, block.file) for block in blocks(page)]
+    assert seen == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]
+    with pytest.raises(pytest.skip.Exception, match="could not import 'no_such_package'"):
+        demand(page)

@@ -26,6 +26,7 @@ from normswap.surgery import comparison, running
 # (`--max-drop`); zeros are off by 1
 TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2, "int8": 1.0}
 Batch = tuple[Tensor, Tensor | None]  # images (N, C, H, W), and labels (N,) if there are any
+_OTHERS = "Only networks with one answer are exported. Convert this one to 'folded', and export that with its own tools"
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ def answers(source: nn.Module, x: Tensor) -> Tensor:
         why = first_line(error)
         raise OptionError(f"the network does not run on an input of size {_size(x)}", why) from None
     except OptionError as error:
-        raise OptionError(error.what, error.why, "Only networks with one answer are exported") from None
+        raise OptionError(error.what, error.why, _OTHERS) from None
     if output.ndim < 2 or len(output) != len(x):
-        raise OptionError("the network does not give one tensor, a row per image", "only such networks are exported")
+        raise OptionError("the network does not give one tensor, a row per image", remedy=_OTHERS)
     return output.float()
 
 

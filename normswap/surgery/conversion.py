@@ -70,22 +70,17 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
     steps = seen.provenance.plan.steps
-    if steps and steps[-1].scheme == to:
-        return RefusedError(
-            f"nothing to convert to {to}", f"{where} is that already", "`normswap schemes` lists others"
-        )
+    why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
+    remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if sketch.verdicts:
         what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.verdicts.values()).items())
-        return RefusedError(f"nothing to convert to {to}", f"the norms of {where} stay as they are: {what}",
-                            "`normswap schemes` lists what else there is")  # fmt: skip
-    remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
-    if any(norm_estimate.fits(seen, norm.path) for norm in norms):
+        why, remedy = f"the norms of {where} stay as they are: {what}", "`normswap schemes` lists what else there is"
+    if steps and steps[-1].scheme == to:
+        why, remedy = f"{where} is that already", "`normswap schemes` lists what else there is"
+    if per_sample := sum(norm_estimate.fits(seen, norm.path) for norm in norms):
+        why += f", {per_sample} with statistics per sample" if sketch.verdicts else ""
         remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
-    return RefusedError(
-        f"nothing to convert to {to}",
-        f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm",
-        remedy,
-    )
+    return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 
 def convert(

@@ -1,0 +1,201 @@
+"""The clients of `federated.py`: how the norms go through the rounds, each client's images, its training.
+
+A file of its own, as Ray's processes import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Ray runs its workers at the lowest priority, which beside other work is a third of their speed
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0", "RAY_worker_niceness": "0"}
+import numpy as np
+import recalibrate
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from schemes_table import NETWORKS, ROOT, SHARED, copied
+from torch import Tensor, nn
+
+import normswap
+from normswap.images.datasets import make_loader
+from normswap.layers import affine
+from normswap.storage.checkpoint import open_model
+
+NETWORK, BATCHNORM = "resnet18_narrow", "FedAvg, BatchNorm"
+TURNED = "turned by 90 degrees"
+SHIFTS = ("blurred, 5 x 5", TURNED)
+CLIENTS, ALPHA = 8, 0.1
+TRAINED, HELD_OUT, TESTED = 1200, 500, 2000
+BATCH, EPOCHS, CLIP = 25, 2, 1.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the norms go through the rounds.
+
+    Args:
+        make: from the trained network.
+        local: the norms stay with the clients, statistics and all.
+        still: BatchNorm in eval mode: the statistics stay, gamma and beta learn.
+        after: so many rounds with BatchNorm, whose statistics then are of the new domain.
+    """
+
+    make: Callable[[nn.Module], nn.Module]
+    local: bool = False
+    still: bool = False
+    after: int = 0
+
+
+def ours(to: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: normswap.convert(model, to, purpose="federated").model
+
+
+WAYS = {
+    BATCHNORM: Way(lambda model: model),
+    "FixBN: BatchNorm, after round 1 in eval mode": Way(lambda model: model, still=True, after=1),
+    "GroupNorm, gamma and beta copied": Way(copied),
+    "`groupnorm --for federated`": Way(ours("groupnorm")),
+    "`frozen-bn --for federated`": Way(ours("frozen-bn")),
+    "`skipinit --for federated`": Way(ours("skipinit")),
+    "BatchNorm, after round 1 `skipinit --for federated`": Way(ours("skipinit"), after=1),
+    "FedBN": Way(lambda model: model, local=True),
+}
+
+
+def place(shift: str) -> Path:
+    return ROOT / "runs" / f"federated-{SHIFTS.index(shift)}.pt"
+
+
+def prepare(shift: str) -> None:
+    """Shifted images (N, 3, H, W) and their labels (N,), which the clients' processes read."""
+    if place(shift).is_file():
+        return
+    model = source()
+    change = {**recalibrate.shifts(model), TURNED: lambda x: x.rot90(1, (2, 3))}[shift]
+    found = {}
+    for part, count in (("train", TRAINED + HELD_OUT), ("test", TESTED)):
+        data = str(SHARED / "data" / "cifar10" / f"{part}.tar.xz")
+        pairs = list(make_loader(model, data, batch_size=100, workers=0, samples=count, seed=0))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        found[part] = change(torch.cat([x for x, _ in pairs]))[order], torch.cat([y for _, y in pairs])[order]
+    found["held out"] = tuple(values[TRAINED:].clone() for values in found["train"])
+    found["train"] = tuple(values[:TRAINED].clone() for values in found["train"])
+    place(shift).parent.mkdir(exist_ok=True)
+    torch.save(found, place(shift))
+
+
+def source() -> nn.Module:
+    return open_model(str(NETWORKS[NETWORK])).eval()
+
+
+@functools.cache
+def images(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
+    torch.set_num_threads(1)
+    found: dict[str, tuple[Tensor, Tensor]] = torch.load(place(shift))
+    return found
+
+
+@functools.cache
+def network(said: str) -> nn.Module:
+    """The network of a way; its values are set for every use."""
+    return WAYS[said].make(source())
+
+
+@functools.cache
+def dealt(seed: int) -> list[Tensor]:
+    """The training images of each client; nobody has fewer than a batch."""
+    labels, random = images(SHIFTS[0])["train"][1].numpy(), np.random.default_rng(seed)
+    while True:
+        hands: list[list[int]] = [[] for _ in range(CLIENTS)]
+        for label in range(10):
+            own = random.permutation(np.flatnonzero(labels == label))
+            ends = (np.cumsum(random.dirichlet([ALPHA] * CLIENTS))[:-1] * len(own)).astype(int)
+            for hand, part in zip(hands, np.split(own, ends), strict=True):
+                hand.extend(part.tolist())
+        if min(map(len, hands)) >= BATCH:
+            return [torch.tensor(hand) for hand in hands]
+
+
+def shares(seed: int) -> Tensor:
+    """Of each client's images, the share of each class, (clients, classes)."""
+    labels = images(SHIFTS[0])["train"][1]
+    counts = torch.stack([torch.bincount(labels[hand], minlength=10) for hand in dealt(seed)]).double()
+    return counts / counts.sum(1, keepdim=True)
+
+
+@torch.inference_mode()
+def by_class(model: nn.Module, shift: str, part: str, chosen: slice = slice(None)) -> Tensor:
+    """Top-1 in percent of each class."""
+    x, y = (values[chosen] for values in images(shift)[part])
+    right = torch.cat([model(batch).argmax(1) for batch in x.split(250)]) == y
+    return torch.stack([100 * right[y == label].double().mean() for label in range(10)])
+
+
+def of_norms(model: nn.Module) -> set[str]:
+    """The names of the tensors of its BatchNorms."""
+    return {f"{path}.{name}" for path, module in model.named_modules() if affine.is_batchnorm(module)
+            for name in module.state_dict()}  # fmt: skip
+
+
+client = ClientApp()
+
+
+def opened(message: Message, context: Context) -> tuple[nn.Module, ConfigRecord, int]:
+    """The global network as this client has it, what the server asks for, and the client's number."""
+    config, number = message.content["config"], int(context.node_config["partition-id"])
+    model = network(config["way"])
+    state = message.content["arrays"].to_torch_state_dict()
+    kept = context.state.array_records.get(f"{config['run']}")
+    if kept is not None:
+        state |= kept.to_torch_state_dict()
+    model.load_state_dict(state)
+    return model, config, number
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """Its epochs; of FedBN's the norms stay in the client's own state."""
+    model, config, number = opened(message, context)
+    way, seed = WAYS[config["way"]], int(config["seed"])
+    torch.manual_seed(1000 * seed + 100 * (int(config["server-round"]) + int(config["done"])) + number)
+    model.train(not way.still)
+    (x, y), hand = images(config["shift"])["train"], dealt(seed)[number]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=float(config["lr"]))
+    for _ in range(EPOCHS):
+        for batch in hand[torch.randperm(len(hand))].split(BATCH):
+            if len(batch) > 1:  # of one image BatchNorm knows no variance at 1 x 1
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[batch]), y[batch]).backward()
+                nn.utils.clip_grad_norm_(learning, CLIP)
+                optimizer.step()
+    state = model.eval().state_dict()
+    if way.local:
+        own = {name: state[name] for name in of_norms(model)}
+        context.state.array_records.clear()
+        context.state[str(config["run"])] = ArrayRecord(own)
+    answer = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": len(hand)})}
+    return Message(RecordDict(answer), reply_to=message)
+
+
+@client.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """The client's own network on its part of the images: the mean over all clients is over all images."""
+    model, config, number = opened(message, context)
+    shift, part = str(config["shift"]), str(config["part"])
+    length = len(images(shift)[part][1]) // CLIENTS
+    found = by_class(model.eval(), shift, part, slice(number * length, (number + 1) * length))
+    return Message(RecordDict({"metrics": figures(found, shares(int(config["seed"]))[number])}), reply_to=message)
+
+
+def figures(found: Tensor, own: Tensor) -> MetricRecord:
+    """Args: top-1 by class, (classes,); the share of each class, (classes,) or (clients, classes)."""
+    seen = torch.nan_to_num(found)  # a part without one class
+    mean = {"top1": float(found.nanmean()), "own": float((own @ seen).mean())}
+    return MetricRecord({"num-examples": 1, **mean})
