@@ -11,6 +11,7 @@ import torch
 from lived import distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
+import normswap
 from normswap.errors import OptionError, RefusedError
 from normswap.layers.placeholders import Chain
 from normswap.layers.scalars import Scale
@@ -179,6 +180,40 @@ def test_regularized_adds_dropout_and_biases(arch: str) -> None:
         assert not torch.equal(result(x), result(x)), "dropout is alive in training"
         own: Any = swapped(model, "skipinit").train()
         assert torch.equal(own(x), own(x))
+
+
+@architectures
+@pytest.mark.parametrize("trained", [False, True])
+def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
+    """The scalars stay as they are, their biases go into the branch, the dropout goes."""
+    model, x = source(arch)
+    between = normswap.convert(model, "regularized-skipinit", inputs=x)
+    if trained:
+        with torch.no_grad():
+            for number, scale in enumerate(scales(between.model), 1):
+                scale.alpha.mul_(1 + number / 7)
+                if scale.bias is not None:
+                    scale.bias.fill_(number / 9)
+    done = normswap.convert(between, "skipinit", inputs=x)
+    assert distance(run(between.model, x), run(done.model, x)) <= 1e-12
+    assert alphas(done.model) == alphas(between.model)
+    stays = trained and SEAT[arch] == "se"  # a bias does not pass a gate
+    assert all((scale.bias is not None) is stays for scale in scales(done.model))
+    assert any("keeps the scalar bias" in note for note in done.notes) is stays
+    assert torch.equal(done.model.train()(x), done.model(x))
+
+
+def test_a_scalar_of_zero_keeps_its_bias() -> None:
+    """0 f(x) + bias: there is no convolution to put it in that would not die."""
+    model, x = source("resnet18")
+    between = normswap.convert(model, "regularized-skipinit", inputs=x)
+    with torch.no_grad():
+        first = scales(between.model)[0]
+        first.alpha.zero_()
+        first.bias.fill_(0.5)  # type: ignore[union-attr]
+    done = normswap.convert(between, "skipinit", inputs=x)
+    assert distance(run(between.model, x), run(done.model, x)) <= 1e-12
+    assert [scale.bias is None for scale in scales(done.model)] == [False] + 7 * [True]
 
 
 def test_a_network_without_blocks_is_refused() -> None:

@@ -150,6 +150,21 @@ def test_inspect_shows_the_counts_within_100_columns(capfd: Capture) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_what_is_that_already(capfd: Capture, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    assert main(["convert", MODEL, "--to", "skipinit", "-o", out]) == 0
+    assert main(["convert", out, "--to", "skipinit", "-o", f"{out}2"]) == 2
+    assert "the network is that already. `normswap schemes` lists what else there is" in capfd.readouterr().err
+
+
+def test_no_summary_is_cut_at_80_columns(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    said = capfd.readouterr().out
+    assert "inspect" in said
+    assert "..." not in said.partition("Commands:")[2]
+
+
 def test_inspect_says_why_a_norm_is_refused(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4))
     monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: model)
@@ -450,7 +465,10 @@ BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[s
     ("plan exists", "p.json", Path.touch, (*DEMO, "folded", "--dry-run", "--plan", "p.json"), ("p.json exists",)),
     ("plan unwritable", "f", Path.touch, (*DEMO, "folded", "--dry-run", "--plan", "f/p.json"), ("cannot write f/p",)),
     ("scheme", "", None, (*DEMO, "skipint"), ("unknown scheme 'skipint'", "Did you mean skipinit")),
-    ("no scheme", "", None, ("convert", MODEL), ("--to", "folded")),
+    ("no scheme", "", None, ("convert", MODEL), ("nothing says what to convert to. Give --to", "folded", "unfold")),
+    ("no such thing", "", None, ("inspect", "qqqq"), ("unknown model 'qqqq'. No file or folder", "timm.list_models()")),
+    ("not converted", "", None, ("verify", MODEL), ("holds no plan. Name what `normswap convert` wrote",)),
+    ("batchnorm already", "", None, (*DEMO, "batchnorm"), ("stay as they are", "`normswap schemes`")),
     ("option of another scheme", "", None, (*DEMO, "folded", "--alpha", "1"), ("no option alpha",)),
     ("unfold has no options", "", None, (*DEMO, "unfold", "--alpha", "1"), ("no option alpha",)),
     ("unfold has no plan", "", None, (*DEMO, "unfold", "--dry-run"), ("no plan",)),

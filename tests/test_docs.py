@@ -28,6 +28,8 @@ def shell(line: str) -> int:
         named = [name for part in re.findall(r"\[(.*?)\]", line) for name in part.split(",")]
         assert [name for name in named if name not in EXTRAS] == []
         return 0
+    if words[:2] == ["npm", "install"]:  # by test_web_page.py, which opens the page, too
+        return 0
     if words[0] == "python":
         return subprocess.run([sys.executable, *words[1:]], check=False).returncode
     assert words[0] == "normswap", f"no command of a page: {line}"

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -20,6 +21,7 @@ from normswap.errors import OptionError, RefusedError
 from normswap.layers import reparametrized, scalars, site_norm
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan
+from normswap.schemes.residual_scale import RULES
 from normswap.surgery import applying
 
 GHOST = ("batchnorm", {"ghost_batch": 2})
@@ -172,13 +174,27 @@ def test_frozen_norms_come_back_to_life(arch: str) -> None:
     assert all(torch.equal(moved[name], b) for name, b in alive.named_buffers() if name.endswith("running_mean"))
 
 
-def test_no_seat_on_a_sum_without_an_activation() -> None:
-    model, _, _ = source("resnetv2_18")
-    for rule in ("balduzzi", "rescale"):
-        _, draft = step(model, "residual-scale", rule=rule)
-        assert "no ReLU module" in draft.refusals["stages.0.blocks.0"]
-    for rule in ("szegedy", "hanin", "arpit"):
-        assert step(model, "residual-scale", rule=rule)[1].refusals == {}
+@pytest.mark.parametrize("rule", RULES)
+def test_without_a_seat_on_the_sum_the_branches_hold_both_factors(rule: str) -> None:
+    """Pre-activation: what the stream is at the end of a stage, by the rule's own recursion, up to one factor."""
+    model, x, reference = source("resnetv2_18")
+    planned, draft = step(model, "residual-scale", rule=rule)
+    result = applied(model, planned)
+    assert distance(reference, run(result, x)) <= 1e-12
+    found = [m.alpha.item() for m in result.modules() if isinstance(m, scalars.FixedScale)]
+    depth = len(draft.anatomy.blocks)
+    stages: list[list[tuple[float, float]]] = []
+    for number, block in enumerate(draft.anatomy.blocks, 1):
+        stages += [] if block.skip == "identity" and stages else [[]]
+        stages[-1].append(RULES[rule](number, depth))
+    assert max(len(stage) for stage in stages) > 1
+    expected = []
+    for stage in stages:
+        parts = np.array([1.0])  # of the stream: what came in, then what each branch wrote
+        for a, b in stage:
+            parts = np.append(a * parts, b)
+        expected += list(parts[1:] / parts[0])
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

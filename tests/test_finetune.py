@@ -209,6 +209,14 @@ BAD: list[Bad] = [
 ]
 
 
+def test_that_no_images_are_named_is_said_before_anything_is_converted(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(NormswapError, match="no images to train on"):
+        normswap.finetune(network(), recipe(tmp_path, data={"root": None}, convert={"to": "skipinit"}),
+                          tmp_path / "out", say=said.append)  # fmt: skip
+    assert not any("converting" in one for one in said)
+
+
 @pytest.mark.parametrize(("name", "plan", "problem"), BAD, ids=[name for name, *_ in BAD])
 def test_bad_input(tmp_path: Path, name: str, plan: Callable[[Path], Any], problem: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -52,7 +52,7 @@ class Draft:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # a Scale to chain after the newcomer at a path
+    scalars: dict[str, Then] = field(default_factory=dict)  # to chain after the newcomer at a path
     _axes: Axes | None = field(default=None, repr=False)
 
     def take(self, path: str) -> Intake:
@@ -84,7 +84,7 @@ class Draft:
 
     def edits(self) -> tuple[Edit, ...]:
         edits = (*(take.edit(path) for path, take in self.takes.items()), *self.seats.values())
-        then = {path: (Then("Scale", scalar),) for path, scalar in self.scalars.items()}
+        then = {path: (scalar,) for path, scalar in self.scalars.items()}
         return tuple(replace(edit, then=(*edit.then, *then.get(edit.path, ()))) for edit in edits)
 
     def silent(self, node: fx.Node) -> bool:

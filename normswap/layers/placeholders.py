@@ -29,12 +29,20 @@ class Vacant(Seat, OwnLayer):
         return cls(copied_activation(old))
 
 
-class Chain(OwnLayer):
-    """What sat in the seat, then one more layer. The kept module's tensors are called `inner.*`."""
+class Holder(OwnLayer):
+    """What sat in the seat, and one more layer. The kept module's tensors are called `inner.*`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Chain(Holder):
+    """What sat in the seat, then one more layer."""
 
     def __init__(self, inner: nn.Module, then: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.then = inner, then
+        super().__init__(inner)
+        self.then = then
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, ...) -> whatever `then` returns"""
@@ -87,6 +95,24 @@ class Dropout(Seat):
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:
         return nn.Dropout(p) if isinstance(old, nn.Module) else p
+
+
+class Dropped(Seat, Holder):
+    """Dropout, then the linear layer that sat in the seat: for classifiers with no seat before them."""
+
+    NAMES = {"weight": "inner.weight", "bias": "inner.bias"}
+
+    def __init__(self, inner: nn.Module, p: float) -> None:
+        super().__init__(inner)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, ..., I) -> (N, ..., O)"""
+        return self.inner(self.dropout(x))
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor, p: float) -> Dropped:
+        return cls(copy.deepcopy(old), p)
 
 
 class Number(Seat):

@@ -57,7 +57,8 @@ def _demand_known(name: str) -> None:
             raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
         return
     names = timm.list_models() + timm.list_models(pretrained=True)
-    raise SourceError(f"unknown model '{name}'", remedy=near(name, names, "See timm.list_models()."))
+    nowhere = "No file or folder is called that, and no network of timm's; timm.list_models() has the names"
+    raise SourceError(f"unknown model '{name}'", remedy=near(name, names, nowhere))
 
 
 def _registered(name: str) -> Cfg:

@@ -4,8 +4,9 @@ Rules, for block l of L: `balduzzi` a = b = 1/sqrt(2); `szegedy` a = 1, b = 0.2;
 a = 1, b = 1/L; `rescale` b^2 = 1/(l + L), a^2 = 1 - b^2. Any such sequence is a gauge: with x~ = g x, the first
 convolutions of f are divided by g and the last is multiplied by a g / b, so the function is kept. g is chosen so that
 it is 1 at the end of every stage. b sits at the end of the branch. a needs a seat on the sum: a ReLU module after it,
-where relu(a z) = a relu(z), and b / a stays on the branch; without one (pre-activation networks) rules with a != 1 are
-refused.
+where relu(a z) = a relu(z), and b / a stays on the branch. Without one (pre-activation networks) the branches, which
+write to the stream, hold it instead: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x), where
+the product starts anew with every projection.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ y = skip + alpha * f(x). With `--alpha match` (the default) alpha is the standar
 the branch's last convolution is divided by it, so that f has unit variance, as the paper's analysis has it, and the
 function is kept exactly. A branch whose last gamma and beta are all 0 (a fresh network) gets alpha = 0 and a live f.
 `--alpha 0`, `--alpha inv-sqrt-depth`, `--alpha 1` or any number set the scalars to the paper's initial values instead:
-a reset, which changes the function.
+a reset, which changes the function. Of a network in `regularized-skipinit` the scalars stay, their biases go into the
+branches' last convolutions, and the dropout goes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
-from normswap.schemes.parts.branch_scale import scale_branches
+from normswap.schemes.parts.branch_scale import drop_no_more, scale_branches
 
 
 def plan(anatomy: Anatomy, *, alpha: Annotated[str | float, "match|inv-sqrt-depth|NUMBER"] = "match") -> Draft:
     """Args:
     alpha: `match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
     """
-    return scale_branches(anatomy, initial(alpha, len(anatomy.blocks)))
+    return drop_no_more(scale_branches(anatomy, initial(alpha, len(anatomy.blocks))))
 
 
 def initial(alpha: str | float, depth: int) -> float | None:

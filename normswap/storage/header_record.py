@@ -47,7 +47,9 @@ def read_header(folder: Path) -> dict[str, Any]:
         reason = first_line(error)
         raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
     if text is None:
-        raise SourceError(f"{file} was not written by normswap", "its header holds no plan")
+        raise SourceError(
+            f"{file} was not written by normswap", "its header holds no plan", "Name what `normswap convert` wrote"
+        )
     try:
         header: dict[str, Any] = json.loads(text)
         version = header["version"]

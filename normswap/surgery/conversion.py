@@ -69,11 +69,14 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
     norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
+    steps = seen.provenance.plan.steps
     why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if sketch.verdicts:
         what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.verdicts.values()).items())
-        why, remedy = f"the norms of {where} stay as they are: {what}", ""
+        why, remedy = f"the norms of {where} stay as they are: {what}", "`normswap schemes` lists what else there is"
+    if steps and steps[-1].scheme == to:
+        why, remedy = f"{where} is that already", "`normswap schemes` lists what else there is"
     if per_sample := sum(norm_estimate.fits(seen, norm.path) for norm in norms):
         why += f", {per_sample} with statistics per sample" if sketch.verdicts else ""
         remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
@@ -81,7 +84,7 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
 
 
 def convert(
-    model: nn.Module,
+    model: nn.Module | Conversion,
     to: str,
     *,
     purpose: str | None = None,
@@ -95,6 +98,7 @@ def convert(
     """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
 
     Args:
+        model: the network, or an earlier conversion's result.
         to: a scheme (`normswap schemes` lists them).
         purpose: "opacus" or "federated": add what private or federated training needs (`purposes`).
         calibrate: batches of images (N, C, H, W), or of (images, labels), or a function that gives them, for a scheme
@@ -111,6 +115,7 @@ def convert(
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
+    model = model.model if isinstance(model, Conversion) else model
     if to == "unfold":
         return _unfold(model, inputs, size, seed, {**options, **({"purpose": purpose} if purpose else {})})
     given = carrying_out.given(model, inputs, size)

@@ -19,7 +19,7 @@ from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.graph import inspection
 from normswap.layers import affine
-from normswap.layers.placeholders import Chain
+from normswap.layers.placeholders import Holder
 from normswap.layers.scalars import Scale
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
@@ -82,8 +82,8 @@ def _canonical(model: nn.Module) -> nn.Module:
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by the paths they had before `Chain` put an `inner` into them."""
-    chains = [path for path, module in model.named_modules() if isinstance(module, Chain)]
+    """The modules by the paths they had before a `Holder` put an `inner` into them."""
+    chains = [path for path, module in model.named_modules() if isinstance(module, Holder)]
     found = {}
     for path, module in model.named_modules():
         old = path

@@ -59,6 +59,7 @@ def start(model: nn.Module | None, recipe: Recipe, say: Say) -> Start:
             model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args, named=False)
     if recipe.convert is None:
         return Start(model, None, model)
+    places(recipe.data)  # that none are named is said before anything is converted
     say(f"converting to {recipe.convert.to}")
     images: datasets.Loader | None = None
     if recipe.convert.calibrate:

@@ -29,7 +29,7 @@ def run(
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Say which target to choose, why, and what it was measured to cost.
+    """Say which target to choose, why, and what it costs.
 
     The keys of --json: source, batch_size, private, deploy, kind (of network), choose and others (scheme, why, command,
     kept: percent of the accuracy without training, step, step_range and memory: against BatchNorm's; null where not

@@ -186,7 +186,8 @@ def _demand(wanted: Wanted, *, planning: bool) -> None:
     from normswap import schemes
 
     if wanted.to is None:
-        raise OptionError("convert to what?", remedy=f"--to {'|'.join(schemes.names())}, or --from-plan FILE")
+        remedy = f"Give --to {'|'.join([*schemes.names(), 'unfold'])}, or --from-plan FILE"
+        raise OptionError("nothing says what to convert to", remedy=remedy)
     if wanted.to == "unfold":
         if planning:
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")

@@ -30,7 +30,7 @@ def run(
     title: Annotated[str, typer.Option(metavar="TEXT", show_default=False, help="Over the picture.")] = "",
     json: Json = False,
 ) -> int:
-    """Compare the learning curves of several runs: training loss and top-1 by epoch.
+    """Compare training runs: loss and top-1 by epoch.
 
     The keys of --json: runs, each with name, rows (one per epoch, as in metrics.csv) and best (epoch, top1), and files.
     """

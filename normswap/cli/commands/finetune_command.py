@@ -63,7 +63,7 @@ def run(
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Train a network, converted or not, by a recipe; the recipe may convert it first.
+    """Train a network by a recipe, which may convert it first.
 
     SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun it takes part in the common run.
 

@@ -44,7 +44,7 @@ def run(
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Estimate BatchNorm's population statistics anew, on other images.
+    """Measure BatchNorm's statistics anew, on other images.
 
     Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased variance. Labels are not
     needed; weights, gamma and beta stay.

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(context: typer.Context, json: Json = False) -> int | None:
-    """List the recipes that `normswap finetune` knows; show or copy one.
+    """List the recipes of `normswap finetune`; show or copy one.
 
     The keys of --json: one object per recipe with name, summary, source, model and convert (null where the recipe
     leaves them open).

@@ -65,7 +65,7 @@ def run(
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Plot how the signal propagates: mean and variance block by block.
+    """Plot mean and variance of the signal, block by block.
 
     Squared mean and variance after every residual sum, and the variance of the branch; several networks in one figure.
     For NF networks the analytic variance is drawn with them. With --weights random, branches that timm starts from

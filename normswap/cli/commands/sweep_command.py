@@ -52,7 +52,7 @@ def run(
     weights: Weights = "pretrained",
     json: Json = False,
 ) -> int:
-    """Try learning rates, each with several seeds; say which is best.
+    """Say which learning rate is best, by several seeds of each.
 
     Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
     the next run that no one has begun. What a killed one has begun is continued a minute later. A run that diverges is

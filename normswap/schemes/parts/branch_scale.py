@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor, fx, nn
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, last_linear
+from normswap.folding.passage import Blocked, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized
-from normswap.layers.placeholders import Vacant
+from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.layers.scalars import Scale
-from normswap.plan import Edit, Take, Way
+from normswap.plan import Edit, Take, Then, Way
 
 
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> Draft:
-    """Undress the network and put one scalar at the end of every residual branch; one that is there already stays.
+    """Undress the network and put one scalar at the end of every residual branch; one that is there already stays. A
+    bias of it that is not asked for goes into the branch's last convolution.
 
     Args:
         value: what the scalars start from, or None for the standard deviation of the branch's output, which keeps
@@ -34,7 +36,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """
     demand_blocks(anatomy)
     modules = anatomy.traced.modules
-    scaled = {block.tail for block in anatomy.part() if block.tail and _learns(modules[block.tail])}
+    scaled = {block.tail for block in anatomy.part() if block.tail and _stays(modules[block.tail], bias)}
     draft = undress(anatomy, leave=scaled)
     for block in anatomy.part():
         if block.tail is None:
@@ -44,14 +46,29 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         if block.tail in scaled:
             _rescale(draft, block.tail, value, with_bias)
             continue
-        deviation, dead = _normalize(draft, block)
-        alpha = (0.0 if dead else deviation) if value is None else value
+        old: Any = modules[block.tail]
+        if not _learns(old):
+            deviation, dead = _normalize(draft, block)
+            alpha = (0.0 if dead else deviation) if value is None else value
+        elif draft.vacated(block.tail):
+            deviation = old.alpha.item()  # gamma says no more how much the branch varies: both have learned
+            _divide(draft, *last_linear(draft, block.branch, block.total), deviation)
+            alpha = deviation if value is None else value
+        else:
+            draft.notes.append(f"{block.path} keeps the scalar bias: {draft.verdicts[block.tail]}")
+            draft.seats.pop(block.tail, None)
+            continue
         seat_scale(draft, block.tail, alpha, with_bias)
     return draft
 
 
 def _learns(module: nn.Module) -> bool:
     return isinstance(module, Scale) and module.learns
+
+
+def _stays(module: Any, bias: bool) -> bool:
+    """Whether it is a scalar that learns, without a bias that has to go elsewhere, and could: not where alpha is 0."""
+    return _learns(module) and (bias or module.bias is None or not (module.bias.any() and module.alpha.any()))
 
 
 def demand_blocks(anatomy: Anatomy) -> None:
@@ -68,17 +85,17 @@ def demand_blocks(anatomy: Anatomy) -> None:
 def _rescale(draft: Draft, path: str, value: float | None, bias: bool) -> None:
     old: Any = draft.anatomy.traced.modules[path]
     alpha = old.alpha.item() if value is None else value
-    bias = bias or old.bias is not None
+    bias = bias or (old.bias is not None and bool(old.bias.any()))
     if alpha != old.alpha.item() or bias != (old.bias is not None):
         draft.seats[path] = Edit(path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})})
 
 
 def drop_before_classifier(draft: Draft, p: float) -> Draft:
-    """Dropout with probability `p` before the classifier.
+    """Dropout with probability `p` before the classifier: where there is a seat for it, else in the classifier's own.
 
     Raises:
         OptionError: p is not in [0, 1).
-        RefusedError: the classifier, or a seat before it, cannot be found.
+        RefusedError: the classifier cannot be found, or is no linear layer that stays as it is.
     """
     if not 0 <= p < 1:
         raise OptionError(f"--dropout {p} is not in [0, 1)")
@@ -86,9 +103,41 @@ def drop_before_classifier(draft: Draft, p: float) -> Draft:
     if classifier is not None and not draft.anatomy.takes_part(classifier):
         draft.notes.append(f"no dropout: {classifier} is to stay as it is")
         return draft
-    if seat is None:
+    if seat is not None:
+        draft.seat(seat, "Dropout", p=p)
+    elif classifier is not None and _can_be_wrapped(draft, classifier):
+        draft.seat(classifier, "Dropped", p=p)
+    else:
         raise RefusedError("no seat for a dropout before the classifier", remedy="`--to skipinit` adds none")
-    draft.seat(seat, "Dropout", p=p)
+    return draft
+
+
+def _can_be_wrapped(draft: Draft, path: str) -> bool:
+    """Whether a linear layer is used once, by being called, and takes nothing in."""
+    module = draft.anatomy.traced.modules[path]
+    try:
+        check_linear(draft, path, module)
+    except Blocked:
+        return False
+    once = len(draft.anatomy.traced.calls[id(module)]) == 1
+    return isinstance(module, nn.Linear) and once and path not in draft.takes
+
+
+def drop_no_more(draft: Draft) -> Draft:
+    """Take out the dropout that an earlier step of the plan seated before the classifier."""
+    seat = draft.anatomy.dropout
+    edits = [edit for step in draft.anatomy.provenance.plan.steps for edit in step.edits]
+    ours = {edit.path for edit in edits if edit.layer == Dropout.__name__}
+    ours |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
+    if seat is None or seat not in ours:
+        return draft
+    now: Any = draft.anatomy.traced.modules.get(seat)
+    if now is None:
+        owner, _, name = seat.rpartition(".")
+        now = getattr(draft.anatomy.traced.modules[owner], name)
+    if (now.p if isinstance(now, nn.Dropout) else now) > 0:
+        draft.seat(seat, "Dropout", p=0.0)
+        draft.notes.append(f"{seat}: its dropout is 0 now")
     return draft
 
 
@@ -100,9 +149,9 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
     args: dict[str, Any] = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     if path in draft.takes or (path in draft.seats and not vacated):  # the seat gets its newcomer, and the scalar
-        if layer != "Scale" or path in draft.scalars:
+        if path in draft.scalars:
             raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
-        draft.scalars[path] = args
+        draft.scalars[path] = Then(layer, args)
         return
     args |= {"fresh": True} if vacated and isinstance(modules[path], Scale) else {}
     draft.seats[path] = Edit(path, layer, args, keep=not empty)
@@ -129,10 +178,15 @@ def _normalize(draft: Draft, block: Block) -> tuple[float, bool]:
     if not math.isfinite(rms) or rms < 1e-12:
         draft.notes.append(f"{block.path}: alpha = 1, because the branch's output does not vary")
         return 1.0, False
-    take.gain /= rms
-    for reader in readers:
-        draft.take(reader).in_gain *= rms
+    _divide(draft, conv, readers, rms)
     return rms, False
+
+
+def _divide(draft: Draft, conv: str, readers: Iterable[str], by: float) -> None:
+    """Let the convolution write less by a factor, and what else reads it take more."""
+    draft.take(conv).gain /= by
+    for reader in readers:
+        draft.take(reader).in_gain *= by
 
 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
