@@ -142,12 +142,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=45, help="seconds of tests for one error, as they took before")
     parser.add_argument("--again", action="store_true", help="those that have survived, too")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="plant nothing, write the table of what is known")
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
     args = parser.parse_args()
     KNOWN.parent.mkdir(exist_ok=True)
     by_room = {room: drawn(room, args.count, args.seed) for room in ROOMS}
     rows = known()
-    missing = [mutant for turn in zip(*by_room.values(), strict=False) for mutant in turn]
+    missing = [] if args.table else [mutant for turn in zip(*by_room.values(), strict=False) for mutant in turn]
     missing = [mutant for mutant in missing if not settled(mutant, rows.get(mutant.key()), args.again)]
     parts = [missing[at :: args.workers] for at in range(args.workers)]
     processes = [multiprocessing.Process(target=judge, args=(part, args.budget)) for part in parts if part]
