@@ -120,6 +120,21 @@ def test_weight_norm_is_per_filter() -> None:
         assert torch.allclose(gain.flatten(), filters.norm(dim=1))
 
 
+def test_a_dead_filter_keeps_its_direction() -> None:
+    """gamma = 0 kills it: g is 0, and v what it was, so that it can live again; a filter of zeros gets ones."""
+    model: Any = upsampling()
+    with torch.no_grad():
+        model.bn.weight[:2] = 0
+        model.up.weight[:, 1] = 0
+    before = model.up.weight.detach().clone()
+    net: Any = swapped(model, "weightnorm")
+    gain, direction = net.up.parametrizations.weight.original0.flatten(), net.up.parametrizations.weight.original1
+    assert gain[:2].tolist() == [0, 0]
+    assert bool((gain[2:] != 0).all())
+    assert torch.nn.functional.cosine_similarity(direction[:, 0].flatten(), before[:, 0].flatten(), 0) > 0.999
+    assert bool((direction[:, 1] == direction[0, 1, 0, 0]).all())
+
+
 def test_spectral_norm_of_transposed_convolutions_is_of_the_matrix_of_filters() -> None:
     """Miyato et al. 2018, arXiv:1802.05957: of W as (out, rest); its largest singular value, by LAPACK."""
     net: Any = swapped(upsampling(), "spectralnorm")

@@ -70,6 +70,7 @@ def test_grids(text: str, values: list[float]) -> None:
         ("0^-1", "is no positive number"),
         ("2^1..2^-1", "is empty. Write 2^-1..2^1"),
         ("2^-4..1", "a range goes from a power to another of the same base"),
+        ("10^-1..2^1", "a range goes from a power to another of the same base"),
         ("2^-4..10^1", "a range goes from a power to another of the same base"),
         ("2^0..2^5000", "has 5001 numbers"),
     ],

@@ -302,3 +302,24 @@ def test_chaos_is_no_excuse_where_float64_does_not_decide() -> None:
     precise = comparison.compare_double(model, lambda: copy.deepcopy(wrong).double(), x)
     assert not comparison.compare(model, wrong, x, precise=precise).passed
     assert not comparison.verify(copy.deepcopy(model).double(), wrong.double(), inputs=x.double()).passed
+
+
+class Picky(nn.Module):
+    """Takes images of 32 pixels only, and says so as some networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 32:
+            raise KeyError(x.shape[-1])
+        return self.norm(self.conv(x))
+
+
+def test_sizes_that_the_source_does_not_take_are_left_out() -> None:
+    model = lived_in(Picky().eval(), torch.randn(4, 3, 32, 32)).float()
+    x = [torch.randn(2, 3, 32, 32), torch.randn(2, 3, 48, 48)]
+    report = conversion.convert(model, "folded", inputs=x).report
+    assert report.passed
+    assert "48" not in str(report.logits)
