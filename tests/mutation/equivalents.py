@@ -1,5 +1,30 @@
-"""Errors of `drawn.py` that are none: (file, the line as it is and as it becomes) -> why nothing tells them apart."""
+"""Errors of `drawn.py` that are none: nothing that the program says or writes is another."""
 
 from __future__ import annotations
 
-EQUIVALENTS: dict[tuple[str, str], str] = {}
+from typing import NamedTuple
+
+
+class Equivalent(NamedTuple):
+    """One of them.
+
+    Args:
+        file: where, within the package.
+        change: a part of the line as it becomes, which no other error of the file has.
+        why: nothing tells the two apart.
+    """
+
+    file: str
+    change: str
+    why: str
+
+
+EQUIVALENTS = (
+    Equivalent("graph/spelling.py", "- return 0 + return 1", "any number does for a tensor without memory of its own"),
+    Equivalent("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
+    Equivalent("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
+    Equivalent("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
+    Equivalent("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
+    Equivalent("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),
+    Equivalent("surgery/conversion.py", "fitted[ -1] if len(fitted) == 1", "of one, the first is the last"),
+)
