@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -81,4 +82,9 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "98.5 to 99.2 %" in out
     assert "0.93 (0.76 .. 1.11)" in out
     assert "on three CIFAR-10 ResNets" in out
+    how = ["resnet18", "--weights", "random", "--arch-arg", "channels=8,16,24,32", "--num-classes", "10"]
+    assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0
+    command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
+    assert command[: 2 + len(how)] == ["normswap", "convert", *how]
+    assert main([*command[1:], "--dry-run"]) == 0
     assert main(["advise", str(demo.FOLDER), "--batch-size", "0"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ class Opening:
     def weights_of(self, name: str) -> str:
         """Which weights that MODEL gets."""
         return self.weights
+
+    def said(self, name: str) -> str:
+        """MODEL and what opens it so, as words of a command line."""
+        given: list[tuple[str, object]] = [
+            ("--weights", None if self.weights == "pretrained" else self.weights), ("--arch", self.arch),
+            *(("--arch-arg", one) for one in self.arch_arg or ()),
+            ("--num-classes", self.num_classes), ("--in-chans", self.in_chans),
+        ]  # fmt: skip
+        words = [str(word) for flag, value in given if value is not None for word in (flag, value)]
+        return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
 
     def open(self, name: str) -> nn.Module:
         """The network of that name.

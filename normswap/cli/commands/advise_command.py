@@ -39,7 +39,7 @@ def run(
     from normswap.analysis.advice import advise, body_of
 
     with progress.working("looking"):
-        found, refused = advise(net, model, batch_size, private=private, deploy=deploy)
+        found, refused = advise(net, opening.said(model), batch_size, private=private, deploy=deploy)
     body = body_of(found, refused, source=model, batch_size=batch_size, private=private, deploy=deploy)
     show(body, json, _say)
     return 0
