@@ -305,7 +305,7 @@ def test_convert_proves_the_new_schemes(tmp_path: Path) -> None:
 
 def test_what_there_is_already_is_said_without_contradiction() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
-    with pytest.raises(RefusedError, match=r"nothing to convert to batchnorm: .* stay as they are: 1 kept$"):
+    with pytest.raises(RefusedError, match=r"to batchnorm: .* stay as they are: 1 kept. `normswap schemes`"):
         normswap.convert(model, "batchnorm", size=(3, 8, 8))
     mixed = nn.Sequential(model, nn.Conv2d(4, 4, 3), nn.GroupNorm(1, 4), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match=r"1 kept, 1 with statistics per sample. '--calibrate DATA'"):

@@ -1,4 +1,4 @@
-"""Networks in other people's wrappings: parallel, synchronized, quantizable, fused, lazy, compiled, without values."""
+"""Networks in other people's wrappings: parallel, synchronized, quantizable, fused, lazy, compiled."""
 
 from __future__ import annotations
 
@@ -91,7 +91,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: torch.compile(network()),
         r"the network is compiled: it stands for a ResNet. Give model\._orig",
     ),
-    "without values": (lambda: network().to("meta"), r"conv1\.weight has no values.*meta"),
     "scripted": (lambda: torch.jit.trace(network(), example()), r"scripted"),
 }
 

@@ -40,10 +40,10 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
         given: what it takes (`network_input.batches`); by default what it says of itself.
 
     Raises:
-        SourceError: it has no values yet (`network_input.demand_values`).
+        SourceError: it cannot be looked at yet (`network_input.demand_shapes`).
         TraceError: it does not run; says where. Or something in it cannot be seen.
     """
-    network_input.demand_values(model)
+    network_input.demand_shapes(model)
     main, first, others = _first(model, given)
     if main.strangers:
         _demand_constants(model, main, first)

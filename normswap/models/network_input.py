@@ -64,9 +64,9 @@ class Example:
         return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
 
 
-def demand_values(model: nn.Module) -> None:
+def demand_shapes(model: nn.Module) -> None:
     """Raises:
-    SourceError: what `torch.compile` gave, a lazy layer that has not run yet, or tensors without values.
+    SourceError: what `torch.compile` gave, or a lazy layer that has not run yet.
     """
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
@@ -76,8 +76,6 @@ def demand_values(model: nn.Module) -> None:
             where = f"{path}.{name}" if path else name
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise SourceError(f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example")
-            if tensor is not None and tensor.is_meta:
-                raise SourceError(f"{where} has no values", "it is on the meta device", "Load the weights first")
 
 
 def anchor(model: nn.Module) -> Tensor:
