@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from normswap.analysis import expected
 from normswap.analysis.network_kind import Kind, kind_of
 from normswap.cli.app import main
-from normswap.errors import RefusedError
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.reporting import demo
@@ -140,16 +139,6 @@ def test_what_held_out_images_say() -> None:
     same = measured(one, two, [x[:8], x[8:]])
     assert same is not None
     assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
-
-
-def test_it_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise RefusedError("no")
-
-    monkeypatch.setattr(conversion, "convert", refuse)
-    weights = ["zoo_networks:depthwise", "--weights", str(zoo_networks.DATA / "depthwise.safetensors")]
-    assert main(["convert", *weights, "--to", "groupnorm", "-o", "nowhere"]) == 2
-    assert capfd.readouterr().out.startswith("no images:")
 
 
 def test_the_table_speaks_of_the_kind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -140,8 +140,6 @@ def run(
         raise OutputError(f"{plan} exists", remedy="Give another --plan, or --force to replace it")
     net = opening.open(model)
     told = _expected(net, wanted) if given is None and fitting.calibrate in (None, "noise") else None
-    if told is not None and not told.enough and not json:
-        line(f"no images: {told}. Give --calibrate DATA: it fits, and measures what is kept")
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
         if given is not None:
@@ -155,6 +153,8 @@ def run(
             checkpoint.save(done, place, force=force)
     if plan is not None:
         atomic_write.text(plan, Plan(tuple(steps)).to_json(indent=2) + "\n")
+    if told is not None and not told.enough and not json:
+        line(f"no images: {told}. Give --calibrate DATA: it fits, and measures what is kept")
     body = {"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies,
             "expected": told and _body_of(told)}  # fmt: skip
     show(body, json, _say)
