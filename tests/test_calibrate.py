@@ -136,6 +136,21 @@ def test_blocks_in_float32_are_as_good_as_float64() -> None:
     assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
 
 
+def test_what_float32_left_below_zero_is_lifted() -> None:
+    """Sums that rounding has made indefinite: their ridge grows until they are not; the other group keeps its own."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 20, 64, generator=generator, dtype=torch.float64) @ torch.ones(64, 64).double() * 30
+    covariance = rows.transpose(1, 2) @ rows / 20
+    bent = torch.randn(64, generator=generator, dtype=torch.float64)
+    bent = bent - bent.mean()
+    covariance[0] -= 3e-3 * covariance[0].diagonal().mean() * torch.outer(bent, bent) / bent.square().sum()
+    one, two = covariance.diagonal(dim1=1, dim2=2).mean(1).tolist()
+    kernel = least_squares.Kernel.of(covariance, 1e-4)
+    assert kernel.damp.flatten().tolist() == pytest.approx([1e-2 * one, 1e-4 * two])
+    again = kernel.factor @ kernel.factor.transpose(1, 2)
+    assert torch.allclose(again, covariance + kernel.damp * torch.eye(64))
+
+
 def test_the_ridge_follows_the_data() -> None:
     """Much data that contradict the prior: no ridge; noise alone: as much of it as there is."""
     x = torch.randn(400, 1, 4, 5, dtype=torch.float64)

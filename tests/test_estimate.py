@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import batchnorms, distance, run
 from timm import layers as timm_layers
 from torch import Tensor, nn
@@ -68,8 +69,7 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     assert distance(run(net, batches[0]), run(result, batches[0])) < 0.5
 
 
-@pytest.mark.parametrize("arch", ["resnet26", "resnetv2_50"])
-@pytest.mark.parametrize("to", ["folded", "skipinit", "batchnorm", "groupnorm"])
+@crossed("arch, to", ["resnet26", "resnetv2_50"], ["folded", "skipinit", "batchnorm", "groupnorm"], every=2)
 def test_on_to_other_schemes(arch: str, to: str) -> None:
     torch.manual_seed(0)
     v2 = {"stem_chs": 8, "conv_layer": timm_layers.StdConv2d} if "v2" in arch else {}  # weight standardization too

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from lived import batchnorms, distance, run
 from test_laws import source as lived
 from test_norm_free import NARROW as NORM_FREE
@@ -30,19 +31,18 @@ TRIPS: dict[str, tuple[Hop, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("trip", TRIPS)
-@pytest.mark.parametrize(
-    ("arch", "dtype", "tolerance"),
-    [
-        ("resnet18", torch.float64, 1e-10),
-        ("resnetv2_18", torch.float64, 1e-10),
-        ("seresnet18", torch.float64, 1e-10),
-        ("resnet18", torch.float32, 1e-5),
-    ],
-    ids=str,
+STARTS = (
+    ("resnet18", torch.float64, 1e-10),
+    ("resnetv2_18", torch.float64, 1e-10),
+    ("seresnet18", torch.float64, 1e-10),
+    ("resnet18", torch.float32, 1e-5),
 )
-def test_there_and_back(arch: str, trip: str, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
+
+
+@crossed("start, trip", STARTS, TRIPS, every=2)
+def test_there_and_back(start: tuple[str, torch.dtype, float], trip: str, tmp_path: Path) -> None:
     """At every station the source's function; BatchNorm at the end where it was at the beginning."""
+    arch, dtype, tolerance = start
     source, x, _ = lived(arch)
     model, x = copy.deepcopy(source).to(dtype), x.to(dtype)
     reference, now = run(model, x), model

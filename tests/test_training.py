@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 from lived import lived_in
 from test_schemes import ROWS, Row
 from torch import Tensor, nn
@@ -40,8 +40,7 @@ def source(arch: str) -> nn.Module:
     return lived_in(timm.create_model(arch, num_classes=10, **NARROW[arch]), images()[0])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.parametrize("arch", NARROW)
+@crossed("arch, row", NARROW, ROWS, every=3)
 def test_every_scheme_trains(arch: str, row: Row) -> None:
     x, y = images(1 if row.scheme == "instancenorm" else 2)  # which needs more than a pixel everywhere
     x = x.double()

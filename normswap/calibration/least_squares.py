@@ -166,10 +166,16 @@ class Kernel:
 
     @classmethod
     def of(cls, covariance: Tensor, ridge: float) -> Kernel:
+        """Of a covariance (G, f, f). Where sums in float32 left it further below zero than the ridge lifts it (wide
+        patches that go together), the group's ridge is ten times as large, and again."""
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
-        kernel = covariance.clone()
-        kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
-        return cls(torch.linalg.cholesky(kernel), damp)
+        while True:
+            kernel = covariance.clone()
+            kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
+            factor, failed = torch.linalg.cholesky_ex(kernel)
+            if not failed.any() or not bool(torch.isfinite(kernel).all()):
+                return cls(factor, damp)
+            damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: bool) -> Tensor:
         """V (G, o, f) of `regress`."""

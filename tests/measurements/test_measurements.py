@@ -55,6 +55,7 @@ def test_the_first_update_of_the_gammas() -> None:
     assert slopes["gamma_last"] > -1.5
 
 
+@pytest.mark.slow
 def test_three_stages_of_nf_resnet50() -> None:
     variance, wanted = nf_variance.measure("nf_resnet50", nf_variance.textured(6, 384, 0), 0)
     assert variance[:13] == pytest.approx(wanted[:13], rel=0.2)
