@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import OptionError, TraceError, VerificationError
 from normswap.models import network_input
-from normswap.models.network_input import Example
+from normswap.models.calling import Example
 
 
 def test_channels_that_were_given_when_it_was_made() -> None:

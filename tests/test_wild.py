@@ -15,7 +15,7 @@ import libraries
 import wild
 
 import normswap
-from normswap.models import network_input
+from normswap.models import calling
 
 SAMPLE = (
     "torchvision:shufflenet_v2_x0_5", "torchvision:regnet_y_400mf",
@@ -46,7 +46,7 @@ def test_in_one_line(name: str) -> None:
     need(name)
     torch.manual_seed(0)
     model, given = libraries.build(name)
-    (example,) = [one.like(model.double()) for one in network_input.batches(given)]
+    (example,) = [one.like(model.double()) for one in calling.batches(given)]
     wild.live(model, example)
     done = normswap.convert(model, "folded", inputs=example)
     assert done.report.passed
@@ -60,7 +60,7 @@ def test_in_one_line(name: str) -> None:
 def test_the_walk_notices_one_percent_of_one_channel() -> None:
     torch.manual_seed(0)
     model, given = libraries.build("torchvision:mobilenet_v3_small")
-    example = network_input.batches(given)[0].like(model.double())
+    example = calling.batches(given)[0].like(model.double())
     wild.live(model, example)
     reference = wild.run(model, example)
     with torch.no_grad():

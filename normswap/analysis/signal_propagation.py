@@ -36,8 +36,8 @@ from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.scalars import Scale
+from normswap.models.calling import Example
 from normswap.models.modes import evaluating
-from normswap.models.network_input import Example
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 

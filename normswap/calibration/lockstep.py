@@ -19,7 +19,7 @@ from normswap.calibration.least_squares import checked
 from normswap.errors import SourceError, TraceError, VerificationError, first_line
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
-from normswap.models.network_input import Example
+from normswap.models.calling import Example
 
 Values = dict[str, Any]
 MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves

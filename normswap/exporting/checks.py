@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
-from normswap.models import network_input
+from normswap.models import calling
 from normswap.models.network_input import answer
 from normswap.surgery import comparison, running
 
@@ -139,7 +139,7 @@ class _Sums:
         """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
         assert self.first is not None
         x, logits = self.first
-        outputs = running.outputs_double(source, network_input.Example((x.double(),)))
+        outputs = running.outputs_double(source, calling.Example((x.double(),)))
         precise = answer(outputs).flatten(1)
         return float((precise - logits.flatten(1)).norm() / precise.norm())
 

@@ -26,7 +26,7 @@ from normswap.folding.draft import Draft
 from normswap.graph import inspection
 from normswap.layers.bounded import BoundedReLU
 from normswap.layers.own import per_channel
-from normswap.models import network_input
+from normswap.models import calling
 from normswap.models.network_input import answer
 
 _ROUNDS = 40
@@ -73,7 +73,7 @@ class Equalizer:
         self.batches = list(images)
         self.network = _scalable(network, self.batches[0][:1])
         try:
-            example = network_input.batches(self.batches[0][:1])
+            example = calling.batches(self.batches[0][:1])
             self.channels: Channels | None = Channels(Draft(inspection.inspect(self.network, example)))
         except TraceError:
             self.channels = None

@@ -19,7 +19,7 @@ from normswap.graph.recording import record
 from normswap.graph.tracing import Traced, inputs, is_add, is_mul
 from normswap.layers import affine
 from normswap.layers.activations import is_activation, is_activation_call
-from normswap.models.network_input import Inputs
+from normswap.models.calling import Inputs
 from normswap.provenance import Provenance
 
 __all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
@@ -32,7 +32,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     """Read the anatomy of `model`, which is not changed.
 
     Args:
-        inputs: what it takes (`network_input.batches`); by default what it says of itself.
+        inputs: what it takes (`calling.batches`); by default what it says of itself.
 
     Raises:
         TraceError: the model does not run, or something in its forward cannot be seen.

@@ -33,7 +33,7 @@ from normswap.graph.spelling import (
     version,
 )
 from normswap.layers import affine
-from normswap.models.network_input import Example, named_tensors
+from normswap.models.calling import Example, named_tensors
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}

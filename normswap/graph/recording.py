@@ -26,18 +26,18 @@ from normswap.graph.tracing import Traced, inputs
 from normswap.graph.widening import Widening
 from normswap.layers import affine
 from normswap.layers.placeholders import Copy
-from normswap.models import network_input
+from normswap.models import calling, network_input
+from normswap.models.calling import Example
 from normswap.models.modes import show_heads
-from normswap.models.network_input import Example
 
 _OTHERS = ((96, 128), (160, 224))  # the first that the network takes; less work than its own size
 
 
-def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
+def record(model: nn.Module, given: calling.Inputs = None) -> Traced:
     """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
 
     Args:
-        given: what it takes (`network_input.batches`); by default what it says of itself.
+        given: what it takes (`calling.batches`); by default what it says of itself.
 
     Raises:
         SourceError: it cannot be looked at yet (`network_input.demand_shapes`).
@@ -72,10 +72,10 @@ def record(model: nn.Module, given: network_input.Inputs = None) -> Traced:
     return main
 
 
-def _first(model: nn.Module, given: network_input.Inputs) -> tuple[Traced, Example, list[Example]]:
+def _first(model: nn.Module, given: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
     """The record of the first example that runs, that example, and others to try."""
     if given is not None:
-        batches = network_input.batches(given)
+        batches = calling.batches(given)
         short = batches[0].first(1)
         try:
             traced = record_once(model, short)
@@ -198,7 +198,7 @@ def record_once(
     try:
         with ExitStack() as stack:
             _eagerly(stack)
-            if network_input.anchor(model).dtype == torch.float64:
+            if calling.anchor(model).dtype == torch.float64:
                 stack.enter_context(Widening())
             recorder.run(example)
     except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from normswap.models.network_input import is_record
+from normswap.models.calling import is_record
 
 _PLAIN = frozenset((
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "ndimension", "is_contiguous",

@@ -15,9 +15,9 @@ from normswap.folding.verdict import Verdict
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
-from normswap.models import network_input
+from normswap.models import calling, network_input
+from normswap.models.calling import Example, Inputs
 from normswap.models.modes import evaluating
-from normswap.models.network_input import Example, Inputs
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, keeping
@@ -114,11 +114,11 @@ def examples(
 ) -> tuple[list[Example], str]:
     """What to compare on, and how reports call it. One size is enough where the way does not depend on the input."""
     if inputs is not None:
-        return network_input.batches(inputs), "given inputs"
+        return calling.batches(inputs), "given inputs"
     ran = seen.traced.recorded if seen else ()
     noise = comparison.noise(model, size or network_input.size(model), seed=seed, ran=ran)
     one_way = seen is not None and seen.traced.one_way
-    return network_input.batches(noise[:1] if one_way else noise), comparison.described(seed)
+    return calling.batches(noise[:1] if one_way else noise), comparison.described(seed)
 
 
 def given(model: nn.Module, inputs: Inputs, size: Sequence[int] | None) -> Inputs:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from normswap.errors import VerificationError, first_line
 from normswap.graph.inspection import Anatomy
-from normswap.models import network_input
-from normswap.models.network_input import Example, Inputs
+from normswap.models import calling, network_input
+from normswap.models.calling import Example, Inputs
 from normswap.surgery.held_out import Kept
 from normswap.surgery.running import Outputs, double, noise, outputs_double, run, run_double, widely
 
@@ -135,7 +135,7 @@ def compare(
     """Run both networks in eval mode and compare them.
 
     Args:
-        inputs: batches (N, C, H, W) in the networks' dtype, or of any other form (`network_input.batches`).
+        inputs: batches (N, C, H, W) in the networks' dtype, or of any other form (`calling.batches`).
         exact: whether the result claims to compute what the source computes.
         anatomy: of the source: errors are then measured at every block too, and branches checked for life.
         precise: the comparison in float64, on the beginning of the first batch (`compare_double`).
@@ -147,7 +147,7 @@ def compare(
     own = _precision(source)
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
     paths = tuple(b.path for b in blocks)
-    batches = network_input.batches(inputs)
+    batches = calling.batches(inputs)
     logits: list[Error] = [] if precise is None else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
@@ -234,7 +234,7 @@ def compare_double(source: nn.Module, make: Callable[[], nn.Module], inputs: Inp
     """
     if not has_double(source):
         return None
-    example = double(network_input.batches(inputs)[0].first(1))
+    example = double(calling.batches(inputs)[0].first(1))
     reference, made = outputs_double(source, example), make()
     error = _worst("float64", example.images, reference, widely(lambda: run(made, example)[0]))
     stray = 0.0
@@ -246,12 +246,12 @@ def compare_double(source: nn.Module, make: Callable[[], nn.Module], inputs: Inp
 
 def has_double(model: nn.Module) -> bool:
     """Whether the network can be made in float64, and is not yet."""
-    own = network_input.anchor(model)
+    own = calling.anchor(model)
     return own.device.type != "mps" and own.dtype != torch.float64
 
 
 def _precision(model: nn.Module) -> str:
-    return str(network_input.anchor(model).dtype).removeprefix("torch.")
+    return str(calling.anchor(model).dtype).removeprefix("torch.")
 
 
 def _coarseness(precision: str) -> float:

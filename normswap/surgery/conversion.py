@@ -16,7 +16,7 @@ from normswap.folding.verdict import Fate, Verdict, counts
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
-from normswap.models.network_input import Inputs
+from normswap.models.calling import Inputs
 from normswap.plan import Plan, Step
 from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
 from normswap.surgery.carrying_out import Conversion

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from normswap.models import network_input
+from normswap.models import calling
 from normswap.surgery import comparison
 from normswap.surgery.held_out import Kept, summed
 
@@ -17,7 +17,7 @@ def measured(source: nn.Module, result: nn.Module, held: Sequence[Tensor]) -> Ke
     Raises:
         VerificationError: one of them does not run.
     """
-    like, parts = network_input.anchor(source), []
+    like, parts = calling.anchor(source), []
     for images in held:
         report = comparison.compare(source, result, images.to(like.device, like.dtype), exact=False)
         (error,) = report.logits

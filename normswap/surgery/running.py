@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from normswap.errors import VerificationError, first_line
 from normswap.graph.copying import tree
 from normswap.graph.widening import Widening
-from normswap.models import network_input
+from normswap.models import calling, network_input
+from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import evaluating, with_heads
-from normswap.models.network_input import Example, named_tensors
 from normswap.surgery.applying import to_double
 
 Outputs = dict[str, Tensor]
@@ -46,9 +46,9 @@ def run(
     return dict(named_tensors(output)), seen
 
 
-def run_double(model: nn.Module, x: network_input.Inputs) -> Tensor:
+def run_double(model: nn.Module, x: calling.Inputs) -> Tensor:
     """The outputs in float64, those of each sample in a row."""
-    outputs = outputs_double(model, network_input.batches(x)[0])
+    outputs = outputs_double(model, calling.batches(x)[0])
     return torch.cat([value.double().flatten(1) for value in outputs.values()], 1)
 
 
@@ -105,7 +105,7 @@ def noise(
     Raises:
         VerificationError: the model runs on none of them.
     """
-    like = network_input.anchor(model)
+    like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
     found: list[Tensor] = []
     why = ""

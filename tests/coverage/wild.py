@@ -33,8 +33,8 @@ from normswap.folding.verdict import Fate  # noqa: E402
 from normswap.graph import inspection  # noqa: E402
 from normswap.graph.widening import Widening  # noqa: E402
 from normswap.layers.channelwise import ChannelAffine, ChannelBias  # noqa: E402
-from normswap.models import network_input  # noqa: E402
-from normswap.models.network_input import Example, named_tensors  # noqa: E402
+from normswap.models import calling, network_input  # noqa: E402
+from normswap.models.calling import Example, named_tensors  # noqa: E402
 from normswap.plan import Step  # noqa: E402
 from normswap.surgery import applying  # noqa: E402
 
@@ -100,7 +100,7 @@ def check(name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"norms": len(norms(model))}
     if not row["norms"]:
         return row | {"status": "none"}
-    examples = [one.like(model.double()) for one in network_input.batches(given)] if given is not None else None
+    examples = [one.like(model.double()) for one in calling.batches(given)] if given is not None else None
     if examples is None:
         examples = [network_input.noise(model.double(), network_input.size(model), batch=2)]
     live(model, examples[0])
