@@ -17,6 +17,7 @@ from normswap.analysis.network_kind import Kind, kind_of
 from normswap.cli.app import main
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
+from normswap.models.calling import Example
 from normswap.reporting import demo
 from normswap.schemes.parts import per_sample_norms, steady_gauge
 from normswap.surgery import applying, conversion
@@ -117,13 +118,28 @@ def test_no_other_constants_of_that_size_are_steadier(steady: float) -> None:
 
 def test_every_fourth_image_is_held_out() -> None:
     images = torch.arange(22.0)[:, None].expand(-1, 3)
-    dealt = Dealt([images[:10], (images[10:20], torch.zeros(10)), images[20:21], images[21:]])
+    dealt = Dealt([Example((part,)) for part in (images[:10], images[10:20], images[20:21], images[21:])])
     for _ in range(2):  # as often as they are read
-        seen = torch.cat(list(dealt))[:, 0].tolist()
-        held = torch.cat(dealt.held)[:, 0].tolist()
+        seen = torch.cat([one.images for one in dealt])[:, 0].tolist()
+        held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
         assert held == [3, 7, 13, 17, 21]
         assert sorted([*seen, *held]) == list(range(22))
-    assert list(Dealt(["no images"])) == ["no images"]
+    none = Example(("no images",))
+    assert list(Dealt([none])) == [none]
+
+
+def test_samples_are_held_out_whole() -> None:
+    """Two arguments, or lists, are parted alike; what cannot be parted is held out call by call."""
+    x = torch.arange(10.0)[:, None]
+    dealt = Dealt([Example((x,), {"y": list(-x), "gain": 2.0})])
+    (seen,) = dealt
+    assert seen.args[0].flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9]
+    assert [float(y) for y in seen.kwargs["y"]] == [-0.0, -1, -2, -4, -5, -6, -8, -9]
+    assert dealt.held[0].args[0].flatten().tolist() == [-float(y) for y in dealt.held[0].kwargs["y"]] == [3, 7]
+    table = torch.zeros(3)
+    dealt = Dealt([Example((x + i, table)) for i in range(5)])
+    assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
+    assert [float(one.args[0][0]) for one in dealt.held] == [3]
 
 
 def test_what_held_out_images_say() -> None:
@@ -136,7 +152,7 @@ def test_what_held_out_images_say() -> None:
     assert Kept(None, 0.1, 10).least is None
     one, two = nn.Linear(3, 2), nn.Linear(3, 2)
     x = torch.randn(16, 3)
-    same = measured(one, two, [x[:8], x[8:]])
+    same = measured(one, two, [Example((x[:8],)), Example((x[8:],))])
     assert same is not None
     assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
 

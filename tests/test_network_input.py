@@ -124,7 +124,7 @@ def test_an_error_in_any_output_is_seen(place: str) -> None:
 def test_what_is_no_input_is_said() -> None:
     with pytest.raises(OptionError, match="no tensor in the inputs"):
         normswap.convert(both(), "folded", inputs=[])
-    with pytest.raises(TraceError, match="does not run on an input of size"):
+    with pytest.raises(TraceError, match="takes more than images: it takes 2 tensors"):
         normswap.convert(both(), "folded")
     with pytest.raises(TraceError, match="does not run on an input of size 2x3x8x8"):
         normswap.convert(nn.Sequential(conv()), "folded", inputs=torch.randn(2, 3, 8, 8))

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap.errors import SourceError
-
 Covariances = tuple[Tensor, Tensor, Tensor]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _BLOCK = 1024  # rows
@@ -255,22 +253,3 @@ def _error(weight: Tensor, asked: slice, own: Moments, other: Moments, known: Co
     offset = _bias(weight, other, asked) - _bias(weight, own, asked)
     square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross[:, asked]).sum(2)
     return float((square + variance[:, asked] + offset.square()).sum())
-
-
-def checked(batch: Any, size: tuple[int, ...] | None, index: int) -> Tensor:
-    """The images of one calibration batch; labels beside them are dropped.
-
-    Args:
-        size: (C, H, W) of the images before, if any.
-
-    Raises:
-        SourceError: no images, images of another size, or NaN or infinite values.
-    """
-    images = batch[0] if isinstance(batch, tuple | list) else batch
-    if not isinstance(images, Tensor) or images.ndim < 2 or not images.is_floating_point():
-        raise SourceError(f"calibration batch {index} is no batch of images", f"it is a {type(images).__name__}")
-    if size is not None and tuple(images.shape[1:]) != size:
-        raise SourceError(f"calibration batch {index} has images of size {tuple(images.shape[1:])}", f"not {size}")
-    if not bool(torch.isfinite(images).all()):
-        raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
-    return images

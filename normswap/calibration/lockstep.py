@@ -15,45 +15,49 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from normswap.calibration.least_squares import checked
-from normswap.errors import SourceError, TraceError, VerificationError, first_line
+from normswap.calibration.checked_batches import checked, misfit
+from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
 from normswap.models.calling import Example
 
 Values = dict[str, Any]
 MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves
-SIZE = ""  # the name, among values, of the images' size
+SIZE = ""  # the name, among values, of the record that the images follow
 FAR = 48  # nodes that are computed anew at each stop, at most
 
 
 class Walker:
-    """One network, run from node to node: for each size of its input there is a record of its own."""
+    """One network, run from node to node: for each size of its input there is a record of its own, and for each input
+    where the network looks at values.
+    """
 
-    def __init__(self, model: nn.Module, images: Tensor) -> None:
-        """`images`: an example (N, C, ...) of what it will be run on."""
-        self.traced = record(model, images)
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        """`example`: a first batch of what it will be run on."""
+        # how many images a list has decides the way
+        self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
         self.nodes = self.traced.nodes
-        self.records: dict[tuple[int, ...], Traced] = {}
+        self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.last: dict[fx.Node, int] = {}  # the last node that reads each value
         for i, node in enumerate(self.nodes):
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 
-    def start(self, images: Tensor) -> Values:
-        """The values before the first node: the images in the place of the first input, and their size.
+    def start(self, example: Example) -> Values:
+        """The values before the first node: what it takes in the place of its inputs, and which record it follows.
 
         Raises:
             SourceError: on images of this size the network takes another way.
         """
-        size = tuple(images.shape)
-        if size not in self.records:
-            own = record_once(self.traced.modules[""], Example((images,)))
+        key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
+        if key not in self.records:
+            own = record_once(self.traced.modules[""], example)
             if [(node.name, str(node.target)) for node in own.nodes] != [(n.name, str(n.target)) for n in self.nodes]:
-                raise SourceError(f"images of size {size} take another way through the network")
-            self.records[size] = own
-        first = next(node for node in self.nodes if node.op == "placeholder")
-        return {first.name: images, SIZE: size}
+                why = "the way depends on how many there are, too" if example.listed else ""
+                raise SourceError(f"images of size {example} take another way through the network", why)
+            self.records[key] = own
+        entries = (node.name for node in self.nodes if node.op == "placeholder")
+        return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
         """`values` after the nodes from `begin` up to, but not including, `end`; what nobody reads any more is gone."""
@@ -79,20 +83,21 @@ class Walker:
         return apply(record, node, args, kwargs)
 
 
-def walkers(batches: Iterable[Any], *models: nn.Module) -> tuple[list[Walker], Iterable[Any]]:
-    """A walker for each network, recorded on the first of the batches, and all the batches again.
+def walkers(batches: Iterable[Any], *models: nn.Module) -> tuple[list[Walker], Iterable[Example]]:
+    """A walker for each network, recorded on the first of the batches, and all the batches again, as calls.
+
+    Args:
+        batches: what the networks take (`Example.read`).
 
     Raises:
         SourceError: there is none, or the images do not fit the networks.
     """
-    rest = iter(batches)
+    rest = checked(models[0], batches)
     first = next(rest, None)
     if first is None:
         raise SourceError("0 calibration images", "at least 2 are needed")
-    images = checked(first, None, 0)
-    like = next(p for p in models[0].parameters() if p.is_floating_point())
     try:
-        found = [Walker(model, images[:2].to(like.device, like.dtype)) for model in models]
+        found = [Walker(model, first) for model in models]
     except TraceError as error:
         raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
     return found, itertools.chain([first], rest)
@@ -103,8 +108,7 @@ class March:
 
     Args:
         walkers: the networks, in eval mode.
-        batches: images, or (images, labels); read once.
-        dtype, device: of the networks.
+        batches: calls, on the networks' device; read once.
         mirror: take every image's mirror image, too, if there are no more than `MIRRORED`.
         needed: fewer images than this are an error.
 
@@ -113,46 +117,46 @@ class March:
     """
 
     def __init__(
-        self, walkers: list[Walker], batches: Iterable[Any], *, like: Tensor, mirror: bool = False, needed: int = 2
+        self, walkers: list[Walker], batches: Iterable[Example], *, mirror: bool = False, needed: int = 2
     ) -> None:
         self.walkers, self.folder = walkers, tempfile.TemporaryDirectory(prefix="normswap-")
         self.files: list[str] = []
         self.images = 0
         self.reached = [0] * len(walkers)
         try:
-            self._store(batches, like, mirror)
+            self._store(batches, mirror)
             if self.images < needed:
                 raise SourceError(f"{self.images} calibration images", f"at least {needed} are needed")
         except BaseException:
             self.close()
             raise
 
-    def _store(self, batches: Iterable[Any], like: Tensor, mirror: bool) -> None:
-        size: tuple[int, ...] | None = None
-        for i, batch in enumerate(batches):
-            images = checked(batch, size, i)
-            images = images.to(like.device, like.dtype)
-            if size is None:
-                self._probe(images[:1])
-            size = tuple(images.shape[1:])
-            self.images += len(images)
+    def _store(self, batches: Iterable[Example], mirror: bool) -> None:
+        forms: dict[str, Example] = {}
+        for i, example in enumerate(batches):
+            if not i:
+                self._probe(example.first(1))
+            mirror = mirror and example.mirrors
+            self.images += example.count
             self.files.append(f"{i}")
-            self._save(self.files[-1], [walker.start(images) for walker in self.walkers])
-        if mirror and size is not None and len(size) == 3 and self.images <= MIRRORED:
-            self.files = [name for file in self.files for name in (file, self._mirrored(file))]
+            forms[self.files[-1]] = example.hollow
+            self._save(self.files[-1], [walker.start(example) for walker in self.walkers])
+        if mirror and self.images <= MIRRORED:
+            self.files = [name for file in self.files for name in (file, self._mirrored(file, forms[file]))]
 
-    def _mirrored(self, file: str) -> str:
-        images = next(value for value in self._load(file)[0].values() if isinstance(value, Tensor))
-        self._save(f"{file}-mirrored", [walker.start(images.flip(-1)) for walker in self.walkers])
+    def _mirrored(self, file: str, form: Example) -> str:
+        images = (value.flip(-1) for value in self._load(file)[0].values() if isinstance(value, Tensor))
+        example = form.map(lambda _: next(images))
+        self._save(f"{file}-mirrored", [walker.start(example) for walker in self.walkers])
         return f"{file}-mirrored"
 
     @torch.no_grad()
-    def _probe(self, image: Tensor) -> None:
+    def _probe(self, example: Example) -> None:
         for walker in self.walkers:
             try:
-                walker.traced.modules[""](image)
-            except (RuntimeError, ValueError) as error:
-                raise SourceError("the calibration images do not fit the network", first_line(error)) from None
+                example.call(walker.traced.modules[""])
+            except Exception as error:  # whatever the network raises
+                raise misfit(error) from None
 
     def close(self) -> None:
         self.folder.cleanup()
@@ -174,7 +178,10 @@ class March:
         keep = way > FAR or all(w.alive(end) == 1 for w, end in zip(self.walkers, ends, strict=True))
         for file in self.files:
             values = self._load(file)
-            values = [w.run(v, b, e) for w, v, b, e in zip(self.walkers, values, self.reached, ends, strict=True)]
+            try:
+                values = [w.run(v, b, e) for w, v, b, e in zip(self.walkers, values, self.reached, ends, strict=True)]
+            except Exception as error:  # a way that only other images take
+                raise misfit(error, "these images take another way through the network than the first") from None
             if any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all()
                    for held in values for t in held.values()):  # fmt: skip
                 raise VerificationError("the network gives values that are not finite on the calibration images")

@@ -64,11 +64,10 @@ def fit_norms(source: nn.Module, result: nn.Module, batches: Iterable[Any], prog
     Raises:
         SourceError: unusable or too few images.
     """
-    like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        (theirs, ours), batches = walkers(batches, source, result)
+        (theirs, ours), examples = walkers(batches, source, result)
         stops = _stops(theirs, ours)
-        march = March([theirs, ours], batches, like=like, needed=NEEDED)
+        march = March([theirs, ours], examples, needed=NEEDED)
         try:
             for done, (there, here) in enumerate(stops):
                 old, new = theirs.traced.module(there), ours.traced.module(here)

@@ -10,6 +10,7 @@ Weights stay; dropout and the like are off. What is kept in memory is two number
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from timm.layers import norm_act
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap.calibration.least_squares import checked
-from normswap.errors import RefusedError, SourceError, VerificationError, first_line
+from normswap.calibration.checked_batches import checked, misfit
+from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.layers.site_norm import SiteNorm
+from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating
 
 _FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
@@ -72,7 +74,8 @@ def estimate_population(model: nn.Module, batches: Iterable[Any], progress: Prog
     """Set running mean and variance of every BatchNorm of `model`, in place, from batches of images.
 
     Args:
-        batches: images (N, C, H, W), or (images, labels); read once. A last batch that is smaller is left out.
+        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. A last
+            batch that is smaller is left out.
         progress: called after each batch with the batches done and their total (0 when unknown).
 
     Raises:
@@ -81,23 +84,21 @@ def estimate_population(model: nn.Module, batches: Iterable[Any], progress: Prog
         VerificationError: the network gives values that are not finite.
     """
     norms = norms_of(model)
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    total = len(batches) if hasattr(batches, "__len__") else 0  # type: ignore[arg-type]
-    shape: tuple[int, ...] | None = None
+    total = operator.length_hint(batches)
     images = count = left_out = first = 0
     with _as_in_training(model, norms) as sums:
-        for i, batch in enumerate(batches):
-            x = checked(batch, shape, i)
-            shape, first = tuple(x.shape[1:]), first or len(x)
-            if len(x) < 2 and not count:
-                raise SourceError(f"a batch of {len(x)} image", "the statistics of a batch need at least two")
-            if left_out or len(x) > first:
-                raise SourceError(f"calibration batch {i} has {len(x)} images", f"the first had {first}")
-            if len(x) < first:
-                left_out = len(x)
+        for i, example in enumerate(checked(model, batches)):
+            own = example.count
+            first = first or own
+            if own < 2 and not count:
+                raise SourceError(f"a batch of {own} image", "the statistics of a batch need at least two")
+            if left_out or own > first:
+                raise SourceError(f"calibration batch {i} has {own} images", f"the first had {first}")
+            if own < first:
+                left_out = own
                 continue
-            _run(model, x.to(like.device, like.dtype))
-            images, count = images + len(x), count + 1
+            _run(model, example)
+            images, count = images + own, count + 1
             if progress is not None:
                 progress(count, total)
     if not count:
@@ -107,11 +108,11 @@ def estimate_population(model: nn.Module, batches: Iterable[Any], progress: Prog
     return Pass(len(norms), images, count, left_out)
 
 
-def _run(model: nn.Module, x: Tensor) -> None:
+def _run(model: nn.Module, example: Example) -> None:
     try:
-        model(x)
-    except (RuntimeError, ValueError) as error:
-        raise SourceError("the network does not run on these images as in training", first_line(error)) from None
+        example.call(model)
+    except Exception as error:  # whatever the network raises
+        raise misfit(error, "the network does not run on these images as in training") from None
 
 
 @contextmanager

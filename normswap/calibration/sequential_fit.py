@@ -49,7 +49,7 @@ def refit(
     """Fit the values of `result`, in place, to those of `source`; the modules of both go by the same paths.
 
     Args:
-        batches: images (N, C, H, W), or (images, labels); read once.
+        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
         zero_sum: which convolutions must have filters that sum to zero.
         only: which layers to fit.
         streams: aim at residual sums where a layer ends in one.
@@ -61,11 +61,10 @@ def refit(
     Raises:
         SourceError: unusable or too few images.
     """
-    like = next(p for p in source.parameters() if p.is_floating_point())
     with evaluating(source, result):
-        pair, batches = walkers(batches, source, result)
+        pair, examples = walkers(batches, source, result)
         stops = [stop for stop in stations(*(walker.traced for walker in pair)) if only(*stop[2:])]
-        march = March(pair, batches, like=like, mirror=mirror, needed=needed)
+        march = March(pair, examples, mirror=mirror, needed=needed)
         try:
             for done, (theirs, ours, path, module) in enumerate(stops):
                 end = End.of(pair, theirs, ours, streams)

@@ -89,8 +89,10 @@ class Recorder(TorchFunctionMode):
 
         def enter(tensor: Tensor) -> Tensor:
             value = tensor.detach().clone()
-            name = next(names).partition(".")[2].replace(".", "_")
+            argument, *keys = next(names).split(".")[1:]
+            name = "_".join((argument, *keys))
             node = self._add("placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value)
+            node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))  # members of a list are alike
             self._set(value, node)
             return value
 

@@ -45,6 +45,7 @@ def record(model: nn.Module, given: calling.Inputs = None) -> Traced:
     """
     network_input.demand_shapes(model)
     main, first, others = _first(model, given)
+    main.form = first.hollow
     if main.strangers:
         _demand_constants(model, main, first)
     _follow_heads(model, main, first)
@@ -174,6 +175,8 @@ def _outline(traced: Traced) -> Any:
     """The modules in the order of their calls, and who reads whom, however often."""
 
     def label(node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return node.meta["place"]
         return node.target if node.op in ("call_module", "get_attr") else (str(node.target), node.meta["inside"])
 
     calls = [node.target for node in traced.nodes if node.op == "call_module"]

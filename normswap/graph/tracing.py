@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from normswap.models.calling import Example
+
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _MULS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
@@ -36,6 +38,7 @@ class Traced:
         branches: paths of the modules that look at values.
         flexible: whether it takes more than one size, as far as is known.
         heads: whether the hidden nodes are those of auxiliary heads, too, which only training runs.
+        form: how the network is called, without values.
         sized: whether its way may depend on the size of the input: it asked for one.
     """
 
@@ -54,6 +57,7 @@ class Traced:
     flexible: bool = False
     sized: bool = True
     heads: bool = False
+    form: Example = field(default_factory=lambda: Example(()))
     nodes: list[fx.Node] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 

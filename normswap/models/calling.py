@@ -5,14 +5,16 @@ What a user holds is a tensor, a tuple of arguments, a dict of keywords, or a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError
+from normswap.errors import OptionError, TraceError
 
 Inputs = Any  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
 
@@ -39,23 +41,171 @@ class Example:
         """The first floating-point tensor: what the network looks at."""
         return next((t for t in self.tensors() if t.is_floating_point()), self.tensors()[0])
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of one of its images, (C, H, W)."""
+        return tuple(self.images.shape if self.listed else self.images.shape[1:])
+
+    @property
+    def count(self) -> int:
+        """How many samples it has: as many as are in its list, else as its first images' first dimension says."""
+        listed = next((value for value in self._values() if isinstance(value, list)), None)
+        return len(listed) if listed is not None else len(self.images) if self.images.ndim else 1
+
+    def _values(self) -> list[Any]:
+        return [*self.args, *self.kwargs.values()]
+
+    def _cut(self, cut: Callable[[Any], Any]) -> Example | None:
+        """Every tensor and list cut, or None where not each of them has the same number of samples."""
+        sizes: set[int] = set()
+
+        def measured(value: Any) -> Any:
+            sizes.add(len(value) if isinstance(value, list) or value.ndim else 0)
+            return value
+
+        for change in (measured, cut):
+            done = Example(changed(self.args, change, list), changed(self.kwargs, change, list))
+            if len(sizes) != 1 or not min(sizes):
+                return None
+        return done
+
     def first(self, count: int) -> Example:
         """The first samples of the batch, where every argument, a tensor or a list, has the same number of them."""
-        own = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor | list)]
-        sizes = {len(value) if isinstance(value, list) or value.ndim else 0 for value in own}
-        if len(sizes) != 1 or min(sizes) <= count:
+        return self if self.count <= count else self._cut(lambda value: value[:count]) or self
+
+    def take(self, rows: Tensor) -> Example | None:
+        """The samples that are marked in `rows` (N,), bool; None where it cannot be parted."""
+        if bool(rows.all()):
             return self
-        cut = {id(value): value[:count] for value in own}
-        named = {name: cut.get(id(value), value) for name, value in self.kwargs.items()}
-        return Example(tuple(cut.get(id(value), value) for value in self.args), named)
+        return self._cut(
+            lambda value: (
+                value[rows.to(value.device)]
+                if isinstance(value, Tensor)
+                else [part for part, wanted in zip(value, rows.tolist(), strict=True) if wanted]
+            )
+        )
 
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""
         own = anchor(model)
         return self.map(lambda t: t.to(own.device, own.dtype if t.is_floating_point() else t.dtype))
 
+    @property
+    def listed(self) -> bool:
+        """Whether it takes a list of images, each of its own size."""
+        return any(isinstance(value, list) for value in self._values())
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether all it takes is images, in one argument, which may be shown in a mirror as well."""
+        among = [value for value in self._values() if next(named_tensors(value), None) is not None]
+        sides = 3 if self.listed else 4
+        return len(among) == 1 and all(t.ndim == sides and t.is_floating_point() for t in self.tensors())
+
+    @property
+    def hollow(self) -> Example:
+        """The form of the call, without values."""
+        return self.map(lambda t: t.new_empty(0))
+
+    def of(self, images: Tensor) -> Example:
+        """A call of this form with images (N, C, H, W).
+
+        Raises:
+            TraceError: it takes more than images.
+        """
+        lists = [value for value in self._values() if isinstance(value, list)]
+        if len(lists) == 1 and all(isinstance(part, Tensor) for part in lists[0]):
+            held: Any = list(images)
+            args = tuple(held if value is lists[0] else value for value in self.args)
+            return Example(args, {name: held if value is lists[0] else value for name, value in self.kwargs.items()})
+        if lists or len(self.tensors()) != 1:
+            what = "a list of records" if lists else f"{len(self.tensors())} tensors"
+            raise TraceError("the network takes more than images", f"it takes {what}", "Give all of it: see `inputs=`")
+        return self.map(lambda _: images)
+
+    def read(self, batch: Any) -> tuple[Example, Any]:
+        """What a batch is for a network that is called like this: the call, and the labels beside it, or None.
+
+        Args:
+            batch: what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels. Where the
+                network takes a list of images, that list.
+        """
+        if isinstance(batch, Example):
+            return batch, None
+        if isinstance(batch, Tensor):
+            return self.of(batch), None
+        if isinstance(batch, Mapping):
+            one = Example((batch,)) if self.args and isinstance(self.args[0], Mapping) else Example((), dict(batch))
+            return one, batch.get("labels")
+        if not isinstance(batch, list | tuple) or not batch:
+            return Example((batch,)), None
+        if self.listed and _is_listed(batch):
+            return self._around(list(batch)), None
+        count = max(1, len(self.args))
+        labels = batch[count] if len(batch) > count else None
+        if count > 1:
+            return Example(tuple(batch[:count])), labels
+        if self.listed and isinstance(batch[0], list | tuple):
+            return self._around(list(batch[0])), labels
+        only = batch[0]
+        return (Example((only,)) if isinstance(only, list | tuple) else self.read(only)[0]), labels
+
+    def _around(self, images: list[Any]) -> Example:
+        """The same call with another list."""
+        args = tuple(images if isinstance(value, list) else value for value in self.args)
+        return Example(args, {n: images if isinstance(value, list) else value for n, value in self.kwargs.items()})
+
     def __str__(self) -> str:
         return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
+
+
+def _is_listed(batch: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether these are images, one by one, or records of them; and not a batch with labels."""
+    images = all(isinstance(part, Tensor) and part.ndim == 3 for part in batch)
+    return isinstance(batch, list) and (images or all(isinstance(part, Mapping) for part in batch))
+
+
+def named_arguments(model: nn.Module, example: Example) -> dict[str, Any]:
+    """What a call gives, by the names of forward's arguments; a dict among them by its own keys."""
+    try:
+        taken = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        taken = {}.values()
+    names = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    found: dict[str, Any] = {}
+    for i, value in enumerate(example.args):
+        found |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
+    return found | example.kwargs
+
+
+def form(model: nn.Module) -> Example:
+    """How images are given to a network, by what its forward says: as its first argument, or by name; as a tensor, or,
+    where it is annotated so, as a list. Whatever else has no default is a tensor, too.
+    """
+    empty = torch.empty(0)
+    try:
+        taken = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return Example((empty,))
+    own = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in taken if p.kind is p.KEYWORD_ONLY]
+    stated = getattr(model, "main_input_name", None)  # transformers'
+    first = next((p for p in (*own, *named) if p.name == stated), None) or next(iter((*own, *named)), None)
+    if first is None:
+        return Example((empty,))
+    value: Any = [empty] if _takes_list(model, first) else empty
+    others = [p for p in (*own, *named) if p.default is p.empty and p is not first]
+    if own and first is own[0]:
+        return Example((value, *(empty for p in others if p in own)), {p.name: empty for p in others if p in named})
+    return Example((), {p.name: empty for p in others} | {first.name: value})
+
+
+def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
+    try:
+        hint = typing.get_type_hints(model.forward).get(parameter.name)
+    except Exception:  # names that are not there any more
+        hint = None
+    return typing.get_origin(hint) in (list, Sequence)
 
 
 def batches(inputs: Inputs) -> list[Example]:
@@ -112,14 +262,14 @@ def is_record(value: Any) -> bool:
         "torch", "builtins", "types", "numpy")  # fmt: skip
 
 
-def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure, every tensor in it changed."""
-    if isinstance(value, Tensor):
+def changed(value: Any, change: Callable[[Any], Any], *kinds: type) -> Any:
+    """The same structure, every tensor in it changed, and whatever is of these kinds as a whole."""
+    if isinstance(value, (Tensor, *kinds)):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: changed(part, change) for key, part in value.items()}
+        return {key: changed(part, change, *kinds) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(changed(part, change) for part in value))
+        return type(value)(*(changed(part, change, *kinds) for part in value))
     if isinstance(value, list | tuple):
-        return type(value)(changed(part, change) for part in value)
+        return type(value)(changed(part, change, *kinds) for part in value)
     return value

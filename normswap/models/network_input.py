@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
-from normswap.models.calling import Example, named_tensors
+from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import evaluating
 
 ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
@@ -71,7 +71,7 @@ def scores(output: Any) -> Tensor:
 def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:
     """N(0, 1) of a size (C, H, W), on the network's device and in its dtype."""
     x = torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
-    return Example((x,)).like(model)
+    return form(model).of(x).like(model)
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:

@@ -34,7 +34,7 @@ class Scheme:
         paper: where it is from.
         exact: whether the function is kept, if it depends on the options: said by them.
         fit: fit(source, result, step, batches, *, seed, progress) sets values of the result from data, in place, and
-            may return what the user should know.
+            may return what the user should know; a batch is a call, `batch.call(source)` (`calling.Example`).
         needs_data: whether it cannot do without.
         pattern: pattern(step): the step after which the source is in the gauge of the result, to be fitted to.
         starts_from: the scheme that a network without norms must be brought to first.

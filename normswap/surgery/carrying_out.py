@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, VerificationError, first_line
@@ -78,10 +78,12 @@ def carry_out(
         _demand_runs(result, batches[0].first(1), step.scheme)
         precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
     notes: tuple[str, ...] = ()
-    held: list[Tensor] = []
+    held: list[Example] = []
     if fitted and calibrate is not None:
-        shape = batches[0].images.shape[1:]
-        notes, held = fitting.fit(model, result, step, calibrate, size=shape, seed=seed, progress=progress)
+        form = seen.traced.form
+        notes, held = fitting.fit(
+            model, result, step, calibrate, form=form, size=batches[0].size, seed=seed, progress=progress
+        )
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     if held:
         report = replace(report, kept=keeping.measured(model, result, held))

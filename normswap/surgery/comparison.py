@@ -148,7 +148,8 @@ def compare(
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
     paths = tuple(b.path for b in blocks)
     batches = calling.batches(inputs)
-    logits: list[Error] = [] if precise is None else [precise.error]
+    boxes = not exact and precise is not None and precise.error.relative_l2 == float("inf")  # others, or more of them
+    logits: list[Error] = [] if precise is None or boxes else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
     stray = 0.0
@@ -158,7 +159,7 @@ def compare(
             continue
         (a, at), (b, bt) = pair
         x = example.images
-        logits.append(_worst(own, x, a, b))
+        logits.append(_worst(own, x, a, b, exact=exact))
         if precise is not None or own == "float64":  # else nothing would bound what is allowed
             stray = max(stray, _stray(source, example, a, logits[-1], own))
         if i == 0:
@@ -263,8 +264,8 @@ def _first(outputs: Outputs, like: Outputs) -> Outputs:
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
 
 
-def _worst(precision: str, x: Tensor, a: Outputs, b: Outputs) -> Error:
-    """The error of the output that differs most."""
+def _worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
+    """The error of the output that differs most; 1 where an approximate result gives another number of things."""
     same = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
     errors = [
         replace(_error("logits", precision, x, a[name], b[name]), output=name)
@@ -272,7 +273,10 @@ def _worst(precision: str, x: Tensor, a: Outputs, b: Outputs) -> Error:
         if same and a[name].is_floating_point()
     ]
     if not errors:
-        one = torch.cat([value.flatten() for value in a.values()] or [torch.zeros(0)])
+        one, two = (torch.cat([v.flatten().double() for v in c.values()] or [torch.zeros(0)]) for c in (a, b))
+        things = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
+        if things and not (exact or same) and bool(torch.isfinite(two).all()):
+            return Error("logits", precision, tuple(x.shape), 1.0, 1.0, 0.0)
         return _error("logits", precision, x, one, one if same else one[:0])
     return max(errors, key=lambda error: error.relative_l2)
 
@@ -285,22 +289,16 @@ def _agreement(a: Tensor, b: Tensor) -> float | None:
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     agreement = _agreement(a, b) if site == "logits" else None
-    a, b = a.double().flatten(), b.double().flatten()
+    a, b, size = a.double().flatten(), b.double().flatten(), tuple(x.shape)
     if a.shape != b.shape or not bool(torch.isfinite(b).all()) or not bool(torch.isfinite(a).all()):
-        return Error(site, precision, tuple(x.shape), float("inf"), float("inf"), 0.0, agreement)
+        return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
     difference, norm = a - b, a.norm()
     if not norm:
         zero = float(b.norm())
-        return Error(site, precision, tuple(x.shape), zero, zero, 1.0 if not zero else 0.0, agreement)
-    return Error(
-        site,
-        precision,
-        tuple(x.shape),
-        float(difference.norm() / norm),
-        float(difference.abs().max() / a.abs().max()),
-        float((a @ b) / (norm * b.norm()).clamp_min(1e-300)),
-        agreement,
-    )
+        return Error(site, precision, size, zero, zero, 1.0 if not zero else 0.0, agreement)
+    relative, largest = float(difference.norm() / norm), float(difference.abs().max() / a.abs().max())
+    cosine = float((a @ b) / (norm * b.norm()).clamp_min(1e-300))
+    return Error(site, precision, size, relative, largest, cosine, agreement)
 
 
 def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Any]) -> list[str]:

@@ -101,9 +101,9 @@ def convert(
         model: the network, or an earlier conversion's result.
         to: a scheme (`normswap schemes` lists them).
         purpose: "opacus" or "federated": add what private or federated training needs (`purposes`).
-        calibrate: batches of images (N, C, H, W), or of (images, labels), or a function that gives them, for a scheme
-            that fits values to data, and for a source whose norms have statistics per sample. "noise": N(0, 1) images,
-            a poor substitute.
+        calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
+            gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
+            What a batch has beyond the network's arguments is left out. "noise": N(0, 1) images, a poor substitute.
         progress: called while fitting, with the layers done and their total.
         inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments, a dict of keywords,
             or a list of batches of these; by default N(0, 1) noise of `size`.

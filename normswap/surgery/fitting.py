@@ -5,7 +5,9 @@ A plan's structure never depends on data; a scheme with a `fit` sets values of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from normswap import schemes
 from normswap.errors import OptionError
+from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.schemes.parts.declared import declared_options
@@ -60,20 +63,43 @@ def repeatable(calibrate: Batches | None) -> Batches | None:
     return list(calibrate) if isinstance(calibrate, Iterator) else calibrate
 
 
+@dataclass(frozen=True)
+class _Calls:
+    """Batches of any form, as calls of the network, as often as they are read."""
+
+    batches: Iterable[Any]
+    form: Example
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self.form.read(batch)[0] for batch in self.batches)
+
+    def __length_hint__(self) -> int:
+        return operator.length_hint(self.batches)
+
+    @classmethod
+    def of(cls, calibrate: Batches, form: Example) -> _Calls:
+        """Of batches, of a function that gives them, or of a single one."""
+        given: Any = calibrate() if callable(calibrate) else calibrate
+        several = isinstance(given, tuple) and len(given) == len(form.args) > 1
+        return cls([given] if several or isinstance(given, Tensor | Mapping | Example) else given, form)
+
+
 def fit(
     source: nn.Module,
     result: nn.Module,
     step: Step,
     calibrate: Batches,
     *,
+    form: Example,
     size: Sequence[int],
     seed: int,
     progress: Progress | None = None,
-) -> tuple[tuple[str, ...], list[Tensor]]:
+) -> tuple[tuple[str, ...], list[Example]]:
     """Let the step's scheme set the values of `result`, in place.
 
     Args:
         calibrate: batches, a function that gives them, or "noise".
+        form: how the network is called.
         size: (C, H, W) of noise.
 
     Returns:
@@ -91,7 +117,8 @@ def fit(
             raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor 'noise'")
         calibrate = noise(size, seed)
         notes = ("fitted to noise: on images the result is worse than one fitted to images like those it will see",)
-    batches = calibrate() if callable(calibrate) else calibrate
+    calls = _Calls.of(calibrate, form)
+    batches: Iterable[Example] = iter(calls) if isinstance(calls.batches, Iterator) else calls
     scheme = schemes.get(step.scheme)
     if not notes and scheme.pattern is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+
+from normswap.models.calling import Example
 
 EVERY = 4  # every fourth image is held out
 MOST = 512  # so many are kept in memory
@@ -41,26 +41,29 @@ class Kept:
 
 
 class Dealt:
-    """Batches of images without every fourth image, which goes to `held`: for fitting, as often as they are read."""
+    """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read. Of what cannot be
+    parted every fourth call goes there.
+    """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Example]) -> None:
         self.batches = batches
-        self.held: list[Tensor] = []
+        self.held: list[Example] = []
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Example]:
         self.held, room = [], MOST
         for i, batch in enumerate(self.batches):
-            images = batch[0] if isinstance(batch, tuple | list) and batch else batch
-            if not isinstance(images, Tensor) or not images.ndim:
+            if not batch.tensors():
                 yield batch  # whoever reads it says what is wrong
                 continue
-            at = torch.arange(len(images)) if len(images) >= EVERY else torch.full((len(images),), i)
-            out = (at % EVERY == EVERY - 1).to(images.device)
-            if bool(out.any()) and room > 0:
-                self.held.append(images[out][:room].detach())
-                room -= len(self.held[-1])
-            if not bool(out.all()):
-                yield images[~out]
+            out = torch.arange(batch.count) % EVERY == EVERY - 1
+            held, rest = batch.take(out), batch.take(~out)
+            if batch.count < EVERY or held is None:
+                held, rest = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
+            if held is not None and room > 0:
+                self.held.append(held.first(room))
+                room -= self.held[-1].count
+            if rest is not None:
+                yield rest
 
 
 def summed(parts: Iterable[tuple[int, float, float | None]]) -> Kept | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from normswap.calibration.population import norms_of
 from normswap.errors import RefusedError
+from normswap.models.calling import Inputs
 from normswap.plan import Step
 from normswap.surgery.carrying_out import Conversion, carry_out
 from normswap.surgery.fitting import Batches, Progress
@@ -18,6 +19,7 @@ def recalibrate(
     model: nn.Module,
     batches: Batches,
     *,
+    inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -26,8 +28,10 @@ def recalibrate(
     """`model`, which is not changed, with population statistics estimated on `batches` (`population`).
 
     Args:
-        batches: images (N, C, H, W), or (images, labels), in batches of one size, or a function that gives them.
-        size: (C, H, W) of the noise on which the change is measured.
+        batches: images (N, C, H, W), (images, labels), or what `inputs` may be, in batches of one size, or a function
+            that gives them.
+        inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
+        size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total.
         record: what the plan shall remember of the data: data, samples, batch_size.
 
@@ -39,4 +43,4 @@ def recalibrate(
         raise RefusedError("cannot recalibrate on noise", "statistics of noise are no network's")
     norms_of(model)
     step = Step("recalibrate", record, ())
-    return carry_out(model, step, size=size, seed=seed, calibrate=batches, progress=progress)
+    return carry_out(model, step, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)

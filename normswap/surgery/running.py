@@ -12,7 +12,7 @@ from normswap.errors import VerificationError, first_line
 from normswap.graph.copying import tree
 from normswap.graph.widening import Widening
 from normswap.models import calling, network_input
-from normswap.models.calling import Example, named_tensors
+from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import evaluating, with_heads
 from normswap.surgery.applying import to_double
 
@@ -95,8 +95,8 @@ def double(example: Example) -> Example:
 
 def noise(
     model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0, ran: Collection[str] = ()
-) -> list[Tensor]:
-    """Batches of N(0, 1) inputs (batch, C, H, W) on the model's device: at 64 and at 97 pixels where the model accepts
+) -> list[Example]:
+    """Calls with N(0, 1) inputs (batch, C, H, W) on the model's device: at 64 and at 97 pixels where the model accepts
     that, else at its own `size` (C, H, W); of another shape: at its size.
 
     Args:
@@ -107,15 +107,16 @@ def noise(
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
-    found: list[Tensor] = []
+    called = form(model)
+    found: list[Example] = []
     why = ""
     for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
         if found:  # one more image at a second size, which `compare` leaves out if the network does not take it
-            return [*found, torch.randn(1, *shape, generator=generator).to(like)] if i < 2 else found
-        x = torch.randn(batch, *shape, generator=generator).to(like)
+            return [*found, called.of(torch.randn(1, *shape, generator=generator).to(like))] if i < 2 else found
+        x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
         try:
-            if str(Example((x,))) not in ran:
-                run(model, Example((x[:1],)))
+            if str(x) not in ran:
+                run(model, x.first(1))
         except Exception as error:  # whatever the network raises
             why = first_line(error)
         else:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.least_squares import checked
-from normswap.errors import SourceError, first_line
+from normswap.calibration.checked_batches import checked, misfit
 from normswap.layers import affine
 from normswap.layers.per_sample import group_moments, per_filter
 from normswap.layers.placeholders import Chain
@@ -38,7 +37,7 @@ def regauge(pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable
     Args:
         pattern: the source with its BatchNorms, in the gauge of `step` (`per_sample_norms.recentred`).
         result: with the per-sample norms in their seats.
-        batches: images; at most `MOST` are looked at, and fewer than `ENOUGH` change nothing.
+        batches: what they take (`Example.read`); at most `MOST` images are looked at, fewer than `ENOUGH` do nothing.
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
     steady = {e.path: e.args for e in step.edits if e.layer == "GroupNorm" and (e.path in holders or "lead" in e.args)}
@@ -120,19 +119,17 @@ def _observe(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) ->
 
         return norm.register_forward_pre_hook(hook)
 
-    like = next(p for p in model.parameters() if p.is_floating_point())
     handles = [spy(path, norm) for path, norm in norms.items()]
     count = 0
     try:
         with evaluating(model):
-            for i, batch in enumerate(batches):
-                images = checked(batch, None, i)
-                model(images.to(like.device, like.dtype))
-                count += len(images)
+            for example in checked(model, batches):
+                example.call(model)
+                count += example.count
                 if count >= MOST:
                     break
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise SourceError("the calibration images do not fit the network", first_line(error)) from None
+    except Exception as error:  # whatever the network raises
+        raise misfit(error) from None
     finally:
         for handle in handles:
             handle.remove()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from normswap.graph.inspection import Anatomy
 from normswap.models import network_input
+from normswap.models.calling import Example
 from normswap.models.modes import evaluating
 
 COUNT, BATCH, LARGEST = 64, 32, 64  # images of noise, and their largest side
@@ -48,7 +49,7 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
         steady: the share of a group's variance that the constants make.
     """
     modules = anatomy.traced.modules
-    seen = _observe(modules[""], {path: modules[path] for path in groups})
+    seen = _observe(modules[""], anatomy.traced.form, {path: modules[path] for path in groups})
     return {path: _signs(*seen[path], modules[path].running_var, groups[path], steady) for path in seen}
 
 
@@ -67,7 +68,7 @@ Seen = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
+def _observe(model: nn.Module, form: Example, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
     """Per norm, what reaches it about its running mean: each image's means and mean squares, (N, C); maybe nothing."""
     found: dict[str, list[Seen]] = {}
 
@@ -90,9 +91,9 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
                 found.clear()
                 try:
                     for i in range(COUNT // BATCH):
-                        model(pink(BATCH, size, i).to(like))
+                        form.of(pink(BATCH, size, i).to(like)).call(model)
                     break
-                except (RuntimeError, ValueError, TypeError, AssertionError):  # not of that size, or no images at all
+                except Exception:  # whatever the network raises: not of that size, or no images at all
                     found.clear()
     finally:
         for handle in handles:
