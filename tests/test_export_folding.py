@@ -20,6 +20,7 @@ from normswap.exporting import export_folding, input_normalization, rounding, sh
 from normswap.graph import inspection
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.placeholders import Vacant
+from normswap.models.calling import Example
 
 V2: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
 SIZE = (3, 64, 64)
@@ -116,10 +117,10 @@ def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
     model.float()
     x = x.float()
     folded = export_folding.undressed(model, SIZE)
-    assert export_folding.streamlined(folded, model, x, torch.float32) is folded
+    assert export_folding.streamlined(folded, model, Example((x,)), torch.float32) is folded
     model.stages[1].blocks[1].norm1.weight.data[0] = 1.0  # type: ignore[union-attr, index]
     folded = export_folding.undressed(model, SIZE)
-    assert export_folding.streamlined(folded, model, x, torch.float32) is not folded
+    assert export_folding.streamlined(folded, model, Example((x,)), torch.float32) is not folded
 
 
 # --- mean and std -----------------------------------------------------------------------------------------------------

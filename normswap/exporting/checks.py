@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, first_line
-from normswap.exporting.formats import Runs
-from normswap.models import calling
-from normswap.models.network_input import answer
+from normswap.exporting.formats import Given, Runs
+from normswap.exporting.signature import Signature, together
+from normswap.models.calling import Example
+from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
 # (tests/benchmarks/export.md): the bounds are two to three times that. What int8 may cost is the user's to say
 # (`--max-drop`); zeros are off by 1
 TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2, "int8": 1.0}
-Batch = tuple[Tensor, Tensor | None]  # images (N, C, H, W), and labels (N,) if there are any
-_OTHERS = "Only networks with one answer are exported. Convert this one to 'folded', and export that with its own tools"
+Batch = tuple[Given, Tensor | None]  # images (N, C, H, W), or all that goes in, and labels (N,) if there are any
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,30 @@ class Figures:
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
         largest: max |file - source| / max |source|.
-        agreement: fraction of images, or of places in maps, with the same argmax; count: of how many images.
+        agreement: fraction of images, or of places in maps, with the same argmax, where there is one answer; count: of
+            how many images.
         tolerance: what relative_l2 may be.
         inputs: what both were run on.
         source_top1, top1: in percent, of source and file, where the images have labels.
+        output: of several outputs the one that differs most, which the errors are of.
     """
 
     relative_l2: float
     largest: float
-    agreement: float
+    agreement: float | None
     count: int
     tolerance: float
     inputs: str
     source_top1: float | None = None
     top1: float | None = None
+    output: str = ""
 
 
 def check(
     source: nn.Module,
     runs: Runs,
     batches: Iterable[Batch],
+    signature: Signature | None = None,
     *,
     dtype: str = "fp32",
     softmax: bool = False,
@@ -65,37 +69,58 @@ def check(
     """Run both on the same images and compare.
 
     Args:
-        batches: images (N, C, H, W), preprocessed for `source`, and their labels.
+        batches: images (N, C, H, W), preprocessed for `source`, or all that goes in, and their labels.
+        signature: what goes in and comes out; by default images and an answer.
         raw: from those to what the file wants.
 
     Raises:
         VerificationError: the file computes something else, or does not run.
     """
-    sums = _Sums()
-    for x, labels in batches:
-        logits = answers(source, x)
+    signature = signature or Signature.of_images(source, "logits")
+    every = {name: _Sums() for name in signature.outputs}
+    first: Example | None = None
+    for batch, labels in batches:
+        x = together(batch)
+        example = signature.example(x)
+        first = first or example
+        answers = signature.answers(source, x)
         try:
-            got = runs(raw(x))
+            got = together(runs(raw(x[0]), *x[1:]))
         except Exception as error:  # every runtime has its own
-            raise VerificationError(f"the exported file does not run on {tuple(x.shape)}", first_line(error)) from None
-        sums.add(x, logits, logits.softmax(-1) if softmax else logits, got, labels)
-    if not sums.count:
+            raise VerificationError(f"the exported file does not run on {example}", first_line(error)) from None
+        if len(got) != len(answers):
+            raise VerificationError(f"the exported file gives {len(got)} tensors", f"the network gives {len(answers)}")
+        for (name, logits), own in zip(answers.items(), got, strict=True):
+            every[name].add(example.count, logits, logits.softmax(-1) if softmax else logits, own, labels)
+    if first is None:
         raise OptionError("no images to check the file on")
+    name, sums = max(every.items(), key=lambda pair: pair[1].relative_l2)
     allowed = TOLERANCE[dtype]
     if softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
         allowed *= max(1.0, 2 * sums.peak)
     if dtype == "fp32" and sums.relative_l2 > allowed:
-        allowed = max(allowed, 4 * sums.stray(source))
+        allowed = max(allowed, 4 * _stray(source, first, signature, name, sums))
     if not sums.relative_l2 <= allowed:
+        where = f" at {name}" if len(every) > 1 else ""
         raise VerificationError(
-            f"the exported file computes something else: relative L2 error {sums.relative_l2:.1e}, "
+            f"the exported file computes something else: relative L2 error {sums.relative_l2:.1e}{where}, "
             f"allowed {allowed:.1e}",
             remedy="Nothing was written",
         )
+    told = next((every[one] for one in ANSWERS if one in every), sums if len(every) == 1 else _Sums())
     return Figures(
-        sums.relative_l2, sums.largest / sums.top, sums.same / sums.count, sums.count, allowed, described,
-        sums.hits("source"), sums.hits("file"),
+        sums.relative_l2, sums.largest / (sums.top or 1.0), told.agreement, sums.count, allowed, described,
+        told.hits("source"), told.hits("file"), name if len(every) > 1 else "",
     )  # fmt: skip
+
+
+def _stray(source: nn.Module, first: Example, signature: Signature, name: str, sums: _Sums) -> float:
+    """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
+    outputs = running.outputs_double(source, running.double(first))
+    wide = list(outputs.values())[signature.outputs.index(name)] if signature.whole else answer(outputs)
+    assert sums.first is not None
+    precise = wide.double().flatten()
+    return float((precise - sums.first.flatten()).norm() / precise.norm())
 
 
 class _Sums:
@@ -103,68 +128,49 @@ class _Sums:
 
     def __init__(self) -> None:
         self.off = self.whole = self.largest = self.top = self.peak = self.same = 0.0
-        self.count = 0
-        self.first: tuple[Tensor, Tensor] | None = None
+        self.count = self.argued = 0
+        self.first: Tensor | None = None
         self.right = {"source": 0, "file": 0}
         self.labelled = 0
 
-    def add(self, x: Tensor, logits: Tensor, expected: Tensor, got: Tensor, labels: Tensor | None) -> None:
-        self.first = self.first or (x, logits)
-        self.count += len(x)
-        self.peak = max(self.peak, float(logits.abs().max()))
-        self.top = max(self.top, float(expected.abs().max()))
+    def add(self, count: int, logits: Tensor, expected: Tensor, got: Tensor, labels: Tensor | None) -> None:
+        self.first = logits if self.first is None else self.first
+        self.count += count
+        self.peak = max(self.peak, _largest(logits))
+        self.top = max(self.top, _largest(expected))
         self.whole += float(expected.double().square().sum())
         if expected.shape != got.shape or not bool(torch.isfinite(got).all()):
             self.off = self.largest = math.inf
             return
         difference = (expected - got).double()
         self.off += float(difference.square().sum())
-        self.largest = max(self.largest, float(difference.abs().max()))
+        self.largest = max(self.largest, _largest(difference))
+        if expected.ndim < 2 or len(expected) != count:
+            return
+        self.argued += count
         same = (expected.argmax(1) == got.argmax(1)).double()
-        self.same += float(same.sum()) * len(x) / same.numel()
+        self.same += float(same.sum()) * count / same.numel()
         if labels is not None and expected.ndim == 2 and bool(((labels >= 0) & (labels < expected.shape[1])).all()):
-            self.labelled += len(x)
+            self.labelled += count
             for who, scores in (("source", expected), ("file", got)):
                 self.right[who] += int((scores.argmax(1) == labels).sum())
 
     def hits(self, who: str) -> float | None:
         """Top-1 in percent; None unless all images have a label that is a class of the network."""
-        return 100 * self.right[who] / self.count if self.labelled == self.count else None
+        return 100 * self.right[who] / self.count if self.labelled == self.count > 0 else None
+
+    @property
+    def agreement(self) -> float | None:
+        """None where it is no row of scores per image."""
+        return self.same / self.count if self.argued == self.count > 0 else None
 
     @property
     def relative_l2(self) -> float:
         return math.sqrt(self.off / max(self.whole, 1e-300))
 
-    def stray(self, source: nn.Module) -> float:
-        """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
-        assert self.first is not None
-        x, logits = self.first
-        outputs = running.outputs_double(source, calling.Example((x.double(),)))
-        precise = answer(outputs).flatten(1)
-        return float((precise - logits.flatten(1)).norm() / precise.norm())
 
-
-@torch.no_grad()
-def answers(source: nn.Module, x: Tensor) -> Tensor:
-    """What the source computes for `x`, in float32: its answer, where it gives several things.
-
-    Raises:
-        OptionError: it does not run on that, or does not give one tensor.
-    """
-    try:
-        output = answer(source(x))
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        why = first_line(error)
-        raise OptionError(f"the network does not run on an input of size {_size(x)}", why) from None
-    except OptionError as error:
-        raise OptionError(error.what, error.why, _OTHERS) from None
-    if output.ndim < 2 or len(output) != len(x):
-        raise OptionError("the network does not give one tensor, a row per image", remedy=_OTHERS)
-    return output.float()
-
-
-def _size(x: Tensor) -> str:
-    return ",".join(map(str, x.shape[1:]))
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: int = 16, seed: int = 0) -> Tensor:
@@ -185,6 +191,7 @@ def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: in
 def split(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
     """The same images, `size` at a time; None: as they come, but of more than one size (a short one first)."""
     for i, (images, labels) in enumerate(batches):
+        assert isinstance(images, Tensor)
         if size is None and (i or len(images) < 2):
             yield images, labels
             continue

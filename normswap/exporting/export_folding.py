@@ -17,24 +17,25 @@ from normswap.errors import TraceError
 from normswap.exporting import shift_absorption
 from normswap.graph import inspection
 from normswap.layers import affine, reparametrized
-from normswap.models.network_input import answer
+from normswap.models.calling import Example, Inputs, named_tensors
 from normswap.plan import Step
 from normswap.surgery import carrying_out, conversion
 
 
-def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = False) -> nn.Module:
+def undressed(model: nn.Module, size: tuple[int, ...], *, features: bool = False, inputs: Inputs = None) -> nn.Module:
     """A folded copy, verified against `model` as every conversion is; just a copy where there is nothing to fold.
 
     Args:
         size: (C, H, W) of the inputs to verify on.
         features: keep what the classifier reads as it is.
+        inputs: as in `convert`, instead of noise of that size.
 
     Raises:
         TraceError, RefusedError: there is something to fold, and it cannot be.
         VerificationError: it was folded and computes something else.
     """
     try:
-        seen = inspection.inspect(model)
+        seen = inspection.inspect(model, inputs)
     except TraceError:
         if any(affine.is_affine(module) or reparametrized.is_dressed(module) for module in model.modules()):
             raise
@@ -45,30 +46,31 @@ def undressed(model: nn.Module, size: tuple[int, int, int], *, features: bool = 
     if not (sketch.seats or sketch.takes or sketch.refusals):
         return copy.deepcopy(model).eval()
     step: Step = conversion.draft(seen, "folded")[0]
-    return carrying_out.carry_out(model, step, seen, size=size).model.eval()
+    return carrying_out.carry_out(model, step, seen, inputs=inputs, size=size).model.eval()
 
 
-def streamlined(folded: nn.Module, source: nn.Module, x: Tensor, dtype: torch.dtype) -> nn.Module:
+def streamlined(folded: nn.Module, source: nn.Module, example: Example, dtype: torch.dtype) -> nn.Module:
     """The folded network with its shifts absorbed, unless that costs precision in `dtype`.
 
     A tiny gamma makes a huge shift, under which the stream of a pre-activation network loses digits.
 
     Args:
-        x: images (N, C, H, W) to measure on.
+        example: what to measure on.
     """
     twin = copy.deepcopy(folded)
     try:
-        if not shift_absorption.absorb(twin):
+        if not shift_absorption.absorb(twin, example):
             return folded
     except TraceError:
         return folded
-    expected = _run(source, x, torch.float32)
-    off, twin_off = (float((_run(network, x, dtype) - expected).norm()) for network in (folded, twin))
+    expected = _run(source, example, torch.float32)
+    off, twin_off = (float((_run(network, example, dtype) - expected).norm()) for network in (folded, twin))
     slack = torch.finfo(dtype).eps * float(expected.norm())
     return twin if twin_off <= 2 * off + slack else folded
 
 
 @torch.no_grad()
-def _run(network: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _run(network: nn.Module, example: Example, dtype: torch.dtype) -> Tensor:
     twin = network if dtype == torch.float32 else copy.deepcopy(network).to(dtype)
-    return answer(twin(x.to(dtype))).float()
+    given = named_tensors(example.like(twin).map(torch.clone).call(twin))
+    return torch.cat([value.float().flatten() for _, value in given if value.is_floating_point()])

@@ -11,23 +11,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from normswap.exporting.signature import Signature
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
-from normswap.models.network_input import answer
 
-INPUT = "images"
 T = TypeVar("T", bound=nn.Module)
 
 
 class Shipped(nn.Module):
-    """float32 images (N, C, H, W) -> float32 answers (N, classes), through `network` in its own dtype.
+    """What the signature says in and out, in float32, through `network` in its own dtype: images (N, C, H, W) and
+    answers (N, classes), where it says nothing else.
 
     Args:
         network: a folded network.
+        signature: what goes in and comes out.
         dtype: what it computes in; stored: bfloat16 for weights that it holds exactly to be stored in it.
         scale, shift: (C, 1, 1) each: the images x become scale * x + shift first; None: nothing to do.
         softmax: answer with probabilities.
-        output: what the answers are called in files that name them.
     """
 
     scale: Tensor | None
@@ -36,25 +36,26 @@ class Shipped(nn.Module):
     def __init__(
         self,
         network: nn.Module,
+        signature: Signature | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         stored: torch.dtype | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         softmax: bool = False,
-        output: str = "logits",
     ) -> None:
         super().__init__()
         self.network = network.to(dtype)
-        self.dtype, self.stored, self.softmax, self.output = dtype, stored or dtype, softmax, output
+        self.signature = signature or Signature.of_images(network, "logits")
+        self.dtype, self.stored, self.softmax = dtype, stored or dtype, softmax
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
     def around(self, network: nn.Module) -> Shipped:
         """The same, with another network inside."""
         twin = Shipped(
-            network, dtype=self.dtype, stored=self.stored, scale=self.scale, shift=self.shift, softmax=self.softmax,
-            output=self.output,
+            network, self.signature, dtype=self.dtype, stored=self.stored, scale=self.scale, shift=self.shift,
+            softmax=self.softmax,
         )  # fmt: skip
         return twin.eval().requires_grad_(False)
 
@@ -67,12 +68,17 @@ class Shipped(nn.Module):
             x = x + self.shift
         return x
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.prepared(images)
-        half = self.dtype != torch.float32  # a cast to what it is would be a node all the same
-        answers = answer(self.network(x.to(self.dtype) if half else x))
-        answers = answers.to(torch.float32) if half else answers
-        return answers.softmax(-1) if self.softmax else answers
+    def forward(self, images: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
+        given = self._cast((self.prepared(images), *others), self.dtype)
+        answers = self._cast(self.signature.call(self.network, given), torch.float32)
+        if len(answers) > 1:
+            return answers
+        return answers[0].softmax(-1) if self.softmax else answers[0]
+
+    def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        if self.dtype == torch.float32:  # a cast to what it is would be a node all the same
+            return values
+        return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
 
 
 def as_convolutions(network: T) -> T:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,16 @@ from normswap.exporting import (
 )
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import Format
+from normswap.exporting.order import Order, accepted
 from normswap.exporting.quantizing import Quantized, Wish
+from normswap.models.calling import Inputs
 from normswap.storage import atomic_write
 from normswap.surgery.carrying_out import Conversion
 
 DTYPES = {  # of the weights that go to the format's writer
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32,
 }  # fmt: skip
-Batches = Iterable[Tensor | tuple[Tensor, Tensor]] | Tensor
+Batches = Iterable[Any] | Tensor
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
 _BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 
@@ -46,7 +46,8 @@ class Exported:
     Args:
         file: where it is; `sidecar`: its preprocess.json.
         format, dtype: as asked for.
-        input_size: (C, H, W); dynamic_batch: whether the number of images at a time is free.
+        input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
+            at a time is free.
         figures: how far the file, in its runtime, is from the source.
         nodes: its operators, counted by kind; plain_nodes: those of an export without folding, if asked for.
         bytes: its size.
@@ -59,7 +60,7 @@ class Exported:
     sidecar: Path
     format: str
     dtype: str
-    input_size: tuple[int, int, int]
+    input_size: tuple[int, ...]
     dynamic_batch: bool
     figures: Figures
     nodes: dict[str, int]
@@ -70,26 +71,11 @@ class Exported:
     quantized: Quantized | None = None
 
 
-@dataclass(frozen=True)
-class _Order:
-    """What shall be exported, with all that is to be known of it."""
-
-    source: nn.Module
-    file: Path
-    form: Format
-    dtype: str
-    dynamic_batch: bool
-    size: tuple[int, int, int]
-    normalize: bool
-    softmax: bool
-    config: sidecar.Body
-    output: str
-
-
 def export(
     model: nn.Module | Conversion,
     path: str | Path,
     *,
+    inputs: Inputs = None,
     format: str | None = None,
     dtype: str = "fp32",
     dynamic_batch: bool = False,
@@ -111,6 +97,9 @@ def export(
     is to be done with an image first. Images come in and answers go out in float32, whatever `dtype` is.
 
     Args:
+        inputs: what the network takes, as in `convert`. Then every tensor of it goes into the file by itself, and every
+            tensor that the network gives comes out, under the names that dicts, records and the arguments of forward
+            give them, and all of them are checked, on these inputs. Without, images go in and one answer comes out.
         format: onnx, openvino, pt2, torchscript or safetensors; by default what the ending of `path` says.
         dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
             classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change; int8, by the runtime's
@@ -120,7 +109,8 @@ def export(
         normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
         softmax: the file answers with probabilities.
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
-            default smooth noise. What int8 costs is measured on them, so there they have to be given.
+            default smooth noise. What int8 costs is measured on them, so there they have to be given. With `inputs`:
+            batches of such inputs, by default those.
         calibrate: for int8: other batches, which set ranges, gauge and biases.
         per_channel: int8 weights have a step for each output channel, else one for all.
         sensitive: so many layers, those that int8 costs most, stay in fp32.
@@ -137,27 +127,27 @@ def export(
             written.
     """
     start = time.perf_counter()
-    order = _order(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax)
+    order = accepted(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax, inputs)
     claim(order.file, format, dtype, force=force)
     wish = _wish(order, calibrate, images, per_channel, sensitive, max_drop)
     beside = sidecar.place(order.file)
-    checks.answers(order.source, torch.zeros(1, *order.size))
+    made = order.signature.answers(order.source, order.traced_on)
     say("folding")
     network, notes = _prepare(order)
-    body = sidecar.body(order.source, order.size, order.output, normalize=normalize, dynamic=order.dynamic_batch)
+    body = _body(order, made)
     body["precision"] = {"weights": dtype, "arithmetic": _ARITHMETIC[dtype]}
     metadata = sidecar.metadata(order.source, body, dtype)
     found: dict[str, Any] = {}
 
     def write(aside: Path) -> None:
         say(f"exporting to {order.form.NAME}")
-        form, x = order.form, _example(order)
+        form, x = order.form, order.traced_on
         if wish is None:
             form.write(network, x, aside, dynamic=order.dynamic_batch, metadata=metadata)
         else:
             assert isinstance(network, Shipped)
             found["quantized"] = quantizing.write(
-                network, x, aside, form, wish, dynamic=order.dynamic_batch, metadata=metadata, say=say
+                network, x[0], aside, form, wish, dynamic=order.dynamic_batch, metadata=metadata, say=say
             )
         say("checking")
         figures = found["figures"] = _check(order, form.open(aside), images)
@@ -193,7 +183,7 @@ def claim(file: Path, format: str | None, dtype: str = "fp32", *, force: bool) -
 
 
 def _wish(
-    order: _Order,
+    order: Order,
     calibrate: Batches | None,
     images: Batches | None,
     per_channel: bool,
@@ -208,8 +198,10 @@ def _wish(
     if calibrate is None or images is None:
         what = "images to calibrate on" if calibrate is None else "other images to measure on"
         raise OptionError(f"int8 needs {what}", remedy="Give --calibrate DATA")
-    raw = _raw(order)
-    batches = [raw(x) for x, _ in _pairs(calibrate)]
+    form = order.signature.form
+    if form.kwargs or form.listed:
+        raise OptionError("int8 is for networks that take images as one tensor, by position", "this one does not")
+    batches = [order.raw(x) for x, _ in _pairs(calibrate)]
     if not batches:
         raise OptionError("no images to calibrate on")
     return Wish(torch.cat(batches), per_channel, sensitive, max_drop)
@@ -224,49 +216,25 @@ def preprocessing(model: nn.Module, size: Sequence[int] | None) -> sidecar.Body:
     )
 
 
-def _example(order: _Order) -> Tensor:
-    return torch.zeros(2 if order.dynamic_batch else 1, *order.size)  # torch.export takes 1 for a constant
+def _body(order: Order, made: Mapping[str, Tensor]) -> sidecar.Body:
+    if order.inputs:
+        return sidecar.plain_body(order.signature, order.traced_on, made, dynamic=order.dynamic_batch)
+    (output,) = order.signature.outputs
+    return sidecar.body(order.source, order.size, output, normalize=order.normalize, dynamic=order.dynamic_batch)
 
 
-def _plain_nodes(order: _Order, say: Callable[[str], None]) -> dict[str, int] | None:
+def _plain_nodes(order: Order, say: Callable[[str], None]) -> dict[str, int] | None:
     if not order.form.GRAPH:
         return None
     say("exporting without folding")
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         file = Path(folder) / f"plain{order.file.suffix}"
-        order.form.write(Shipped(order.source).eval(), _example(order), file, dynamic=order.dynamic_batch, metadata={})
+        plain = Shipped(order.source, order.signature).eval()
+        order.form.write(plain, order.traced_on, file, dynamic=order.dynamic_batch, metadata={})
         return dict(order.form.nodes(file))
 
 
-def _order(
-    model: nn.Module | Conversion,
-    file: Path,
-    format: str | None,
-    dtype: str,
-    dynamic_batch: bool,
-    input_size: Sequence[int] | None,
-    normalize: bool,
-    softmax: bool,
-) -> _Order:
-    form = formats.choose(file, format)
-    if not form.GRAPH and (normalize or softmax):
-        option = "normalize" if normalize else "softmax"
-        raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
-    given = model.model if isinstance(model, Conversion) else model
-    dynamic_batch = dynamic_batch or not form.GRAPH
-    source = copy.deepcopy(given).cpu().float().eval()
-    config = sidecar.config(source)
-    size = tuple(config["input_size"] if input_size is None else input_size)
-    if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
-        raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
-    classes = getattr(source, "num_classes", None)
-    if softmax and classes == 0:
-        raise OptionError("the network has no classifier", "a softmax needs classes")
-    output = "probabilities" if softmax else "features" if classes == 0 else "logits"
-    return _Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, output)
-
-
-def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
+def _prepare(order: Order) -> tuple[nn.Module, list[str]]:
     """What goes into the file, and what the user should know of it."""
     stored, dtype = DTYPES[order.dtype], DTYPES[_ARITHMETIC[order.dtype]]
     notes = [_BF16 if stored != dtype else "", order.form.NOTES.get(order.dtype, "")]
@@ -275,43 +243,46 @@ def _prepare(order: _Order) -> tuple[nn.Module, list[str]]:
         if stored != dtype:
             rounding.to_bfloat16_(network)
         return network.to(dtype), [note for note in notes if note]
-    network = export_folding.undressed(order.source, order.size)
-    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
-    network = export_folding.streamlined(network, order.source, checks.pictures(order.size, mean, std, count=4), dtype)
-    before = (
-        input_normalization.bake(network, mean, std) if order.normalize else input_normalization.Before(None, None, "")
-    )
+    network = export_folding.undressed(order.source, order.size, inputs=list(order.inputs) or None)
+    few = order.inputs[0] if order.inputs else order.signature.form.of(order.pictures(count=4))
+    network = export_folding.streamlined(network, order.source, few, dtype)
+    before = input_normalization.Before(None, None, "")
+    if order.normalize:
+        before = input_normalization.bake(network, *order.normalization)
     if stored != dtype:
         rounding.to_bfloat16_(network)
     shipped = Shipped(
-        network, dtype=dtype, stored=stored, scale=before.scale, shift=before.shift, softmax=order.softmax,
-        output=order.output,
+        network, order.signature, dtype=dtype, stored=stored, scale=before.scale, shift=before.shift,
+        softmax=order.softmax,
     )  # fmt: skip
     return shipped.eval().requires_grad_(False), [note for note in (before.note, *notes) if note]
 
 
-def _per_channel(values: Sequence[float], channels: int) -> Tensor:
-    """(C, 1, 1), from a value per channel or one for all."""
-    return torch.tensor(list(values), dtype=torch.float64).expand(channels).reshape(-1, 1, 1).float()
-
-
-def _raw(order: _Order) -> Callable[[Tensor], Tensor]:
-    """From images as the source takes them to images as the file does."""
-    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
-    return lambda x: x * std + mean if order.normalize else x
-
-
-def _check(order: _Order, runs: formats.Runs, images: Batches | None) -> Figures:
-    mean, std = (_per_channel(order.config[key], order.size[0]) for key in ("mean", "std"))
-    described = "smooth noise, seed 0" if images is None else "given images"
-    batches = _pairs(checks.pictures(order.size, mean, std) if images is None else images)
-    batches = checks.split(batches, None if order.dynamic_batch else 1)
+def _check(order: Order, runs: formats.Runs, images: Batches | None) -> Figures:
+    if order.inputs:
+        described, batches = "given inputs", _calls(order, images)
+    else:
+        described = "smooth noise, seed 0" if images is None else "given images"
+        batches = _pairs(order.pictures() if images is None else images)
+        batches = checks.split(batches, None if order.dynamic_batch else 1)
     return checks.check(
-        order.source, runs, batches, dtype=order.dtype, softmax=order.softmax, raw=_raw(order), described=described
-    )
+        order.source, runs, batches, order.signature, dtype=order.dtype, softmax=order.softmax, raw=order.raw,
+        described=described,
+    )  # fmt: skip
 
 
-def _pairs(images: Batches) -> Iterator[checks.Batch]:
+def _calls(order: Order, images: Batches | None) -> Iterator[checks.Batch]:
+    """What goes into the file, call by call; a sample at a time where their number is not free."""
+    for batch in order.inputs if images is None else images:
+        example = order.signature.form.read(batch)[0].like(order.source)
+        for i in range(example.count):
+            one = None if order.dynamic_batch else example.take(torch.arange(example.count) == i)
+            yield tuple((one or example).tensors()), None
+            if one is None:
+                break
+
+
+def _pairs(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
     for batch in [images] if isinstance(images, Tensor) else images:
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels

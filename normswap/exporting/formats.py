@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from normswap.errors import OptionError, first_line
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
     from normswap.exporting.exported_module import Shipped
 
-Runs: TypeAlias = "Callable[[Tensor], Tensor]"
+Given: TypeAlias = "Tensor | tuple[Tensor, ...]"  # what goes into a network: one tensor, or several
+Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
 
@@ -28,15 +29,16 @@ class Format(Protocol):
     NOTES: Mapping[str, str]  # what a user should know of a dtype in it
     PARTS: tuple[str, ...]  # endings of further files that lie beside it
 
-    def write(self, network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
-        """Write `network`, traced on `x` (N, C, H, W), to `file`; `dynamic`: for any number of images at a time.
+    def write(self, network: nn.Module, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+        """Write `network`, traced on `x`, images (N, C, H, W) or several tensors, to `file`; `dynamic`: for any number
+        of samples at a time.
 
         Raises:
             RefusedError: the format cannot hold it; says what.
         """
 
     def open(self, file: Path) -> Runs:
-        """The file in its own runtime: from images to what the network computes.
+        """The file in its own runtime: from what goes in to what the network computes.
 
         Raises:
             VerificationError: the runtime does not take it.

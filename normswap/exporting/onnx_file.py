@@ -15,8 +15,9 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
-from normswap.exporting.exported_module import INPUT, Shipped, as_convolutions
-from normswap.exporting.formats import Runs, reason
+from normswap.exporting.exported_module import Shipped, as_convolutions
+from normswap.exporting.formats import Given, Runs, reason
+from normswap.exporting.signature import alone, batched, together
 from normswap.models.weight_files import quiet
 
 NAME = "onnx"
@@ -27,7 +28,7 @@ NOTES: Mapping[str, str] = {}
 _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
 
 
-def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The file is complete: nothing lies beside it."""
     import onnx
 
@@ -49,13 +50,13 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
     file.write_bytes(proto.SerializeToString())
 
 
-def _graph(network: Shipped, x: Tensor, dynamic: bool) -> Any:
-    shapes = ({0: torch.export.Dim("batch", min=1)},) if dynamic else None
+def _graph(network: Shipped, x: Given, dynamic: bool) -> Any:
+    shapes = batched(len(together(x))) if dynamic else None
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
-                network, (x,), dynamo=True, verbose=False, dynamic_shapes=shapes,
-                input_names=[INPUT], output_names=[network.output],
+                network, together(x), dynamo=True, verbose=False, dynamic_shapes=shapes,
+                input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
             )  # fmt: skip
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("ONNX cannot express the network", reason(error)) from None
@@ -106,7 +107,13 @@ def open(file: Path) -> Runs:
         session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its own exceptions derive from nothing else
         raise VerificationError(f"ONNX Runtime {ort.__version__} cannot run it", first_line(error)) from None
-    return lambda x: torch.from_numpy(session.run(None, {INPUT: x.numpy()})[0])
+    names = [each.name for each in session.get_inputs()]
+
+    def runs(*given: Tensor) -> Any:
+        found = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
+        return alone(torch.from_numpy(value) for value in found)
+
+    return runs
 
 
 def nodes(file: Path) -> dict[str, int]:

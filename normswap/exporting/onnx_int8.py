@@ -21,7 +21,8 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import onnx_file
-from normswap.exporting.exported_module import INPUT, Shipped
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.signature import INPUT
 from normswap.models.weight_files import quiet
 
 NEEDS = ("onnxruntime", "onnx")

@@ -14,7 +14,8 @@ from torch import Tensor
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import onnx_file
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import Runs
+from normswap.exporting.formats import Given, Runs
+from normswap.exporting.signature import alone
 
 NAME = "openvino"
 NEEDS = ("openvino", "onnx", "onnxscript")
@@ -25,7 +26,7 @@ NOTES: Mapping[str, str] = {
 }
 
 
-def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The metadata are in the XML, as runtime information."""
     if network.stored == torch.bfloat16:
         raise RefusedError("OpenVINO is not written in bf16", remedy="Its files are fp32, fp16 or int8")
@@ -34,7 +35,7 @@ def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: M
     save(model, file, metadata, half=half)
 
 
-def graph(network: Shipped, x: Tensor, *, dynamic: bool) -> Any:
+def graph(network: Shipped, x: Given, *, dynamic: bool) -> Any:
     """An OpenVINO model, in float32.
 
     Raises:
@@ -72,7 +73,12 @@ def open(file: Path) -> Runs:
         compiled = ov.Core().compile_model(file, "CPU", hints)
     except Exception as error:  # its own exceptions derive from nothing else
         raise VerificationError("OpenVINO cannot run it", first_line(error)) from None
-    return lambda x: torch.from_numpy(compiled(x.numpy())[0].copy())
+
+    def runs(*given: Tensor) -> Any:
+        found = compiled([x.numpy() for x in given])
+        return alone(torch.from_numpy(found[place].copy()) for place in range(len(compiled.outputs)))
+
+    return runs
 
 
 def nodes(file: Path) -> dict[str, int]:

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import FP16, Runs, reason
+from normswap.exporting.formats import FP16, Given, Runs, reason
+from normswap.exporting.signature import batched, together
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
@@ -29,13 +30,13 @@ NOTES = {
 }
 
 
-def write(network: Shipped, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The metadata are extra files of the archive."""
     network = _with_bf16(network) if network.stored != network.dtype else network
-    shapes = ({0: torch.export.Dim("batch", min=1)},) if dynamic else None
+    shapes = batched(len(together(x))) if dynamic else None
     try:
         with quiet(), torch.no_grad():
-            program = torch.export.export(network, (x,), dynamic_shapes=shapes)
+            program = torch.export.export(network, together(x), dynamic_shapes=shapes)
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
     _leave_out_ones(program.graph)

@@ -151,7 +151,7 @@ def demand(figures: Figures, most: float | None) -> float:
     if figures.top1 is not None and figures.source_top1 is not None:
         what, lost = "top-1", figures.source_top1 - figures.top1
     else:
-        what, lost = "agreement", 100 * (1 - figures.agreement)
+        what, lost = "agreement", 100 * (1 - (figures.agreement or 0.0))
     if most is not None and not lost <= most:
         raise VerificationError(
             f"int8 loses {lost:.2f} points of {what} on {figures.count} images, allowed {most:g}",

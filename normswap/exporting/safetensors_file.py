@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import rounding
-from normswap.exporting.formats import FP16, Runs
-from normswap.models.network_input import answer
+from normswap.exporting.formats import FP16, Given, Runs
+from normswap.exporting.signature import Signature
 from normswap.storage import checkpoint
 
 NAME = "safetensors"
@@ -27,7 +27,7 @@ PARTS = ()
 NOTES = {"fp16": FP16}
 
 
-def write(network: nn.Module, x: Tensor, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(network: nn.Module, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The metadata are in the header."""
     if metadata.get("dtype") == "bf16":
         network = copy.deepcopy(network)
@@ -47,7 +47,8 @@ def open(file: Path) -> Runs:
     except NormswapError as error:
         raise VerificationError("normswap.load does not take it", str(error)) from None
     dtype = next(network.parameters()).dtype
-    return torch.no_grad()(lambda x: answer(network(x.to(dtype))).float())
+    signature = Signature.of_images(network, "logits")
+    return torch.no_grad()(lambda x: signature.call(network, (x.to(dtype),))[0].float())
 
 
 def nodes(file: Path) -> dict[str, int]:

@@ -22,17 +22,21 @@ from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Vacant
+from normswap.models.calling import Inputs
 
 _POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d)
 
 
-def absorb(model: nn.Module) -> list[str]:
+def absorb(model: nn.Module, inputs: Inputs = None) -> list[str]:
     """Change a folded network, in place, so that it computes the same without the shifts that can be moved.
+
+    Args:
+        inputs: what to look at it with, as in `inspect`.
 
     Returns:
         The paths where a shift stood.
     """
-    work = _Absorber(model)
+    work = _Absorber(model, inputs)
     for path, module in list(model.named_modules()):
         if isinstance(module, ChannelBias) and module.sign is None:
             work.take_out(path, module)
@@ -43,8 +47,8 @@ def absorb(model: nn.Module) -> list[str]:
 class _Absorber:
     """Collects what is added to each convolution's bias, in float64."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.draft = Draft(inspection.inspect(model))
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self.draft = Draft(inspection.inspect(model, inputs))
         self.traced = self.draft.anatomy.traced
         self.model = model
         self.added: dict[str, Tensor] = {}

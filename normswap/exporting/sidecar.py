@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import __version__, provenance
-from normswap.exporting.exported_module import INPUT
+from normswap.exporting.signature import INPUT, Signature
 from normswap.models import zoo
 from normswap.storage import atomic_write
 
@@ -38,7 +38,7 @@ def config(model: nn.Module) -> Body:
     return found
 
 
-def body(model: nn.Module, size: tuple[int, int, int], output: str, *, normalize: bool, dynamic: bool) -> Body:
+def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool) -> Body:
     """What is left to do with an image before the file takes it, and what its answers mean.
 
     Args:
@@ -68,6 +68,23 @@ def body(model: nn.Module, size: tuple[int, int, int], output: str, *, normalize
     }
 
 
+def plain_body(signature: Signature, given: Sequence[Tensor], made: Mapping[str, Tensor], *, dynamic: bool) -> Body:
+    """What goes into a file that takes more than images, and what comes out.
+
+    Args:
+        given: the tensors that it was traced on; made: what the network gives for those.
+    """
+
+    def said(name: str, tensor: Tensor) -> Body:
+        shape = [None if dynamic and not i else side for i, side in enumerate(tensor.shape)]
+        return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+
+    return {
+        "inputs": [said(name, tensor) for name, tensor in zip(signature.inputs, given, strict=True)],
+        "outputs": [said(name, tensor) for name, tensor in made.items()],
+    }
+
+
 def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
     """What goes into the file: all values are text, lists and records as JSON."""
     record = provenance.of(model) or provenance.Provenance(source=type(model).__name__)
@@ -76,7 +93,7 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
         "sha256": record.sha256 or "",
         "architecture": record.arch.name if record.arch else type(model).__name__,
         "dtype": dtype,
-        "labels": json.dumps(body["output"]["labels"]),
+        "labels": json.dumps(body["output"]["labels"] if "output" in body else None),
         "preprocess": json.dumps(body),
         "versions": json.dumps({"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}),
     }

@@ -1,0 +1,122 @@
+"""What goes into a file and comes out of it, by name: images and an answer, or all that a network takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.errors import NormswapError, OptionError, first_line
+from normswap.models.calling import Example, form, named_arguments, named_tensors
+from normswap.models.modes import evaluating
+from normswap.models.network_input import answer
+
+INPUT = "images"
+_OTHERS = "Give `inputs=`, and all that it gives goes into the file; or convert it to 'folded', and export that"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a file is called.
+
+    Args:
+        form: how the network inside is called.
+        inputs, outputs: names, in order.
+        whole: every tensor goes in by itself, and every one that the network gives comes out; else images go in, and
+            the answer comes out.
+    """
+
+    form: Example
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    whole: bool = False
+
+    @classmethod
+    def of_images(cls, model: nn.Module, output: str) -> Signature:
+        """Images (N, C, H, W) in, the answer out."""
+        return cls(form(model), (INPUT,), (output,))
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Example) -> Signature:
+        """Everything in and everything out, by the names that dicts, records and forward give it.
+
+        Raises:
+            OptionError: the network does not run on the example, or something that it gives is no number.
+        """
+        taken = _named(named_arguments(model, example), "input")
+        try:
+            with evaluating(model), torch.no_grad():
+                output = example.map(torch.clone).call(model)
+        except Exception as error:  # whatever the network raises
+            raise OptionError(f"the network does not run on {example}", first_line(error)) from None
+        given = _named(output, "output")
+        if not given:
+            raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")
+        if twice := set(taken) & set(given):
+            given = {f"output_{name}" if name in twice else name: value for name, value in given.items()}
+        return cls(example.hollow, tuple(taken), tuple(given), whole=True)
+
+    def example(self, tensors: Sequence[Tensor]) -> Example:
+        """The call of the network with what goes into the file."""
+        if not self.whole:
+            return self.form.of(tensors[0])
+        values = iter(tensors)
+        return self.form.map(lambda _: next(values))
+
+    def call(self, network: nn.Module, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the network gives for that, in the order of `outputs`."""
+        output = self.example(tensors).call(network)
+        return tuple(value for _, value in named_tensors(output)) if self.whole else (answer(output),)
+
+    def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The same by name, without gradients, floating-point values in float32.
+
+        Raises:
+            OptionError: it does not run on that, or does not give one tensor where one is wanted.
+        """
+        try:
+            with torch.no_grad():
+                given = self.call(network, tensors)
+        except NormswapError as error:
+            raise OptionError(error.what, error.why, _OTHERS) from None
+        except Exception as error:  # whatever the network raises
+            what = f"an input of size {','.join(map(str, tensors[0].shape[1:]))}"
+            raise OptionError(f"the network does not run on {what}", first_line(error)) from None
+        if len(given) != len(self.outputs):
+            raise OptionError(
+                f"the network gives {len(given)} tensors here and {len(self.outputs)} on the first input",
+                "a file always gives the same",
+            )
+        if not self.whole and (given[0].ndim < 2 or len(given[0]) != len(tensors[0])):
+            raise OptionError("the network does not give one tensor, a row per image", remedy=_OTHERS)
+        pairs = zip(self.outputs, given, strict=True)
+        return {name: value.float() if value.is_floating_point() else value for name, value in pairs}
+
+
+def _named(value: object, alone: str) -> dict[str, Tensor]:
+    """Every tensor by the keys on the way to it; a tensor without any, and numbered ones, are called `alone`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(value):
+        key = name.replace(".", "_")
+        key = key if key and not key[0].isdigit() else "_".join(part for part in (alone, key) if part)
+        found[key if key not in found else f"{key}_{len(found)}"] = tensor
+    return found
+
+
+def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One tensor, or several, as several."""
+    return (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """The only one, or all of them."""
+    found = tuple(values)
+    return found[0] if len(found) == 1 else found
+
+
+def batched(count: int) -> tuple[object, ...]:
+    """For torch.export: of so many inputs the first dimension is the same, and free."""
+    batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
+    return (batch, (batch,) * (count - 1)) if count > 1 else (batch,)
