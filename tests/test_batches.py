@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from lived import lived_in
 from torch import Tensor, nn
 
 import normswap
+from normswap.analysis.signal_propagation import signal
 from normswap.calibration import lockstep
+from normswap.cli.app import main
 from normswap.errors import NormswapError, SourceError, TraceError
+from normswap.images.accuracy import evaluate
 from normswap.models import calling
 from normswap.models.calling import Example
+from normswap.reporting import demo, report
+from normswap.storage import checkpoint
+from normswap.surgery import reverification
 from normswap.surgery.recalibration import recalibrate
 
 SIZE = (3, 24, 24)
@@ -24,12 +33,12 @@ SIZE = (3, 24, 24)
 class Trunk(nn.Module):
     """A residual network in miniature, and its scores of five classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 5) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8)
         self.one, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
         self.two, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 5)
+        self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.stem(x)).relu()
@@ -248,3 +257,145 @@ def test_how_a_network_is_called() -> None:
     assert Example((X,), {"gain": 2.0}).read((X, LABELS))[1] is LABELS
     with pytest.raises(NormswapError, match="a list of records"):
         Example(([{"image": X[0]}],)).of(X)
+
+
+# --- looking at it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
+    wrap, given = FORMS[form]
+    wanted = signal(trunk(), batches())
+    found = signal(wrap(trunk()), [given(x) for x in batches()])
+    assert [(p.depth, p.variance) for p in found] == [(p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        for what in ("mean_sq", "branch_variance", "added_variance"):
+            assert getattr(one, what) == pytest.approx(getattr(other, what), rel=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [Keyword, Listed])
+def test_the_signal_of_images(wrap: Any) -> None:
+    found = signal(wrap(trunk()), batches())
+    assert found[0].variance == pytest.approx(signal(trunk(), batches())[0].variance, rel=1e-5)
+
+
+def labelled(form: str) -> list[Any]:
+    """Batches with labels, as a loader of such networks gives them."""
+    given = FORMS[form][1]
+    answers = [trunk()(x).argmax(1) for x in batches()]
+    answers[0][:4] = (answers[0][:4] + 1) % 5  # four are wrong
+    pairs = [(given(x), labels) for x, labels in zip(batches(), answers, strict=True)]
+    return [(*call, labels) for call, labels in pairs] if form == "two arguments" else pairs
+
+
+class Tolerant(Keyword):
+    """As transformers' do, it takes labels, too."""
+
+    def forward(self, *, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(pixel_values=pixel_values)
+
+
+def test_accuracy_is_that_of_plain_tensors() -> None:
+    plain = [(x, labels) for x, (_, labels) in zip(batches(), labelled("keywords"), strict=True)]
+    wanted = evaluate(trunk(), plain)
+    assert wanted.top1 == pytest.approx(100 * 28 / 32)
+    both: list[tuple[nn.Module, list[Any]]] = [
+        (Keyword(trunk()), labelled("keywords")),
+        (Keyword(trunk()), plain),
+        (Tolerant(trunk()), [{**call, "labels": labels} for call, labels in labelled("keywords")]),
+    ]
+    for model, data in both:
+        found = evaluate(model, data)
+        assert (found.top1, found.top5, found.count) == (wanted.top1, wanted.top5, 32)
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+
+
+class Scores(Unpacked):
+    def forward(self, colours: Tensor, grey: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(colours, grey)[0]
+
+
+def test_accuracy_of_two_arguments_and_what_has_none() -> None:
+    assert evaluate(Scores(trunk()), labelled("two arguments")).top1 == pytest.approx(100 * 28 / 32)
+    for model, data, message in [
+        (Scores(trunk()), [(X[:, :2], X[:, 2:])], "without a label"),
+        (Scores(trunk()), [(X, LABELS)], "does not run on"),
+        (Listed(trunk()), [(X, LABELS)], "does not give one tensor"),
+        (trunk(), [X], "without a label"),
+    ]:
+        with pytest.raises(NormswapError, match=message):
+            evaluate(model, data)
+
+
+def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a factory of the user's; it is saved, opened again, verified, unfolded and told about."""
+    code = "import test_batches\n\n\ndef make():\n    return test_batches.Unpacked(test_batches.Trunk())\n"
+    (tmp_path / "two.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    safetensors.torch.save_file(Unpacked(trunk()).state_dict(), tmp_path / "two.safetensors")
+    source = checkpoint.open_model("two:make", weights=str(tmp_path / "two.safetensors"))
+    inputs = FORMS["two arguments"][1](X)
+    done = normswap.convert(source, "skipinit", inputs=inputs)
+    folder = normswap.save(done, tmp_path / "out")
+    again = checkpoint.load(folder, trust_factory=True)
+    assert reverification.again(source, again, inputs).passed
+    back = normswap.convert(again, "unfold", inputs=inputs)
+    assert back.report.passed
+    facts = report.collect(folder, inputs=inputs, trust_factory=True)
+    assert facts.signal_inputs == "given inputs"
+    (before,), (after,) = facts.signal["before"], facts.signal["after"]
+    assert before.variance == pytest.approx(after.variance, rel=1e-4)
+    with pytest.raises(NormswapError, match="takes more than images"):
+        report.collect(folder, trust_factory=True)
+
+
+# --- on the command line ----------------------------------------------------------------------------------------------
+
+
+class Shown(Listed):
+    """Takes a list of images, gives a row of scores for each."""
+
+    def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
+        assert isinstance(images, list)
+        return self.trunk(torch.stack(images))
+
+
+@pytest.mark.parametrize("wrap", [Keyword, pytest.param(Shown, marks=pytest.mark.slow)])
+def test_images_of_a_folder_reach_any_of_them(
+    wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By name or as a list: what every command says is what it says of the plain network."""
+    code = (
+        f"import test_batches\n\n\ndef make():\n    return test_batches.{wrap.__name__}(test_batches.Trunk(10))\n\n\n"
+    )
+    (tmp_path / "own.py").write_text(code + "def plain():\n    return test_batches.Trunk(10)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    net = lived_in(Trunk(10), torch.randn(8, *SIZE, dtype=torch.float64)).float()
+    safetensors.torch.save_file(net.state_dict(), "plain.safetensors")
+    safetensors.torch.save_file({f"trunk.{name}": t for name, t in net.state_dict().items()}, "make.safetensors")
+    images = ["--data", str(demo.FOLDER / "images.tar"), "--samples", "16", "--workers", "0"]
+
+    def said(*words: str) -> Any:
+        capfd.readouterr()
+        assert main([*words, "--json"]) == 0, capfd.readouterr().err
+        return json.loads(capfd.readouterr().out)
+
+    found: dict[str, list[Any]] = {}
+    for name in ("plain", "make"):
+        of = [f"own:{name}", "--weights", f"{name}.safetensors"]
+        made = said("convert", *of, "--to", "groupnorm", "--calibrate", str(demo.FOLDER / "images.tar"),
+                    "--samples", "32", "-o", f"{name}-gn")  # fmt: skip
+        evaluated = said("evaluate", *of, *images)
+        measured = said("recalibrate", *of, *images, "--batch-size", "8", "-o", f"{name}-re")
+        shown = said("spp", *of, *images)
+        file = said("export", *of, *images, "-o", f"{name}.torchscript")
+        checked = said("verify", f"{name}-gn", "--trust-factory", *images)
+        told = said("report", f"{name}-gn", "--trust-factory", *images)
+        found[name] = [
+            made["steps"][0]["report"]["kept"]["agreement"], evaluated["top1"], measured["notes"],
+            [point["variance"] for points in shown["curves"].values() for point in points],
+            file["figures"]["top1"], checked["data"], told["accuracy"],
+        ]  # fmt: skip
+    assert found["make"] == found["plain"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,8 @@ from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.scalars import Scale
-from normswap.models.calling import Example
+from normswap.models import calling
+from normswap.models.calling import Example, Inputs
 from normswap.models.modes import evaluating
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
@@ -63,12 +64,13 @@ class Point:
 
 
 def signal(
-    model: nn.Module, batches: Sequence[Tensor] | Tensor, *, batch_statistics: bool = False, seen: Anatomy | None = None
+    model: nn.Module, batches: Inputs, *, batch_statistics: bool = False, seen: Anatomy | None = None
 ) -> list[Point]:
     """Measure the signal at every residual block. The model is not changed.
 
     Args:
-        batches: inputs (N, C, H, W); statistics are taken over all of them together.
+        batches: images (N, C, H, W), or what `inputs` of `convert` may be; statistics are taken over all of them
+            together. Of a list of images each is a batch of its own.
         batch_statistics: BatchNorms normalize with the statistics of each batch, as in training. Networks at
             initialization need that: their running statistics say nothing yet.
         seen: the model's anatomy, if it is known.
@@ -77,9 +79,9 @@ def signal(
         TraceError: the model cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    given = [batches] if isinstance(batches, Tensor) else list(batches)
+    given = calling.batches(batches, seen.traced.form if seen else calling.form(model))
     try:
-        seen = seen or inspection.inspect(model, [*given])
+        seen = seen or inspection.inspect(model, given)
     except TraceError as error:
         raise _does_not_run(given[0], error) from None
     if not seen.blocks:
@@ -87,10 +89,10 @@ def signal(
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
     sums = {node.name: _Sums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
     last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-    like = next(model.parameters())
     with torch.no_grad(), _measuring(model, batch_statistics):
-        for batch in given:
-            _run(model, sums, batch.to(like), last)
+        for example in given:
+            for one in example.each() if example.listed else [example]:  # the record is one of a single image
+                _run(model, sums, one.like(model), last)
     return [
         Point(
             block.path,
@@ -175,7 +177,7 @@ class _Sums:
         return float(mean.square().mean()), float(variance.mean())
 
 
-def _run(model: nn.Module, sums: dict[str, _Sums], batch: Tensor, last: bool) -> None:
+def _run(model: nn.Module, sums: dict[str, _Sums], batch: Example, last: bool) -> None:
     """Look at some values, by the names of their nodes, as they are made, before anything can overwrite them."""
     left = dict.fromkeys(sums)
 
@@ -185,15 +187,15 @@ def _run(model: nn.Module, sums: dict[str, _Sums], batch: Tensor, last: bool) ->
             left.pop(name, None)
 
     try:
-        record_once(model, Example((batch,)), look)
+        record_once(model, batch, look)
     except TraceError as error:
         raise _does_not_run(batch, error) from None
     if left:
-        raise RefusedError(f"inputs of size {tuple(batch.shape)} take another way through the network")
+        raise RefusedError(f"inputs of size {tuple(batch.images.shape)} take another way through the network")
 
 
-def _does_not_run(batch: Tensor, error: TraceError) -> RefusedError:
-    size = tuple(batch.shape)
+def _does_not_run(batch: Example, error: TraceError) -> RefusedError:
+    size = tuple(batch.images.shape)
     return RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones")
 
 

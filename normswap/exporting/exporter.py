@@ -275,11 +275,8 @@ def _calls(order: Order, images: Batches | None) -> Iterator[checks.Batch]:
     """What goes into the file, call by call; a sample at a time where their number is not free."""
     for batch in order.inputs if images is None else images:
         example = order.signature.form.read(batch)[0].like(order.source)
-        for i in range(example.count):
-            one = None if order.dynamic_batch else example.take(torch.arange(example.count) == i)
-            yield tuple((one or example).tensors()), None
-            if one is None:
-                break
+        for one in [example] if order.dynamic_batch else example.each():
+            yield tuple(one.tensors()), None
 
 
 def _pairs(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:

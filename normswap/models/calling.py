@@ -88,7 +88,16 @@ class Example:
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""
         own = anchor(model)
-        return self.map(lambda t: t.to(own.device, own.dtype if t.is_floating_point() else t.dtype))
+        return self.to(own.device, own.dtype)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Example:
+        """On that device, and floating-point tensors in that dtype."""
+        return self.map(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+
+    def each(self) -> list[Example]:
+        """Its samples one by one, or itself where it cannot be parted."""
+        parts = [self.take(torch.arange(self.count) == i) for i in range(self.count)]
+        return [part for part in parts if part is not None] or [self]
 
     @property
     def listed(self) -> bool:
@@ -208,14 +217,18 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
     return typing.get_origin(hint) in (list, Sequence)
 
 
-def batches(inputs: Inputs) -> list[Example]:
+def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
     """What the user gives, one call each.
+
+    Args:
+        form: how the network takes images, if tensors among it are some.
 
     Raises:
         OptionError: there is no tensor in it.
+        TraceError: the network takes more than images.
     """
     given = list(inputs) if isinstance(inputs, list) else [inputs]
-    found = [one if isinstance(one, Example) else _call(one) for one in given]
+    found = [form.of(one) if form and isinstance(one, Tensor) else _call(one) for one in given]
     if not found or not all(one.tensors() for one in found):
         raise OptionError(
             "there is no tensor in the inputs",
@@ -225,6 +238,8 @@ def batches(inputs: Inputs) -> list[Example]:
 
 
 def _call(one: Any) -> Example:
+    if isinstance(one, Example):
+        return one
     if isinstance(one, Mapping):
         return Example((), dict(one))
     return Example(tuple(one)) if isinstance(one, tuple) else Example((one,))

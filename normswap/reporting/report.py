@@ -25,6 +25,7 @@ from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
 from normswap.layers.scalars import Scale
 from normswap.models import network_input, zoo
+from normswap.models.calling import Inputs
 from normswap.plan import Plan, Step, Way
 from normswap.provenance import Provenance
 from normswap.reporting import page
@@ -55,6 +56,7 @@ def collect(
     images: Callable[[nn.Module], Loader] | None = None,
     say: Callable[[str], None] = lambda what: None,
     *,
+    inputs: Inputs = None,
     trust_factory: bool = False,
 ) -> Facts:
     """Load, open the source, measure.
@@ -62,6 +64,7 @@ def collect(
     Args:
         images: makes the loader of labelled images that both networks are evaluated on.
         say: called with what is going on.
+        inputs: what the networks take, as in `convert`, where that is not images alone: what the signal is measured on.
         trust_factory: as in `checkpoint.load`.
 
     Raises:
@@ -75,9 +78,9 @@ def collect(
     assert record is not None
     assert record.arch is not None
     say("opening the source")
-    before, against, notes = _source(result, record)
+    before, against, notes = _source(result, record, inputs)
     bare = before or zoo.create(record.arch)
-    seen = inspection.inspect(bare)
+    seen = inspection.inspect(bare, inputs)
     norms = _norms(seen, record.plan)
     inside = {path for block in seen.blocks for path in block.norms}
     say("measuring")
@@ -96,7 +99,7 @@ def collect(
         sizes={"before": _sizes(bare), "after": _sizes(result)},
         against=against,
         notes=tuple(notes),
-        **_measured(before, result, seen, None if images is None else images(result)),
+        **_measured(before, result, seen, None if images is None else images(result), inputs),
     )
 
 
@@ -109,7 +112,7 @@ def write(facts: Facts, file: Path) -> None:
     atomic_write.text(file, page.render(facts))
 
 
-def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, str, list[str]]:
+def _source(result: nn.Module, record: Provenance, inputs: Inputs) -> tuple[nn.Module | None, str, list[str]]:
     """The network before the conversion, where it is from (`source`, `unfolded`, ``), and what to say about it."""
     notes: list[str] = []
     if record.source and record.sha256:
@@ -125,7 +128,7 @@ def _source(result: nn.Module, record: Provenance) -> tuple[nn.Module | None, st
         notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
         return None, "", notes
     try:
-        return unfolding.unfold(result).eval(), "unfolded", notes
+        return unfolding.unfold(result, inputs).eval(), "unfolded", notes
     except NormswapError as error:
         notes.append(f"The result cannot be unfolded: {error}")
         return None, "", notes
@@ -213,9 +216,11 @@ def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
     return tuple(sorted(found, key=lambda alpha: order.index(alpha.seat) if alpha.seat in order else len(order)))
 
 
-def _measured(before: nn.Module | None, result: nn.Module, seen: Anatomy, loader: Loader | None) -> dict[str, Any]:
+def _measured(
+    before: nn.Module | None, result: nn.Module, seen: Anatomy, loader: Loader | None, inputs: Inputs
+) -> dict[str, Any]:
     """What the networks have to be run for."""
-    batch, described = _inputs(result, loader)
+    batch, described = _inputs(result, loader) if inputs is None else (inputs, "given inputs")
     networks = {"before": before, "after": result} if seen.blocks else {}
     points = {name: tuple(signal(model, batch)) for name, model in networks.items() if model is not None}
     return {"signal": points, "signal_inputs": described, "accuracy": _accuracy(before, result, loader)}

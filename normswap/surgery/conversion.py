@@ -177,8 +177,8 @@ def _unfold(
     rounded = any(edit.args.get("centred") for step in _steps(model) for edit in step.edits)
     precise = None
     if not rounded:
-        precise = comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model)), batches)
-    result = unfolding.unfold(model)
+        precise = comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model), inputs), batches)
+    result = unfolding.unfold(model, inputs)
     seen = inspection.inspect(model, batches)
     report = comparison.compare(model, result, batches, anatomy=seen, precise=precise, described=described)
     carrying_out.demand(report, "unfold")

@@ -14,6 +14,7 @@ from normswap.images.accuracy import Progress
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import kinds, network_input
+from normswap.models.calling import Inputs
 from normswap.models.weight_files import SUFFIXES
 from normswap.surgery import comparison
 from normswap.surgery.comparison import Report
@@ -53,8 +54,8 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
     return now.sha256 == then.sha256
 
 
-def again(source: nn.Module, result: nn.Module) -> Report:
-    """Compare on N(0, 1) noise of the source's input size.
+def again(source: nn.Module, result: nn.Module, inputs: Inputs = None) -> Report:
+    """Compare on these inputs, as in `convert`, or on N(0, 1) noise of the source's input size.
 
     Raises:
         TraceError, VerificationError: the source cannot be traced, or does not run.
@@ -62,9 +63,11 @@ def again(source: nn.Module, result: nn.Module) -> Report:
     record = provenance.of(result)
     steps = record.plan.steps if record else ()
     exact = all(schemes.exact(step) for step in steps)
-    inputs = comparison.noise(source, network_input.size(source))
-    seen = inspection.inspect(source)
-    return comparison.compare(source, result, inputs, exact=exact, anatomy=seen, described=comparison.described(0))
+    seen = inspection.inspect(source, inputs)
+    if inputs is not None:
+        return comparison.compare(source, result, inputs, exact=exact, anatomy=seen)
+    noise = comparison.noise(source, network_input.size(source))
+    return comparison.compare(source, result, noise, exact=exact, anatomy=seen, described=comparison.described(0))
 
 
 def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> dict[str, Any]:

@@ -22,16 +22,20 @@ from normswap.layers import affine
 from normswap.layers.placeholders import Holder
 from normswap.layers.scalars import Scale
 from normswap.models import zoo
+from normswap.models.calling import Inputs, batches
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying
 
 
 @torch.no_grad()
-def unfold(model: nn.Module) -> nn.Module:
+def unfold(model: nn.Module, inputs: Inputs = None) -> nn.Module:
     """The network that `model` was converted from, with its norms, and with what it has learned since.
 
     The gammas and betas of LayerNorms, and LayerScales, that went into the layers around them are ones and zeros.
+
+    Args:
+        inputs: what to look at both with, as in `inspect`.
 
     Raises:
         RefusedError: the model was not converted, or was changed in a way the source cannot express.
@@ -42,7 +46,8 @@ def unfold(model: nn.Module) -> nn.Module:
     arch = architecture(model)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
-    canonical = _canonical(model)
+    given = None if inputs is None else [one.like(model) for one in batches(inputs)]
+    canonical = _canonical(model, given)
     like = next(model.parameters())
     source = zoo.create(arch).to(like)
     state, tensors = source.state_dict(), _tensors(canonical)
@@ -50,7 +55,7 @@ def unfold(model: nn.Module) -> nn.Module:
     _copy(state, tensors)
     _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
     _copy(state, _living(model))
-    draft = undress(inspection.inspect(source))
+    draft = undress(inspection.inspect(source, given))
     _demand_places(state, tensors, {edit.path for edit in draft.edits()})
     _demand_centred(model, record)
     modules, ours = dict(source.named_modules()), _by_old_path(canonical)
@@ -70,9 +75,9 @@ def architecture(model: nn.Module) -> Arch | None:
     return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
 
 
-def _canonical(model: nn.Module) -> nn.Module:
+def _canonical(model: nn.Module, given: Inputs) -> nn.Module:
     """`model` without scalars."""
-    draft = undress(inspection.inspect(model))
+    draft = undress(inspection.inspect(model, given))
     kept = [path for path, module in draft.anatomy.traced.modules.items()
             if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
