@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from normswap.errors import SourceError
+from normswap.errors import NormswapError, SourceError, first_line
+from normswap.models import calling
+from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating
 from normswap.models.network_input import scores
 
@@ -36,7 +39,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    loader: Iterable[Any],
     *,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
@@ -45,12 +48,13 @@ def evaluate(
 
     Args:
         model: gives logits (N, classes), perhaps among other things.
-        loader: batches of images (N, C, H, W) and labels (N,).
+        loader: batches of images (N, C, H, W), or of whatever the network takes, and labels (N,): as pairs, after its
+            arguments, or as "labels" in a dict of keywords.
         device: where to run; None where the model is.
         progress: called after each batch with the images done and their total (0 when unknown).
 
     Raises:
-        SourceError: no images, or a label that is no class of the network.
+        SourceError: no images, none that it takes, no labels, or a label that is no class of the network.
         OptionError: it does not classify images.
     """
     tensors = (*model.parameters(), *model.buffers())
@@ -65,7 +69,7 @@ def evaluate(
 
 def _pass(
     model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    loader: Iterable[Any],
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None,
@@ -73,8 +77,12 @@ def _pass(
     sums = torch.zeros(3, dtype=torch.float64)  # hits of the best, hits among the best five, loss
     known = getattr(loader, "count", None)  # a list has a method of that name
     count, total, start = 0, known if isinstance(known, int) else 0, time.perf_counter()
-    for images, labels in loader:
-        logits = scores(model(images.to(device, dtype))).cpu().double()
+    form = calling.form(model)
+    for batch in loader:
+        example, labels = form.read(batch)
+        logits = scores(_run(model, example.to(device, dtype))).cpu().double()
+        if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
+            raise SourceError("a batch without a label for each image", remedy="Give pairs (images, labels)")
         sums += _score(logits, labels.cpu())
         count += len(labels)
         if progress is not None:
@@ -83,6 +91,15 @@ def _pass(
         raise SourceError("no images to evaluate on")
     top1, top5, loss = (sums / count).tolist()
     return Evaluation(100 * top1, 100 * top5, loss, count, count / (time.perf_counter() - start))
+
+
+def _run(model: nn.Module, example: Example) -> Any:
+    try:
+        return example.call(model)
+    except NormswapError:
+        raise
+    except Exception as error:  # whatever the network raises
+        raise SourceError(f"the network does not run on {example}", first_line(error)) from None
 
 
 def _score(logits: Tensor, labels: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,11 @@ from normswap.images.accuracy import Evaluation, Progress, evaluate
 from normswap.models.network_input import scores
 
 
-def classify(
-    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *, progress: Progress | None = None
-) -> tuple[Evaluation, Tensor]:
+def classify(model: nn.Module, loader: Iterable[Any], *, progress: Progress | None = None) -> tuple[Evaluation, Tensor]:
     """The evaluation of `model`, and its answers (N,) in the order of the loader.
 
     Args:
-        loader: batches of images (N, C, H, W) and labels (N,).
-        progress: as in `evaluate`.
+        loader, progress: as in `evaluate`.
 
     Raises:
         SourceError: no images, or a label that is no class of the network.
