@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -399,3 +401,48 @@ def test_images_of_a_folder_reach_any_of_them(
             file["figures"]["top1"], checked["data"], told["accuracy"],
         ]  # fmt: skip
     assert found["make"] == found["plain"]
+
+
+def own_file(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of the user's with a factory, and random weights in another."""
+    code = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "from test_batches import *"]
+    (folder / "mine.py").write_text("\n".join([*code, f"def make(): return {what}"]))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.chdir(folder)
+    torch.manual_seed(0)
+    made = eval(what)
+    safetensors.torch.save_file(made.state_dict(), folder / "mine.safetensors")
+    return folder / "mine.safetensors"
+
+
+QUICK = ["--batch", "1", "--size", "32", "--rounds", "2", "--seconds", "0.05", "--runtime", "eager,torchscript"]
+
+
+def test_what_takes_images_by_name_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = own_file(tmp_path, "Keyword(trunk())", monkeypatch)
+    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK, "--json"]) == 0, capfd.readouterr().err
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert {(row["form"], row["runtime"]): row["status"] for row in rows} == {
+        (form, runtime): "ok" for form in ("original", "folded") for runtime in ("eager", "torchscript")
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("Unpacked(trunk())", "mine-make is not timed: the network takes more than images, it takes 2 tensors"),
+        ("Listed(trunk())", "mine-make is not timed: the network does not give one tensor"),
+    ],
+)
+def test_what_is_not_timed_is_said(
+    what: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = own_file(tmp_path, what, monkeypatch)
+    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK]) == 2
+    said = capfd.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

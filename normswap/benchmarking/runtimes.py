@@ -118,7 +118,9 @@ class TorchSession:
             getattr(torch, self.settings.device).synchronize()
 
     def read(self) -> np.ndarray:
-        return self.y.float().cpu().numpy()
+        from normswap.models.network_input import answer
+
+        return answer(self.y).float().cpu().numpy()
 
 
 def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
@@ -130,13 +132,14 @@ def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
         return torch.export.load(file).module().to(settings.device), "fp32"
     if kind == "torchscript":
         return torch.jit.load(file, map_location=settings.device), "fp32"
+    from normswap.models.imaged import imaged
     from normswap.storage import checkpoint
 
     network = checkpoint.load(file, trust_factory=True)  # we wrote it a moment ago
     model = network.to(settings.device, getattr(torch, DTYPES[settings.dtype])).requires_grad_(False)
     if settings.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, settings.dtype
+    return imaged(model), settings.dtype
 
 
 def _eager(file: Path, kind: str, settings: Settings, mode: str) -> Session:

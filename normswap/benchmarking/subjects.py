@@ -14,6 +14,7 @@ from normswap import provenance
 from normswap.benchmarking.runtimes import DTYPES, Settings
 from normswap.errors import NormswapError, OptionError, RefusedError, first_line
 from normswap.models import network_input, zoo
+from normswap.models.imaged import imaged
 from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
@@ -21,6 +22,7 @@ from normswap.surgery import conversion, unfolding
 KINDS = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
 _NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
+_ONE = "Only networks that take images and give one answer are timed"
 Make = Callable[[], Path]
 Size = tuple[int, int, int]
 Sidecar = Mapping[str, Any]  # as JSON has it
@@ -143,16 +145,18 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
 
 def _demand_size(network: str, model: nn.Module, size: Size) -> None:
     try:
-        with quiet(), torch.inference_mode():
-            output = model(torch.zeros(1, *size))
+        with quiet():
+            imaged(model, torch.zeros(1, *size))
+    except NormswapError as error:
+        raise OptionError(f"{network} is not timed", f"{error.what}, {error.why}", _ONE) from None
     except Exception as error:  # torch's and timm's own, whatever does not fit
         raise OptionError(f"{network} rejects images of {size[1]} x {size[2]}", first_line(error)) from None
-    if not isinstance(output, Tensor):
-        raise OptionError(f"{network} gives a {type(output).__name__}", "only networks that give one tensor are timed")
 
 
 def original(model: nn.Module, size: Size, making: Making, form: str = "original") -> Subject:
     """`model` as anybody would run it: itself, or exported by torch without our help."""
+
+    called = imaged(model, torch.zeros(1, *size))
 
     def directory() -> Path:
         return checkpoint.save(model, making.place(form, "directory"), force=True)
@@ -161,19 +165,19 @@ def original(model: nn.Module, size: Size, making: Making, form: str = "original
         file = making.place(form, "onnx")
         shapes = ({0: torch.export.Dim("batch", min=1)},) if making.dynamic else None
         with quiet(), torch.no_grad():
-            torch.onnx.export(_fed(model, making), _example(size, making), file, dynamo=True, verbose=False,
+            torch.onnx.export(_fed(called, making), _example(size, making), file, dynamo=True, verbose=False,
                               dynamic_shapes=shapes)  # fmt: skip
         return file
 
     def torchscript() -> Path:
         file = making.place(form, "torchscript")
         with quiet(), torch.no_grad():
-            traced = torch.jit.trace(_fed(model, making), _example(size, making), check_trace=False)
+            traced = torch.jit.trace(_fed(called, making), _example(size, making), check_trace=False)
             torch.jit.save(torch.jit.freeze(traced), file)
         return file
 
     make: dict[str, Make] = {"directory": directory, "onnx": onnx, "torchscript": torchscript}
-    return Subject(form, make, answers=model, plain=True, needs=_NEEDS)
+    return Subject(form, make, answers=called, plain=True, needs=_NEEDS)
 
 
 def folded(model: nn.Module, size: Size, making: Making) -> Subject:
@@ -191,7 +195,7 @@ def folded(model: nn.Module, size: Size, making: Making) -> Subject:
         return file
 
     make = {"directory": directory, "onnx": lambda: export("onnx"), "torchscript": lambda: export("torchscript")}
-    return Subject("folded", make, answers=model, needs=_NEEDS)
+    return Subject("folded", make, answers=imaged(model, torch.zeros(1, *size)), needs=_NEEDS)
 
 
 class _Fed(nn.Module):
@@ -241,9 +245,9 @@ def of_file(file: Path, before: Group | None, body: Sidecar | None, side: int | 
     subject = Subject(file.name, {KINDS[file.suffix.lower()]: lambda: file.resolve()})
     subject.precision = body["precision"]["weights"] if body and body.get("precision") else _foreign_precision(file)
     if before and before.model:
-        subject.answers = before.model
+        subject.answers = called = imaged(before.model, torch.zeros(1, *before.size))
         if body:
-            subject.raw, subject.answers = _unprepared(before.model, body), _answering(before.model, body)
+            subject.raw, subject.answers = _unprepared(before.model, body), _answering(called, body)
     return subject, takes if takes and not side else known
 
 

@@ -1,0 +1,38 @@
+"""Any network that images go into and one answer comes out of, as one that is called with a tensor and gives one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from normswap.models.calling import form
+from normswap.models.network_input import answer
+
+
+class Imaged(nn.Module):
+    """Images (N, C, H, W) -> the answer of `inner`, to which they go by name or as a list where it wants that."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.form = inner, form(inner)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return answer(self.form.of(images).call(self.inner))
+
+
+def imaged(model: nn.Module, x: Tensor | None = None) -> nn.Module:
+    """`model` itself where it is called so; given images, where it also gives one tensor for them.
+
+    Raises:
+        TraceError: it takes more than images.
+        OptionError: it gives no answer.
+        whatever the network raises on `x`.
+    """
+    own = form(model)
+    plain = len(own.args) == 1 and not own.kwargs and not own.listed
+    if x is None:
+        return model if plain else Imaged(model)
+    with torch.no_grad():
+        output = own.of(x).call(model)
+    answer(output)
+    return model if plain and isinstance(output, Tensor) else Imaged(model).train(model.training)
