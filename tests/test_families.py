@@ -49,7 +49,7 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, run(model, x)
 
 
-@crossed("arch, scheme", BRANCHES, SCHEMES, every=2, ids=named)
+@crossed("arch, scheme", BRANCHES, SCHEMES, every=4, ids=named)
 def test_exact(arch: str, scheme: tuple[str, dict[str, Any]]) -> None:
     model, x, reference = source(arch)
     planned, draft = step(model, scheme[0], **scheme[1])
