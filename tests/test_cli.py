@@ -368,6 +368,9 @@ def test_schemes(capfd: Capture) -> None:
     assert "arXiv" in bodies["skipinit"]["paper"]
     assert main(["schemes"]) == 0
     assert "--alpha (default match)" in capfd.readouterr().out
+    assert run_json(capfd, "schemes", "unfold", "skipinit") == [bodies["unfold"], bodies["skipinit"]]
+    assert main(["schemes", "skip-init"]) == 2
+    assert "skipinit" in capfd.readouterr().err
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
