@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")  # imports what takes long once, and forks
-_SERVER.set_forkserver_preload(["pytest", "hypothesis", "timm", "torchvision", "accelerate"])
+_SERVER.set_forkserver_preload([
+    "pytest", "hypothesis", "timm", "torchvision", "accelerate", "torch._dynamo", "torch.onnx", "onnxscript",
+    "onnxruntime", "matplotlib.figure", "optuna", "opacus", "transformers", "segmentation_models_pytorch",
+])  # fmt: skip
 _CODES = {0: 0, 1: 100}  # pytest's for tests that passed and failed; a process that breaks ends with 1, too
 LIMIT = 900  # seconds for the tests of one error: a test that then still runs has noticed
 _FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -93,6 +96,15 @@ def _run(place: Path, tests: list[str], said: Path) -> None:
     # plugins that are there already have nothing to be rewritten
     quiet = ["-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     sys.exit(_CODES.get(int(pytest.main(["-x", "-q", *quiet, *tests])), 2))
+
+
+def compile_all(place: Path) -> None:
+    """Write the byte code of package and tests. Later runs write none, and do not take that of a file that has changed:
+    files of the copy are as old as in the checkout, a planted one is new."""
+    env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
+    collect = ["pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    for words in (["compileall", "-q", "normswap"], collect):
+        subprocess.run([sys.executable, "-m", *words], cwd=place, env=env, stdout=subprocess.DEVNULL, check=True)
 
 
 def demand_the_copy(place: Path) -> None:
