@@ -45,7 +45,7 @@ sys.setprofile(None)
 print(json.dumps({"code": code, "first": first, "calls": sorted(calls)}), file=sys.stderr)
 """
 # Networks that run call what was hung on them: by way of models and layers, whatever their room.
-RUNNING = {"models/network_input.py", "layers/scalars.py"}
+RUNNING = {"models/calling.py", "layers/scalars.py"}
 
 
 def flow() -> list[tuple[str, str]]:
