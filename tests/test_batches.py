@@ -132,6 +132,32 @@ def test_a_fit_is_that_of_plain_tensors(
         assert done.report.kept == wanted.report.kept
 
 
+def resnet() -> nn.Module:
+    """transformers' own, called by name, its hidden states among what it gives."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    config = ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=5,
+        output_hidden_states=True,
+    )
+    net = ResNetForImageClassification(config).eval()
+    return lived_in(net, torch.randn(8, *SIZE, dtype=torch.float64)).float()
+
+
+def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
+    data = batches()
+    wanted = normswap.convert(resnet(), "groupnorm", inputs=data[0], calibrate=data)
+    calibrate = [{"pixel_values": x, "labels": LABELS} for x in data]
+    done = normswap.convert(resnet(), "groupnorm", inputs={"pixel_values": data[0]}, calibrate=calibrate)
+    for name, tensor in wanted.model.state_dict().items():
+        assert torch.equal(tensor, done.model.state_dict()[name]), name
+
+
 def grouped(net: Trunk) -> Trunk:
     for path in ("norm", "norm1", "norm2"):
         setattr(net, path, nn.GroupNorm(2, 8))

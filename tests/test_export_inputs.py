@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lived import lived_in
-from test_batches import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, scaled, trunk
+from test_batches import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, resnet, scaled, trunk
 from torch import Tensor, nn
 
 import normswap
@@ -20,23 +19,6 @@ from normswap.models.calling import named_tensors
 X = batches(1)[0]
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "torchscript": "ts", "pt2": "pt2"}
 FORMS = [pytest.param(form, marks=pytest.mark.slow if form == "pt2" else ()) for form in ENDINGS]
-
-
-def resnet() -> nn.Module:
-    """transformers' own, called by name, its hidden states among what it gives."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    torch.manual_seed(0)
-    config = ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        num_labels=5,
-        output_hidden_states=True,
-    )
-    net = ResNetForImageClassification(config).eval()
-    return lived_in(net, torch.randn(8, *SIZE, dtype=torch.float64)).float()
 
 
 NETWORKS: dict[str, tuple[Any, Any, list[str], list[str]]] = {

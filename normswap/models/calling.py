@@ -136,16 +136,19 @@ class Example:
         """What a batch is for a network that is called like this: the call, and the labels beside it, or None.
 
         Args:
-            batch: what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels. Where the
-                network takes a list of images, that list.
+            batch: what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
+                in a dict of keywords are labels, too, unless this call has some. Where the network takes a list of
+                images, that list.
         """
         if isinstance(batch, Example):
             return batch, None
         if isinstance(batch, Tensor):
             return self.of(batch), None
         if isinstance(batch, Mapping):
-            one = Example((batch,)) if self.args and isinstance(self.args[0], Mapping) else Example((), dict(batch))
-            return one, batch.get("labels")
+            labels = batch.get("labels")
+            if self.args and isinstance(self.args[0], Mapping):
+                return Example((batch,)), labels
+            return Example((), {name: batch[name] for name in batch if name != "labels" or name in self.kwargs}), labels
         if not isinstance(batch, list | tuple) or not batch:
             return Example((batch,)), None
         if self.listed and _is_listed(batch):
