@@ -317,6 +317,13 @@ class Picky(nn.Module):
         return self.norm(self.conv(x))
 
 
+def test_a_result_that_does_not_run_is_said_whatever_it_raises() -> None:
+    source, result = Picky().eval(), Picky().eval()
+    result.forward = {}.__getitem__  # type: ignore[method-assign]
+    with pytest.raises(VerificationError, match=r"the result does not run on .*"):
+        comparison.verify(source, result, torch.randn(2, 3, 32, 32))
+
+
 def test_sizes_that_the_source_does_not_take_are_left_out() -> None:
     torch.manual_seed(0)
     model = lived_in(Picky().eval(), torch.randn(4, 3, 32, 32)).float()
