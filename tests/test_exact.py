@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lived import batchnorms, distance, lived_in, run, step
 from test_laws import applied, skeleton, source
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 import normswap
 from normswap.errors import OptionError, RefusedError
@@ -238,6 +238,17 @@ def test_what_cannot_scale_its_weight_in_tune_mode_stops_no_other() -> None:
     assert "2.gamma" in dict(tuned.named_parameters())
     assert "1.weight" in dict(tuned.named_parameters()), "a transposed convolution leaves the norm in its seat"
     assert distance(run(model, x), run(tuned, x)) <= 1e-12
+
+
+def test_layers_without_a_norm_become_plain_too() -> None:
+    """Their weights are made anew at each step; folded, they are what was made."""
+    conv, head = parametrizations.weight_norm(nn.Conv2d(8, 8, 3)), parametrizations.spectral_norm(nn.Linear(8, 5))
+    parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    model = lived_in(nn.Sequential(*parts, head).eval(), x)
+    folded = to(model, "folded")
+    assert not any(parametrize.is_parametrized(module) for module in folded.modules())
+    assert distance(run(model, x), run(folded, x)) <= 1e-12
 
 
 def test_fixup_reset() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from normswap.errors import NormswapError, PlanError, VerificationError
 from normswap.graph import inspection
 from normswap.plan import Edit, Step, Take, Way
-from normswap.surgery import applying, carrying_out, comparison, conversion
+from normswap.surgery import applying, carrying_out, comparison, conversion, running
 from normswap.surgery.comparison import Error, Report
 
 Harm = Callable[[Any, Any], None]
@@ -315,6 +315,24 @@ class Picky(nn.Module):
         if x.shape[-1] != 32:
             raise KeyError(x.shape[-1])
         return self.norm(self.conv(x))
+
+
+def test_a_result_that_does_not_run_is_said_whatever_it_raises() -> None:
+    source, result = Picky().eval(), Picky().eval()
+    result.forward = {}.__getitem__  # type: ignore[method-assign]
+    with pytest.raises(VerificationError, match=r"the result does not run on .*"):
+        comparison.verify(source, result, torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize(("least", "sides"), [(0, [64, 97]), (65, [97]), (98, [128])])
+def test_noise_of_two_sizes_where_the_network_takes_the_first(least: int, sides: list[int]) -> None:
+    class Least(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[-1] < least:
+                raise ValueError(x.shape)
+            return super().forward(x)
+
+    assert [x.shape[-1] for x in running.noise(Least(3, 4, 3), (3, 128, 128))] == sides
 
 
 def test_sizes_that_the_source_does_not_take_are_left_out() -> None:

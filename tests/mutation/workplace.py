@@ -20,7 +20,8 @@ _SERVER.set_forkserver_preload([
     "pytest", "hypothesis", "timm", "torchvision", "accelerate", "torch._dynamo", "torch.onnx", "onnxscript",
     "onnxruntime", "matplotlib.figure", "optuna", "opacus", "transformers", "segmentation_models_pytorch",
 ])  # fmt: skip
-_CODES = {0: 0, 1: 100}  # pytest's for tests that passed and failed; a process that breaks ends with 1, too
+# of pytest's: passed; failed; a file that cannot be imported, or has no such test. A process that breaks ends with 1.
+_CODES = {0: 0, 1: 100, 2: 101, 4: 101}
 LIMIT = 900  # seconds for the tests of one error: a test that then still runs has noticed
 _FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -63,7 +64,7 @@ def outcome_of(place: Path, tests: Sequence[str], limit: float = LIMIT) -> Outco
     """Run some tests in the copy, up to the first that fails, in a process of their own.
 
     Raises:
-        SystemExit: they cannot be run: no such test, or a file that cannot be imported.
+        SystemExit: pytest itself broke.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "said"
@@ -78,7 +79,7 @@ def outcome_of(place: Path, tests: Sequence[str], limit: float = LIMIT) -> Outco
     found = _FIRST.search(text)
     if process.exitcode not in _CODES.values():
         raise SystemExit(f"{' '.join(tests)} cannot be run: {text[-300:].strip()}")
-    return Outcome(process.exitcode == _CODES[1], found.group(1) if found else "")
+    return Outcome(process.exitcode != _CODES[0], found.group(1) if found else "")
 
 
 def _run(place: Path, tests: list[str], said: Path) -> None:
