@@ -332,7 +332,7 @@ def test_noise_of_two_sizes_where_the_network_takes_the_first(least: int, sides:
                 raise ValueError(x.shape)
             return super().forward(x)
 
-    assert [x.shape[-1] for x in running.noise(Least(3, 4, 3), (3, 128, 128))] == sides
+    assert [x.images.shape[-1] for x in running.noise(Least(3, 4, 3), (3, 128, 128))] == sides
 
 
 def test_sizes_that_the_source_does_not_take_are_left_out() -> None:
