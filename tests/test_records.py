@@ -304,6 +304,17 @@ def test_frozen_norms_of_any_library(eps: float) -> None:
     assert not any(affine.is_batchnorm(module) for module in done.model.modules())
 
 
+@pytest.mark.parametrize("to", ["batchnorm", "tune", "affine", "groupnorm", "layernorm"])
+def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(), Frozen(eps=1e-3), nn.ReLU(), conv()).double()
+    done = normswap.convert(model, to, inputs=torch.randn(3, C, 8, 8, dtype=torch.float64))
+    assert done.report.passed
+    assert not any(isinstance(module, Frozen) for module in done.model.modules())
+    if to != "affine":
+        assert 1e-3 in {getattr(module, name, None) for module in done.model.modules() for name in ("eps", "norm_eps")}
+
+
 @pytest.mark.parametrize("twist", [F.relu, lambda y: y + 1e-3, lambda y: y * (1 + 1e-6)])
 def test_what_only_looks_like_a_norm_is_refused(twist: Any) -> None:
     norm = Frozen(twist)

@@ -133,14 +133,20 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
         return channel_norm.read(module)
     norm: Any = module
     mean, var = norm.running_mean.double(), norm.running_var.double()
-    eps = norm.eps if _was_read(module) or vouched is not None else unknown_norms.eps(module)
-    scale = torch.rsqrt(var + eps)
+    scale = torch.rsqrt(var + epsilon(norm))
     if unit_gamma:
         return scale, -mean * scale
     if norm.weight is not None:
         scale = scale * norm.weight.detach().double()
     shift = -mean * scale
     return scale, shift if norm.bias is None else shift + norm.bias.detach().double()
+
+
+def epsilon(norm: nn.Module) -> float:
+    """What a BatchNorm for which `refusal` is None adds to the variance; some name it nowhere but in their forward."""
+    one: Any = norm
+    found: Any = one.eps if _was_read(norm) or known(norm) is not None else unknown_norms.eps(norm)
+    return found
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
