@@ -92,7 +92,7 @@ def _observe(model: nn.Module, norms: Mapping[str, nn.Module]) -> dict[str, Seen
                     for i in range(COUNT // BATCH):
                         model(pink(BATCH, size, i).to(like))
                     break
-                except (RuntimeError, ValueError, TypeError, AssertionError):  # not of that size, or no images at all
+                except Exception:  # whatever the network raises: not of that size, or it takes no images at all
                     found.clear()
     finally:
         for handle in handles:
