@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import TraceError
 from normswap.graph import inspection
+from normswap.graph.spelling import after
 from normswap.layers import affine, unknown_norms
 from normswap.surgery import applying
 
@@ -277,6 +278,30 @@ def test_a_forward_that_makes_float32() -> None:
     done = normswap.convert(model, "folded")
     assert done.report.logits[0].precision == "float64"
     assert done.report.passed
+
+
+class Reuses(nn.Module):
+    """What is made after a tensor that was written to is gone may get the memory of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        for place in range(16):
+            written = y * 2
+            written.add_(1)
+            del written
+            table = torch.zeros(16)
+            table[place] = 1
+            y = y * table.sum()
+        return y
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_written_there() -> None:
+    traced = inspection.inspect(Reuses(), torch.randn(2, C, 8, 8)).traced
+    assert not [node for node in traced.nodes if node.target is after]
 
 
 class Frozen(nn.Module):
