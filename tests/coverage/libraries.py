@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -129,6 +129,13 @@ def there(library: str) -> bool:
     return importlib.util.find_spec(library) is not None
 
 
+def preload(chosen: Iterable[str]) -> None:
+    """Import the libraries of these networks once, before a process is made for each of them."""
+    modules = {"smp": "segmentation_models_pytorch"}
+    for library in {name.partition(":")[0] for name in chosen}:
+        importlib.import_module(modules.get(library, library))
+
+
 def names() -> Iterator[str]:
     """All that can be built here."""
     if there("torchvision"):
@@ -187,13 +194,13 @@ def _torchvision(name: str) -> Built:
     if "optical_flow" in room:
         return models.get_model(name, weights=None), (_images(3, 128, 128) * 2 - 1, _images(3, 128, 128) * 2 - 1)
     if "segmentation" in room:
-        return models.get_model(name, weights=None, weights_backbone=None), _images(3, 96, 96)
+        return models.get_model(name, weights=None, weights_backbone=None), _images(3, 64, 64)
     if "video" in room:
-        side = 224 if any(word in name for word in ("vit", "swin", "s3d")) else 112
-        return models.get_model(name, weights=None), _images(3, 16, side, side, count=1)
+        side, frames = (224, 16) if any(word in name for word in ("vit", "swin", "s3d")) else (64, 8)
+        return models.get_model(name, weights=None), _images(3, frames, side, side, count=1)
     with torch.device("meta"):
         sketch = models.get_model(name, weights=None)
-    side = 299 if "inception" in name else 224 if "maxvit" in name else 96
+    side = 128 if "inception" in name else 224 if "maxvit" in name else 64
     if not norms(sketch):
         return sketch, _images(3, side, side)
     if sum(p.numel() for p in sketch.parameters()) > LARGEST:
@@ -205,14 +212,14 @@ def _smp(name: str) -> Built:
     import segmentation_models_pytorch as smp
 
     arch, encoder = name.split(":")
-    side = 224 if "vit_" in encoder else 128
+    side = 224 if "vit_" in encoder else 128 if arch == "PAN" else 64  # the least it takes
     return getattr(smp, arch)(encoder, encoder_weights=None, classes=4), _images(3, side, side)
 
 
 def _ultralytics(name: str) -> Built:
     from ultralytics import YOLO
 
-    return YOLO(f"{name}.yaml", verbose=False).model, _images(3, 128, 128)
+    return YOLO(f"{name}.yaml", verbose=False).model, _images(3, 64, 64)
 
 
 def _transformers(name: str) -> Built:

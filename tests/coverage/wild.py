@@ -185,10 +185,11 @@ def main() -> int:
     kept = Kept(ROOT / "runs" / "wild.jsonl")
     listed = list(libraries.names())
     chosen = [name for name in listed if any(fnmatch.fnmatchcase(name, glob) for glob in args.names)]
-    for name in () if args.table else chosen:
-        if args.redo or (name,) not in kept.rows:
-            row = kept.add((name,), **apart(name, args.timeout))
-            print({key: value for key, value in row.items() if key not in ("remarks", "commit")}, flush=True)
+    todo = [] if args.table else [name for name in chosen if args.redo or (name,) not in kept.rows]
+    libraries.preload(todo)
+    for name in todo:
+        row = kept.add((name,), **apart(name, args.timeout))
+        print({key: value for key, value in row.items() if key not in ("remarks", "commit")}, flush=True)
     rows = [row for (name,), row in kept.rows.items() if name in listed]
     about = (__doc__ or "").partition("In float64")
     (HERE / "wild.md").write_text(table(rows, listed, "".join(about[1:]).strip(), "python tests/coverage/wild.py"))
