@@ -29,7 +29,7 @@ def table(rows: Sequence[Row], listed: Sequence[str], about: str, command: str) 
     lines += [
         _library(name, names, [row for row in rows if library(_name(row)) == name]) for name, names in owners.items()
     ]
-    head = ("network", "norms", "status", "error", "affines left", "seconds", "groupnorm", "its relative L2",
+    head = ("network", "norms", "status", "error", "strays", "affines left", "seconds", "groupnorm", "its relative L2",
             "its seconds", "why")  # fmt: skip
     lines += ["", _cells(head), "|" + len(head) * "---|"]
     lines += [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
@@ -64,9 +64,11 @@ def _library(name: str, listed: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _network(row: Row) -> str:
     other: Row = row.get("approximate", {})
+    strays = f"{row['straying']:.0e}" if "straying" in row else ""
     why = "; ".join(part["why"] for part in (row, other) if part.get("why"))
     return _cells((
-        _name(row), row.get("norms", ""), row["status"], _size(row), row.get("affines", ""), row.get("seconds", ""),
+        _name(row), row.get("norms", ""), row["status"], _size(row), strays, row.get("affines", ""),
+        row.get("seconds", ""),
         other.get("status", ""), _size(other), other.get("seconds", ""), why.replace("|", "/"),
     ))  # fmt: skip
 
