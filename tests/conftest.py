@@ -20,7 +20,6 @@ SKIPS = {
     r"could not import '(einops|flwr|monai|open_clip|ultralytics)'": "not in the test extra",
     r"npm is not installed|npm cannot fetch onnxruntime-web": "a browser's runtime is no Python package",
     r"ultralytics.* is not installed": "AGPL, and in no extra",
-    r"the scheme does not fit the network": "refused, as test_schemes says",
 }
 
 

@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 
+def named(row: Any) -> str:
+    """The name of a row: itself, or what it begins with."""
+    return row if isinstance(row, str) else str(row[0])
+
+
 def sampled(rows: Iterable[Any], every: int) -> list[Any]:
     """The rows of a table, one in `every` of which is not slow."""
     return [pytest.param(row, marks=[pytest.mark.slow] * bool(i % every)) for i, row in enumerate(rows)]

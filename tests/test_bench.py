@@ -119,6 +119,7 @@ def test_figures_of_a_row() -> None:
 # --- on the command line ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_table_picture_and_json(here: Path, capfd: Capture) -> None:
     body = run_json(
         capfd, MODEL, "--batch", "2", "--runtime", "eager,fuse,torchscript,onnxruntime,openvino",

@@ -150,6 +150,9 @@ def test_what_float32_left_below_zero_is_lifted() -> None:
     assert kernel.damp.flatten().tolist() == pytest.approx([1e-2 * one, 1e-4 * two])
     again = kernel.factor @ kernel.factor.transpose(1, 2)
     assert torch.allclose(again, covariance + kernel.damp * torch.eye(64))
+    covariance[1, 3, 5] = covariance[1, 5, 3] = torch.nan  # no ridge mends that
+    with pytest.raises(torch.linalg.LinAlgError):
+        least_squares.Kernel.of(covariance, 1e-4)
 
 
 def test_the_ridge_follows_the_data() -> None:

@@ -25,6 +25,7 @@ from normswap.training import filter_means
 from normswap.training.augmenting import Augment
 from normswap.training.objective import Objective, Teacher
 from normswap.training.optimizing import Clip, Clipping, Optim, Rate, Schedule, optimizer
+from normswap.training.progress_records import Moment
 from normswap.training.recipe import Anneal, Data, Distill, Recipe
 from normswap.training.training_images import Order, Seeded, Share, Training, drawn_by, places, transform
 
@@ -52,6 +53,17 @@ def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch
         assert size % 2 or all(
             mirror[at] == other for part in parts for at, other in zip(part, part[::-1], strict=True)
         )
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_updates(images: Path, tmp_path: Path) -> None:
+    """One batch is an epoch, and weights hardly move: in each epoch the same loss, told on the way and in the row."""
+    plan = recipe(images, data={"batch_size": 40}, optim={"lr": 1e-9}, train={"epochs": 3})
+    told: list[Moment] = []
+    result = train(network(), plan, tmp_path / "run", progress=told.append)
+    losses = [row["train_loss"] for row in result.rows if row["train_loss"] is not None]
+    assert len(losses) == 3
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert [moment.loss for moment in told] == pytest.approx(losses)
 
 
 def test_an_epoch_has_each_image_once_and_the_next_has_another_order() -> None:

@@ -230,6 +230,16 @@ def test_frozen_is_frozen_and_tune_is_half() -> None:
     assert "layer1.0.conv1.gamma" in dict(tuned.named_parameters())
 
 
+def test_what_cannot_scale_its_weight_in_tune_mode_stops_no_other() -> None:
+    up = nn.ConvTranspose2d(4, 4, 3)
+    model = nn.Sequential(up, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    x = torch.randn(4, 4, 8, 8, dtype=torch.float64)
+    tuned = to(lived_in(model, x), "tune")
+    assert "2.gamma" in dict(tuned.named_parameters())
+    assert "1.weight" in dict(tuned.named_parameters()), "a transposed convolution leaves the norm in its seat"
+    assert distance(run(model, x), run(tuned, x)) <= 1e-12
+
+
 def test_fixup_reset() -> None:
     """The last convolution of each branch and the classifier are 0; the others are scaled by L^(-1/(2m-2))."""
     model, x, _ = source("resnet18")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed, sampled
+from crossed import crossed, named, sampled
 from lived import batchnorms, distance, lived_in, run, step
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, run(model, x)
 
 
-@crossed("arch, scheme", BRANCHES, SCHEMES, every=2, ids=lambda row: row if isinstance(row, str) else row[0])
+@crossed("arch, scheme", BRANCHES, SCHEMES, every=4, ids=named)
 def test_exact(arch: str, scheme: tuple[str, dict[str, Any]]) -> None:
     model, x, reference = source(arch)
     planned, draft = step(model, scheme[0], **scheme[1])

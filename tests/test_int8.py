@@ -66,6 +66,7 @@ def test_it_goes_with_other_options(options: dict[str, Any], tmp_path: Path) -> 
     assert done.figures.relative_l2 < 0.2
 
 
+@pytest.mark.slow
 def test_openvino(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     done = made(tmp_path / "net.xml", sensitive=1)

@@ -141,6 +141,16 @@ def test_what_held_out_images_say() -> None:
     assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
 
 
+def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
+    """Not those of other groups, nor of an image of one channel."""
+    convs = [nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=4), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 3)]
+    parts = [part for conv in convs for part in (conv, nn.BatchNorm2d(8), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+    planned, _ = conversion.draft(inspect(model, torch.randn(2, 1, 16, 16)), "nf", stem="fit")
+    assert {edit.path: edit.args["mean"] for edit in planned.edits if "mean" in edit.args} == {
+        "0": False, "3": False, "6": True, "9": False}  # fmt: skip
+
+
 def test_the_table_speaks_of_the_kind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told = expected.without_images(Kind.DEPTHWISE, "groupnorm", {})
     assert told is not None

@@ -31,9 +31,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "seresnet18": {"channels": (8, 16, 24, 32)},
     "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
 }
-everywhere = crossed("arch, row", NARROW, ROWS, every=3)
-exact_everywhere = crossed("arch, row", NARROW, EXACT, every=3)
-at_length = crossed("arch, row", NARROW, EXACT, every=6)  # for laws that convert many times
+everywhere = crossed("arch, row", NARROW, ROWS, every=6)
+exact_everywhere = crossed("arch, row", NARROW, EXACT, every=6)
 architectures = pytest.mark.parametrize("arch", NARROW)
 
 
@@ -213,7 +212,7 @@ def test_a_second_fold_refuses(arch: str) -> None:
         conversion.draft(inspection.inspect(folded), "folded")
 
 
-@at_length
+@exact_everywhere
 def test_conversions_chain(arch: str, row: Row) -> None:
     """From any exact scheme to any other: still the source's function, and folding gives back the folded structure."""
     own = case(arch, row)
@@ -226,7 +225,7 @@ def test_conversions_chain(arch: str, row: Row) -> None:
         assert distance(own.reference, run(result, own.x)) <= 1e-12
 
 
-@at_length
+@exact_everywhere
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
     result = twin(arch, row)

@@ -163,6 +163,7 @@ def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     run("evaluate", "a", "--data", "images")
 
 
+@pytest.mark.slow
 def test_outputs_in_a_dict(here: Path, run: Run, fails: Run) -> None:
     build = torchvision.models.get_model_builder("deeplabv3_mobilenet_v3_large")
     torch.save(build(weights=None, weights_backbone=None, aux_loss=True).state_dict(), "w.pth")

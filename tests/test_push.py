@@ -87,6 +87,7 @@ def test_what_timm_builds_timm_loads(
         ("read-only", "me/small", "a token that may write"),
         ("500", "me/small", "answers 500"),
         ("ok", "a b/c", "not a name on the hub"),
+        ("ok", "demo", "'demo' is not a name on the hub. Write it as owner/name"),
     ],
 )
 def test_what_the_hub_does_not_take_is_one_line(

@@ -162,6 +162,16 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
         assert distance(outputs(model, value), outputs(result, value)) <= EXACT
 
 
+@pytest.mark.parametrize("passing", [nn.Identity(), nn.Dropout(0.5).eval()], ids=lambda m: type(m).__name__)
+def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
+    """It returns the tensor that it was given: who reads that elsewhere reads what made it."""
+    model = net(lambda m, x: m.passing(y := m.conv(x)) + m.bn(y), **ONE, passing=passing)().eval()
+    graph = inspection.inspect(model, torch.randn(2, C, 7, 7)).traced.graph
+    reads = {str(node.target): [str(one) for one in node.all_input_nodes] for node in graph.nodes}
+    assert reads["bn"] == ["conv"]
+    assert reads["passing"] == ["conv"]
+
+
 def test_norms_that_are_no_modules_are_said() -> None:
     model, _ = build(next(case for case in CASES if case.name == "buffers used directly"))
     assert inspection.inspect(model).refusals == (("", "forward calls batch_norm itself, on what nobody can replace"),)

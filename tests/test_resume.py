@@ -164,6 +164,7 @@ def killed_at_random(images: Path, out: Path, after: float) -> None:
     subprocess.run([*words, "--resume", "auto"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_sigkill(images: Path, whole: Path, tmp_path: Path) -> None:
     killed_at_random(images, tmp_path / "cut", 0.3)
     assert same(whole, tmp_path / "cut")
@@ -186,6 +187,7 @@ def spawn(images: Path, out: Path, parts: dict[str, Any], *words: object, scheme
     subprocess.run(whole, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(images: Path, tmp_path: Path) -> None:
     """In float64, so that only the order of additions differs. Mixup, EMA, accumulation and clipping as well."""
     parts = {**BUSY, "train": {**BUSY["train"], "accumulate": 2}, "data": {**BUSY["data"], "batch_size": 16}}

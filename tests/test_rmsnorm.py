@@ -188,6 +188,35 @@ def test_refused_with_path_and_reason(name: str) -> None:
         draft(inspect(model), "rmsnorm")
 
 
+class Within(nn.Module):
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.other = nn.Identity()  # without a child it would be a layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, -1) if self.inner is None else self.inner(x)
+
+
+class Reader(nn.Module):
+    """A function deep inside reads the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.a = Within(Within(Within(None)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.linear(x)
+        read: Tensor = self.head(self.norm(stream)) + self.a(stream)
+        return read
+
+
+def test_a_function_is_named_by_the_module_that_calls_it() -> None:
+    with pytest.raises(RefusedError, match=r"softmax in a\.inner\.inner reads it too, and needs its mean"):
+        normswap.convert(Reader(), "rmsnorm", inputs=torch.randn(2, 8))
+
+
 def test_swin_would_be_wrong() -> None:
     """Why it is refused: four tokens that are centred one by one are not what the merging norm centres together."""
     norm = nn.LayerNorm(8, elementwise_affine=False).double()

@@ -14,6 +14,9 @@ from torch import nn
 
 import normswap
 from normswap.analysis import summary
+from normswap.folding.draft import Draft
+from normswap.graph.inspection import inspect
+from normswap.schemes.parts import norm_sites
 
 SIZE = (3, 33, 33)
 
@@ -45,6 +48,22 @@ def test_every_scheme(arch: str, row: Row) -> None:
             assert torch.allclose(torch.tensor(found[path]), torch.tensor(spans), atol=1e-6)
         else:
             assert found[path] == spans
+
+
+def test_parts_of_a_chain_are_at_the_site_of_the_norm() -> None:
+    model, x, _ = lived("resnet18")
+    anatomy = inspect(normswap.convert(model, "folded", inputs=x).model, x)
+    for path in ("bn1", "layer1.0.bn2"):
+        assert {norm_sites.site_of(anatomy, f"{path}{end}") for end in ("", ".inner", ".then", ".inner.then")} == {path}
+    assert norm_sites.site_of(anatomy, "inner") == ""
+
+
+def test_a_seat_is_vacant_when_the_draft_says_so() -> None:
+    model, x, _ = lived("resnet18")
+    draft = Draft(inspect(model, x))
+    draft.seat("bn1", "WeightNorm")
+    draft.vacate("layer1.0.bn1")
+    assert [draft.vacated(path) for path in ("bn1", "layer1.0.bn1", "layer1.0.bn2")] == [False, True, False]
 
 
 def test_a_long_way_and_the_disk(tmp_path: Path) -> None:

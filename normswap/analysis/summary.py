@@ -6,7 +6,7 @@ import dataclasses
 import inspect as python
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -170,21 +170,32 @@ def of_report(report: Report) -> Body:
     return body
 
 
-def of_schemes() -> Iterator[Body]:
-    """Every scheme: what it is, where it is from, its options."""
-    for name in schemes.names():
-        scheme = schemes.get(name)
-        options = scheme.options
-        yield {
-            "name": name,
-            "summary": scheme.summary,
-            "paper": scheme.paper,
-            "options": options,
-            "exact_only_with": [option for option in options if not scheme.is_exact({**options, option: "another"})],
-            "exact": scheme.is_exact(options),
-        }
+def of_schemes(names: Sequence[str] = ()) -> Iterator[Body]:
+    """What schemes are, where they are from, their options: those of these names, or every one.
+
+    Raises:
+        OptionError: there is no scheme of a name.
+    """
+    for name in names or [*schemes.names(), "unfold"]:
+        yield _unfold() if name == "unfold" else _scheme(name)
+
+
+def _scheme(name: str) -> Body:
+    scheme = schemes.get(name)
+    options = scheme.options
+    return {
+        "name": name,
+        "summary": scheme.summary,
+        "paper": scheme.paper,
+        "options": options,
+        "exact_only_with": [option for option in options if not scheme.is_exact({**options, option: "another"})],
+        "exact": scheme.is_exact(options),
+    }
+
+
+def _unfold() -> Body:
     first = (python.getdoc(unfolding) or "").split("\n")[0]
-    yield {"name": "unfold", "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}
+    return {"name": "unfold", "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}
 
 
 def plain(value: Any) -> Any:

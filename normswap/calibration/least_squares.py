@@ -167,13 +167,17 @@ class Kernel:
     @classmethod
     def of(cls, covariance: Tensor, ridge: float) -> Kernel:
         """Of a covariance (G, f, f). Where sums in float32 left it further below zero than the ridge lifts it (wide
-        patches that go together), the group's ridge is ten times as large, and again."""
+        patches that go together), the group's ridge is ten times as large, and again.
+
+        Raises:
+            torch.linalg.LinAlgError: a number in it is not finite.
+        """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
         while True:
             kernel = covariance.clone()
             kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
-            factor, failed = torch.linalg.cholesky_ex(kernel)
-            if not failed.any() or not bool(torch.isfinite(kernel).all()):
+            factor, failed = torch.linalg.cholesky_ex(kernel, check_errors=not bool(torch.isfinite(kernel).all()))
+            if not failed.any():
                 return cls(factor, damp)
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
 

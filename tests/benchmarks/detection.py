@@ -9,7 +9,6 @@ choose nothing. What is measured is kept, a line each, in runs/detection.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 import time
@@ -19,13 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import circumstances
 import onnx
 import onnxruntime
 import torch
 import torchvision
 from canvases import CLASSES, NETWORK, SIDE, Canvases, canvases
-from kept import Kept, Row
+from kept import Kept, Row, arguments
 from schemes_table import NETWORKS, ROOT
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN
@@ -33,6 +31,7 @@ from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.rpn import AnchorGenerator
 from torchvision.ops import box_iou
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from tuning import Tuning
 
 import normswap
 from normswap.storage.checkpoint import open_model
@@ -42,6 +41,7 @@ BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 100, 300
 FROZEN, FOLDED = "FrozenBatchNorm2d", "the same, folded"
 WAYS = ("BatchNorm2d", FROZEN, FOLDED)
 EXPORTED, ROUNDS = 100, 20
+TUNING = Tuning(RATES, SEEDS, "found")
 HOW = f"""
 `FasterRCNN` of torchvision on the ResNet of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10
 objects each ({" or ".join(CLASSES[1:])}); {UPDATES} updates of {BATCH} images, AdamW, one cycle,
@@ -179,41 +179,31 @@ def timed(runs: dict[str, Callable[[Tensor], Any]], pictures: list[Tensor]) -> d
     return {said: sorted(values)[len(values) // 2] for said, values in seen.items()}
 
 
-def best(tried: list[Row]) -> float:
-    return float(max(tried, key=lambda row: row["found"])["lr"])
-
-
 def measure(kept: Kept, write: Callable[[], None]) -> None:
     """What is not kept yet."""
     train_set, test = canvases("train", TRAINED + HELD_OUT, seed=0), canvases("test", TESTED, seed=1)
     known, held_out = train_set.part(slice(TRAINED)), train_set.part(slice(TRAINED, None))
 
-    def run(said: str, lr: float, seed: int, updates: int, on: Canvases) -> Row:
+    def run(updates: int, on: Canvases, said: str, lr: float, seed: int) -> Row:
         model, losses = train(said, lr, seed, updates, known)
         first, last = (sum(part) / 100 for part in (losses[:100], losses[-100:]))
-        return {"lr": lr, "first": first, "last": last, "found": found(model, on)}
+        return {"first": first, "last": last, "found": found(model, on)}
 
-    for said in WAYS:
-        tried = [kept.get((said, "trial", str(lr)), functools.partial(run, said, lr, SEEDS[0], TRIAL, held_out))
-                 for lr in RATES]  # fmt: skip
-        for seed in SEEDS:
-            kept.get((said, "test", str(seed)), functools.partial(run, said, best(tried), seed, UPDATES, test))
-            write()
-    lr = kept.rows[FROZEN, "test", str(SEEDS[0])]["lr"]
+    trial, final = functools.partial(run, TRIAL, held_out), functools.partial(run, UPDATES, test)
+    TUNING.measure(kept, WAYS, trial, final, write)
+    lr = TUNING.runs(kept, FROZEN)[0]["lr"]
     kept.get(("shipped",), lambda: ship(known, lr, test))
 
 
 def trained_table(kept: Kept) -> list[str]:
-    lines, trials = ["| norms | lr | training loss | found |", "|---|---|---|---|"], []
+    lines = ["| norms | lr | training loss | found |", "|---|---|---|---|"]
     for said in WAYS:
-        runs = [row for seed in SEEDS if (row := kept.rows.get((said, "test", str(seed))))]
-        tried = [row for lr in RATES if (row := kept.rows.get((said, "trial", str(lr))))]
-        trials.append(f"- {said}: " + ", ".join(f"{row['found']:.1f} (lr {row['lr']:g})" for row in tried))
-        if len(runs) == len(SEEDS):
-            first, last, share = (sum(row[what] for row in runs) / len(runs) for what in ("first", "last", "found"))
-            each = ", ".join(f"{row['found']:.1f}" for row in runs)
-            lines.append(f"| {said} | {runs[0]['lr']:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |")
-    return [*lines, "", "Held-out share of each learning rate, from which it was chosen:", "", *trials]
+        if runs := TUNING.runs(kept, said):
+            first, last, share = (TUNING.mean(runs, what) for what in ("first", "last", "found"))
+            lr, each = runs[0]["lr"], TUNING.each(runs)
+            lines.append(f"| {said} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |")
+    said = "Held-out share of each learning rate, from which it was chosen:"
+    return [*lines, "", said, "", *TUNING.tried(kept, WAYS)]
 
 
 def shipped_lines(row: Row) -> list[str]:
@@ -230,20 +220,14 @@ def shipped_lines(row: Row) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    given = parser.parse_args()
+    given = arguments(__doc__).parse_args()
     kept = Kept(ROOT / "runs" / "detection.jsonl", fresh=given.fresh)
 
     def write() -> None:
-        command = f"python tests/benchmarks/detection.py -o {given.output}"
-        at = f"Measured at commit {', '.join(dict.fromkeys(str(row['commit']) for row in kept.rows.values()))};"
-        made = f"torchvision {torchvision.__version__}, onnxruntime {onnxruntime.__version__}."
+        made = f"torchvision {torchvision.__version__}, onnxruntime {onnxruntime.__version__}"
         shipped = kept.rows.get(("shipped",))
-        lines = [*circumstances.lines(command, "cpu"), f"{at} {made}", HOW, *trained_table(kept)]
-        lines += shipped_lines(shipped) if shipped else []
-        given.output.write_text("\n".join(["# Detection with two images per update", "", *lines]) + "\n")
+        lines = [HOW, *trained_table(kept), *(shipped_lines(shipped) if shipped else [])]
+        kept.write(given.output, "Detection with two images per update", lines, made)
 
     measure(kept, write)
     write()

@@ -11,15 +11,12 @@ kept, a line each, in runs/federated.jsonl, and a second call measures what is m
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
-import circumstances
 import numpy as np
 from federated_clients import (
     ALPHA,
@@ -46,7 +43,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from kept import Kept, Row
+from kept import Kept, Row, arguments
 from schemes_table import ROOT
 
 SEEDS, RATES, TRIAL, ROUNDS, SHOWN = (0, 1), (0.01, 0.03, 0.1, 0.3), 2, 6, (0, 1, 2, 4, 6)
@@ -159,21 +156,16 @@ def table(kept: Kept) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
+    parser = arguments(__doc__)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="measure these now")
-    parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "federated.jsonl", fresh=given.fresh)
     for shift in SHIFTS:
         prepare(shift)
 
     def write() -> None:
-        command = f"python tests/benchmarks/federated.py -o {given.output}"
-        at = f"Measured at commit {', '.join(dict.fromkeys(str(row['commit']) for row in kept.rows.values()))};"
         made = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray"))
-        head = ["# Federated training with Flower", "", *circumstances.lines(command, "cpu"), f"{at} {made}."]
-        given.output.write_text("\n".join([*head, HOW, *table(kept)]) + "\n")
+        kept.write(given.output, "Federated training with Flower", [HOW, *table(kept)], made)
 
     server = ServerApp()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,18 @@ class Kept:
     def get(self, key: Key, measure: Callable[[], Row]) -> Row:
         """The row of `key`, measured if there is none."""
         return self.rows[key] if key in self.rows else self.add(key, **measure())
+
+    def write(self, output: Path, title: str, lines: Iterable[str], made: str = "") -> None:
+        """A table's file: what was measured where, with what (`made`: libraries and their versions), then `lines`."""
+        command = f"python tests/benchmarks/{self.file.stem}.py -o {output}"
+        commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in self.rows.values()))
+        at = f"Measured at commit {commits}{made and '; '}{made}."
+        output.write_text("\n".join([f"# {title}", "", *circumstances.lines(command, "cpu"), at, *lines]) + "\n")
+
+
+def arguments(said: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark that says this of itself."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    return parser

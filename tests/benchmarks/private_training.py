@@ -10,18 +10,15 @@ runs/private_training.jsonl, and the table is written anew after each run.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import circumstances
 import recalibrate
 import torch
 import torch.nn.functional as F
-from kept import Kept
+from kept import Kept, arguments
 from schemes_table import NETWORKS, ROOT, SHARED, opacus
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -159,18 +156,12 @@ def refused(kept: Kept, said: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    given = parser.parse_args()
+    given = arguments(__doc__).parse_args()
     warnings.simplefilter("ignore")  # opacus': no secure random numbers, hooks on inputs without gradient
     kept = Kept(ROOT / "runs" / "private_training.jsonl", fresh=given.fresh)
 
     def write() -> None:
-        command = f"python tests/benchmarks/private_training.py -o {given.output}"
-        at = f"Measured at commit {', '.join(dict.fromkeys(str(row['commit']) for row in kept.rows.values()))}."
-        head = ["# Private training with Opacus", "", *circumstances.lines(command, "cpu"), at, "", *HOW]
-        given.output.write_text("\n".join([*head, *table(kept)]) + "\n")
+        kept.write(given.output, "Private training with Opacus", ["", *HOW, *table(kept)])
 
     measure(kept, write)
     write()

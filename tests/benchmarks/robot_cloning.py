@@ -10,18 +10,15 @@ kept, a line each, in runs/robot_cloning.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import circumstances
 import torch
 import torch.nn.functional as F
-from kept import Kept, Row
+from kept import Kept, Row, arguments
 from robot_policy import SIZE, encoder, replaced
 from robot_task import SIDE, STEPS, Task, demonstrations
 from schemes_table import NETWORKS, ROOT
@@ -202,17 +199,11 @@ def table(kept: Kept) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    given = parser.parse_args()
+    given = arguments(__doc__).parse_args()
     kept = Kept(ROOT / "runs" / "robot_cloning.jsonl", fresh=given.fresh)
 
     def write() -> None:
-        command = f"python tests/benchmarks/robot_cloning.py -o {given.output}"
-        at = f"Measured at commit {', '.join(dict.fromkeys(str(row['commit']) for row in kept.rows.values()))}."
-        head = ["# A cloned policy by its encoder", "", *circumstances.lines(command, "cpu"), at, "", *HOW]
-        given.output.write_text("\n".join([*head, *table(kept)]) + "\n")
+        kept.write(given.output, "A cloned policy by its encoder", ["", *HOW, *table(kept)])
 
     measure(kept, write)
     write()

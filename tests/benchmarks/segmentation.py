@@ -10,27 +10,26 @@ was chosen on. What is measured is kept, a line each, in runs/segmentation.jsonl
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import circumstances
 import segmentation_models_pytorch as smp
 import torch
 import torch.nn.functional as F
 from canvases import CLASSES, NETWORK, SIDE, Canvases, canvases
-from kept import Kept, Row
+from kept import Kept, Row, arguments
 from robot_policy import replaced
 from schemes_table import NETWORKS, ROOT
 from torch import Tensor, nn
+from tuning import Tuning
 
 import normswap
 from normswap.storage.checkpoint import open_model
 
 TRAINED, HELD_OUT, TESTED = 600, 100, 300
 BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 200, 600, (0, 1)
+TUNING = Tuning(RATES, SEEDS, "iou")
 HOW = f"""
 `smp.Unet` with the encoder of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10 objects each,
 of three classes ({", ".join(CLASSES)}); {UPDATES} updates of {BATCH} images, AdamW, one cycle,
@@ -135,54 +134,36 @@ def mean_iou(model: nn.Module, pictures: Canvases) -> float:
     return 100 * float((hits / (table.sum(0) + table.sum(1) - hits)).mean())
 
 
-def best(tried: list[Row]) -> float:
-    """The learning rate that the held-out pictures choose."""
-    return float(max(tried, key=lambda row: row["iou"])["lr"])
-
-
 def measure(kept: Kept, write: Callable[[], None]) -> None:
     """Every trial and every run that is not kept yet."""
     train_set, test = canvases("train", TRAINED + HELD_OUT, seed=0), canvases("test", TESTED, seed=1)
     known, held_out = train_set.part(slice(TRAINED)), train_set.part(slice(TRAINED, None))
 
-    def run(way: Way, lr: float, seed: int, updates: int, on: Canvases) -> Row:
-        model, loss = train(way, lr, seed, updates, known)
-        return {"lr": lr, "loss": loss, "iou": mean_iou(model, on)}
+    def run(updates: int, on: Canvases, said: str, lr: float, seed: int) -> Row:
+        model, loss = train(WAYS[said], lr, seed, updates, known)
+        return {"loss": loss, "iou": mean_iou(model, on)}
 
-    for said, way in WAYS.items():
-        tried = [kept.get((said, "trial", str(lr)), functools.partial(run, way, lr, SEEDS[0], TRIAL, held_out))
-                 for lr in RATES]  # fmt: skip
-        for seed in SEEDS:
-            kept.get((said, "test", str(seed)), functools.partial(run, way, best(tried), seed, UPDATES, test))
-            write()
+    trial, final = functools.partial(run, TRIAL, held_out), functools.partial(run, UPDATES, test)
+    TUNING.measure(kept, WAYS, trial, final, write)
 
 
 def table(kept: Kept) -> list[str]:
-    lines, trials = ["| norms | lr | training loss | mean IoU |", "|---|---|---|---|"], []
+    lines = ["| norms | lr | training loss | mean IoU |", "|---|---|---|---|"]
     for said in WAYS:
-        runs = [row for seed in SEEDS if (row := kept.rows.get((said, "test", str(seed))))]
-        tried = [row for lr in RATES if (row := kept.rows.get((said, "trial", str(lr))))]
-        trials.append(f"- {said}: " + ", ".join(f"{row['iou']:.1f} (lr {row['lr']:g})" for row in tried))
-        if len(runs) == len(SEEDS):
-            loss, iou = (sum(row[what] for row in runs) / len(runs) for what in ("loss", "iou"))
-            each = ", ".join(f"{row['iou']:.1f}" for row in runs)
-            lines.append(f"| {said} | {runs[0]['lr']:g} | {loss:.2f} | {iou:.1f} ({each}) |")
-    return [*lines, "", "Held-out mean IoU of each learning rate, from which it was chosen:", "", *trials]
+        if runs := TUNING.runs(kept, said):
+            loss, iou = TUNING.mean(runs, "loss"), TUNING.mean(runs, "iou")
+            lines.append(f"| {said} | {runs[0]['lr']:g} | {loss:.2f} | {iou:.1f} ({TUNING.each(runs)}) |")
+    said = "Held-out mean IoU of each learning rate, from which it was chosen:"
+    return [*lines, "", said, "", *TUNING.tried(kept, WAYS)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    given = parser.parse_args()
+    given = arguments(__doc__).parse_args()
     kept = Kept(ROOT / "runs" / "segmentation.jsonl", fresh=given.fresh)
 
     def write() -> None:
-        command = f"python tests/benchmarks/segmentation.py -o {given.output}"
-        at = f"Measured at commit {', '.join(dict.fromkeys(str(row['commit']) for row in kept.rows.values()))};"
         made = f"segmentation_models_pytorch {smp.__version__}"
-        head = ["# Segmentation with two images per update", "", *circumstances.lines(command, "cpu"), f"{at} {made}."]
-        given.output.write_text("\n".join([*head, HOW, *table(kept)]) + "\n")
+        kept.write(given.output, "Segmentation with two images per update", [HOW, *table(kept)], made)
 
     measure(kept, write)
     write()

@@ -32,7 +32,7 @@ from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from equivalents import EQUIVALENTS
-from workplace import ROOT, circumstance, copied, demand_the_copy, outcome_of, written
+from workplace import ROOT, circumstance, compile_all, copied, demand_the_copy, outcome_of, written
 
 ROOMS = ("graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training")
 KNOWN = ROOT / "runs" / "drawn.jsonl"
@@ -128,6 +128,7 @@ def judge(mutants: Sequence[Mutant], budget: float) -> None:
     """In a copy of its own, in the order given; what comes of each is kept at once."""
     with copied() as place:
         demand_the_copy(place)
+        compile_all(place)
         for mutant in mutants:
             row = judged(mutant, place, budget)
             with KNOWN.open("a", encoding="utf-8") as out:
@@ -156,10 +157,22 @@ def main() -> None:
         process.start()
     for process in processes:
         process.join()
-    text = table(by_room, known(), args)
+    rows = known()
+    demand_that_they_pass({row["by"] for row in rows.values() if "::" in row["by"]})
+    text = table(by_room, rows, args)
     print(text)
     if args.output:
         args.output.write_text(text, encoding="utf-8")
+
+
+def demand_that_they_pass(tests: set[str]) -> None:
+    """Raises:
+    SystemExit: a test that noticed an error fails without it, too.
+    """
+    with copied() as place:
+        outcome = outcome_of(place, sorted(tests))
+    if outcome.killed:
+        raise SystemExit(f"{outcome.first} fails without any error")
 
 
 def settled(mutant: Mutant, row: dict[str, Any] | None, again: bool) -> bool:

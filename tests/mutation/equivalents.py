@@ -26,5 +26,6 @@ EQUIVALENTS = (
     Equivalent("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
     Equivalent("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
     Equivalent("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),
+    Equivalent("layers/weight_norm.py", "weight[ -1].eval()", "a weight has one parametrization"),
     Equivalent("surgery/conversion.py", "fitted[ -1] if len(fitted) == 1", "of one, the first is the last"),
 )

@@ -47,9 +47,8 @@ def run(
 
 def _say(body: Body) -> None:
     chosen, where = body["choose"], body["measured"]
-    facts(
-        ("network", body["kind"]), ("choose", chosen["scheme"]), ("because", chosen["why"]), ("run", chosen["command"])
-    )
+    facts(("network", body["kind"]), ("choose", chosen["scheme"]), ("because", chosen["why"]))
+    line(f"run: {chosen['command']}")
     rows = [
         (row["scheme"], _kept(row["kept"]), _step(row["step"], row["step_range"]), row["memory"], row["why"])
         for row in (chosen, *body["others"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -18,7 +19,11 @@ def register(app: typer.Typer) -> None:
     app.command("schemes")(run)
 
 
-def run(json: Json = False) -> int:
+def run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these.")] = None,
+    *,
+    json: Json = False,
+) -> int:
     """List the schemes, their papers and options.
 
     The keys of --json: one object per scheme with name, summary, paper, options (defaults) and exact_only_with (the
@@ -27,7 +32,7 @@ def run(json: Json = False) -> int:
     with progress.working("looking"):
         from normswap.analysis import summary
 
-        bodies = list(summary.of_schemes())
+        bodies = list(summary.of_schemes(names or ()))
     show(bodies, json, _say)
     return 0
 
