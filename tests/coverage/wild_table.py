@@ -30,7 +30,7 @@ def table(rows: Sequence[Row], listed: Sequence[str], about: str, command: str) 
         _library(name, names, [row for row in rows if library(_name(row)) == name]) for name, names in owners.items()
     ]
     head = ("network", "norms", "status", "error", "strays", "affines left", "seconds", "groupnorm", "its relative L2",
-            "its seconds", "why")  # fmt: skip
+            "its seconds", "why", "commit")  # fmt: skip
     lines += ["", _cells(head), "|" + len(head) * "---|"]
     lines += [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
     return "\n".join(lines) + "\n"
@@ -69,7 +69,7 @@ def _network(row: Row) -> str:
     return _cells((
         _name(row), row.get("norms", ""), row["status"], _size(row), strays, row.get("affines", ""),
         row.get("seconds", ""),
-        other.get("status", ""), _size(other), other.get("seconds", ""), why.replace("|", "/"),
+        other.get("status", ""), _size(other), other.get("seconds", ""), why.replace("|", "/"), row["commit"],
     ))  # fmt: skip
 
 
