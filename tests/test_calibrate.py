@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -269,9 +270,23 @@ def test_groups_are_explained_or_refused() -> None:
     flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
     with pytest.raises(RefusedError, match="erases it"):
         conversion.draft(inspection.inspect(flat), "instancenorm")
+    single = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Linear(1, 2)).eval()
+    with pytest.raises(RefusedError, match="erases it; leave it out with `--skip`"):
+        conversion.draft(inspection.inspect(single), "groupnorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
         conversion.draft(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
     assert [per_sample_norms.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+
+
+def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
+    """As behind the last convolution of a segmentation network: no group of one element."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.ReLU(), nn.Conv2d(1, 2, 1)).double().eval()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    done = conversion.convert(model, "groupnorm", inputs=x, steady=0)
+    y = model[0](x)
+    mean, var = y.mean((1, 2, 3), keepdim=True), y.var((1, 2, 3), correction=0, keepdim=True)
+    assert torch.allclose(done.model(x), model[3](model[2]((y - mean) / (var + 1e-5).sqrt())))
 
 
 def test_an_average_sample_sees_the_batchnorm() -> None:
@@ -336,3 +351,23 @@ def test_a_network_without_images_gets_alternating_constants() -> None:
     step, _ = conversion.draft(inspection.inspect(flat), "layernorm")
     assert [edit.args["leans"] for edit in step.edits] == ["+-+-+-"] * 2
     assert all(not module._forward_pre_hooks for module in flat.modules())
+
+
+class Batches(nn.Module):
+    """As robot policies do, it takes a dict of observations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return self.layers(batch["image"])
+
+
+def test_a_network_that_takes_no_plain_image_gets_them_too() -> None:
+    """A tensor has no "image": what it raises then is an IndexError."""
+    given = {"batch": {"image": torch.randn(2, 3, 9, 9)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of such an index
+        done = conversion.convert(Batches().eval(), "groupnorm", inputs=given)
+    assert "+-+-+-+-" in done.plan.to_json()

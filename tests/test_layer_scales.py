@@ -9,10 +9,13 @@ import pytest
 import timm
 import torch
 from lived import distance, lived_in, run, step
+from small_transformers import inhabit
 from timm.layers import LayerScale, LayerScale2d
 from torch import Tensor, nn
 
 import normswap
+from normswap.graph.widening import Widening
+from normswap.layers import layer_scale
 from normswap.surgery import applying
 
 TOLERANCE = 1e-12
@@ -89,7 +92,7 @@ class Branch(nn.Module):
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("", None), ("in place", None), ("twice", "called more than once"), ("read elsewhere", "is read elsewhere too"),
+        ("", None), ("in place", None), ("twice", "is read elsewhere too"), ("read elsewhere", "is read elsewhere too"),
         ("activation", "not a linear layer"), ("gamma read", "is read elsewhere in forward"),
         ("linear twice", "is read elsewhere too"),
     ],
@@ -119,6 +122,59 @@ def test_one_that_may_compute_something_else_stays(spoil: Callable[[Any], None])
     spoil(model.scale)
     planned, _ = step(model, "folded")
     assert not any(edit.path == "scale" for edit in planned.edits)
+
+
+class Own(nn.Module):
+    """One number per channel, and some way to use it."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], channels: int = 6) -> None:
+        super().__init__()
+        self.lambda1, self.use = nn.Parameter(0.1 * torch.ones(channels)), use  # equal, as they are at first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.lambda1)
+
+
+@pytest.mark.parametrize(
+    ("module", "dim"),
+    [
+        (LayerScale(6), -1), (LayerScale2d(6), 1), (Own(lambda x, g: x * g), -1),
+        (Own(lambda x, g: x * g.view(1, -1, 1, 1)), 1), (Own(lambda x, g: x.mul_(g)), -1),
+        (Own(lambda x, g: x * g.mean()), None), (Own(lambda x, g: x * g + g), None),
+        (Own(lambda x, g: x * g.abs()), None),
+        (Own(lambda x, g: x * g, channels=1), None), (nn.PReLU(6), None), (nn.RMSNorm(6), None),
+        (nn.LayerNorm(6, bias=False), None),
+    ],
+)  # fmt: skip
+def test_what_is_one(module: nn.Module, dim: int | None) -> None:
+    assert layer_scale.scaled_dim(module) == dim
+
+
+def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
+    """Its LayerScales are its own, and its position embeddings are stretched for images of another size."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=28, patch_size=7
+    )
+    model = inhabit(transformers.Dinov2ForImageClassification(config).double().eval())
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("lambda1"):
+                value.uniform_(-0.3, 0.7)
+    images = [torch.randn(2, 3, *size, dtype=torch.float64) for size in ((28, 28), (42, 56))]
+    results = {
+        to: normswap.convert(model, to, inputs={"pixel_values": images[0]}).model for to in ("folded", "rmsnorm")
+    }
+    with Widening(), torch.no_grad():
+        for x, allowed in zip(images, (TOLERANCE, 1e-9), strict=True):  # they are stretched in float32
+            expected = model(pixel_values=x).logits
+            for result in results.values():
+                assert distance(expected, result(pixel_values=x).logits) <= allowed
+                assert not [name for name, _ in result.named_parameters() if name.endswith("lambda1")]
+    learnt = [m for m in results["folded"].modules() if isinstance(m, nn.LayerNorm) and m.elementwise_affine]
+    assert len(learnt) == 1  # the last one, whose output are the features
+    assert not [m for m in results["rmsnorm"].modules() if isinstance(m, nn.LayerNorm)]
 
 
 def test_a_part() -> None:

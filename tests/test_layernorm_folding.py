@@ -249,6 +249,11 @@ def test_a_forward_that_nobody_has_read_is_measured(kind: type[nn.LayerNorm], di
     assert channel_norm.channel_dim(norm) == dim
 
 
+def test_wide_norms_are_measured_on_little() -> None:
+    """On as many places as channels, squared, it would take 58 GB for the 1,536 channels of a large ConvNeXt."""
+    assert channel_norm.channel_dim(Sideways(4096)) == 1
+
+
 def test_a_measured_norm_folds() -> None:
     torch.manual_seed(0)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import TraceError
 from normswap.graph import inspection
+from normswap.graph.spelling import after
 from normswap.layers import affine, unknown_norms
 from normswap.surgery import applying
 
@@ -289,6 +290,30 @@ def test_a_forward_that_makes_float32() -> None:
     assert done.report.passed
 
 
+class Reuses(nn.Module):
+    """What is made after a tensor that was written to is gone may get the memory of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        for place in range(16):
+            written = y * 2
+            written.add_(1)
+            del written
+            table = torch.zeros(16)
+            table[place] = 1
+            y = y * table.sum()
+        return y
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_written_there() -> None:
+    traced = inspection.inspect(Reuses(), torch.randn(2, C, 8, 8)).traced
+    assert not [node for node in traced.nodes if node.target is after]
+
+
 class Frozen(nn.Module):
     """As DETR, RT-DETR and detectron2 write it, or with a twist."""
 
@@ -312,6 +337,17 @@ def test_frozen_norms_of_any_library(eps: float) -> None:
     done = normswap.convert(model, "folded")
     assert set(done.verdicts) == {"1", "4"}
     assert not any(affine.is_batchnorm(module) for module in done.model.modules())
+
+
+@pytest.mark.parametrize("to", ["batchnorm", "tune", "affine", "groupnorm", "layernorm"])
+def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(), Frozen(eps=1e-3), nn.ReLU(), conv()).double()
+    done = normswap.convert(model, to, inputs=torch.randn(3, C, 8, 8, dtype=torch.float64))
+    assert done.report.passed
+    assert not any(isinstance(module, Frozen) for module in done.model.modules())
+    if to != "affine":
+        assert 1e-3 in {getattr(module, name, None) for module in done.model.modules() for name in ("eps", "norm_eps")}
 
 
 @pytest.mark.parametrize("twist", [F.relu, lambda y: y + 1e-3, lambda y: y * (1 + 1e-6)])

@@ -38,6 +38,7 @@ def test_fold(name: str) -> None:
     need(name)
     row = wild.check(name)
     assert row["status"] == "exact", row
+    assert row["approximate"]["status"] == "runs", row
 
 
 @pytest.mark.parametrize("name", ["torchvision:ssdlite320_mobilenet_v3_large", "transformers:MobileNetV2"])

@@ -6,7 +6,6 @@ EfficientFormer, MaxViT ... A gamma that a block keeps as a parameter of its own
 
 from __future__ import annotations
 
-from timm import layers as timm_layers
 from torch import fx, nn
 
 from normswap.folding.draft import Draft
@@ -14,19 +13,19 @@ from normswap.folding.passage import Blocked, check_linear, name, read_directly
 from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs
-from normswap.layers import affine
+from normswap.layers.layer_scale import scaled_dim
 from normswap.plan import Way
 
 
 def move(draft: Draft) -> None:
     """Give the gamma of every LayerScale to the linear layer before it, where that is exact."""
     traced = draft.anatomy.traced
-    for node in traced.nodes:
-        module, path = traced.module(node), str(node.target)
-        if not isinstance(module, affine.LAYER_SCALES) or not draft.anatomy.takes_part(path) or path in draft.seats:
+    for call, *_ in traced.calls.values():
+        module, path = traced.module(call), str(call.target)
+        if module is None or scaled_dim(module) is None or not draft.anatomy.takes_part(path) or path in draft.seats:
             continue
         try:
-            linear = maker(draft, node, module)
+            linear = maker(draft, module)
         except Blocked as why:
             draft.notes.append(f"{path} stays: {why}")
             continue
@@ -35,29 +34,31 @@ def move(draft: Draft) -> None:
         draft.judge(path, Fate.FOLDED_BACK, linear)
 
 
-def maker(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
-    """The path of the linear layer whose output this LayerScale, and nothing else, reads.
+def maker(draft: Draft, module: nn.Module) -> str:
+    """The path of the linear layer whose output this LayerScale, and nothing else, reads, at each of their calls.
 
     Raises:
         Blocked: there is none, or it cannot take in a scale of its output.
     """
     traced = draft.anatomy.traced
-    if type(module).forward not in {kind.forward for kind in affine.LAYER_SCALES} or "forward" in vars(module):
-        raise Blocked(f"{type(module).__name__} has a forward of its own")
     if module._forward_hooks or module._forward_pre_hooks:
         raise Blocked("it has forward hooks, which would be lost with it")
     read = read_directly(traced, module)
     if read:
         raise Blocked(f"{read} is read elsewhere in forward")
-    if len(traced.calls[id(module)]) > 1:
-        raise Blocked("it is called more than once")
-    (node,) = inputs(scale)
-    while draft.silent(node) and len(traced.users[node]) == 1:
-        (node,) = inputs(node)
-    linear, path = traced.module(node), str(node.target)
-    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == isinstance(module, timm_layers.LayerScale2d):
-        raise Blocked(f"{name(node)} makes its input, not a linear layer")
-    if len(traced.users[node]) > 1 or len(traced.calls[id(linear)]) > 1:
+    made = [_made(draft, call) for call in traced.calls[id(module)]]
+    linear, path = traced.module(made[0]), str(made[0].target)
+    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == (scaled_dim(module) == 1):
+        raise Blocked(f"{name(made[0])} makes its input, not a linear layer")
+    if any(len(traced.users[node]) > 1 for node in made) or set(traced.calls[id(linear)]) != set(made):
         raise Blocked(f"{path} is read elsewhere too")
     check_linear(draft, path, linear)
     return path
+
+
+def _made(draft: Draft, scale: fx.Node) -> fx.Node:
+    """What makes the input of this call."""
+    (node,) = inputs(scale)
+    while draft.silent(node) and len(draft.anatomy.traced.users[node]) == 1:
+        (node,) = inputs(node)
+    return node

@@ -7,6 +7,7 @@ LayerNorm is an RMSNorm. (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, sect
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs, is_add, is_constant_mul
-from normswap.layers import affine, channel_norm
+from normswap.layers import channel_norm
+from normswap.layers.layer_scale import scaled_dim
 from normswap.plan import Way
 
 
@@ -40,15 +42,16 @@ class Stream:
     scales: dict[str, str] = field(default_factory=dict)
 
 
-def around(draft: Draft, seen: Axes, start: fx.Node) -> Stream:
-    """The stream that the value of `start` belongs to, if it can be centred.
+def around(draft: Draft, seen: Axes, starts: Sequence[fx.Node]) -> Stream:
+    """The stream that the values of `starts` belong to, one for each way through the network, if it can be centred.
 
     Raises:
         Blocked: something reads its mean, or something writes to it that cannot leave its mean out.
     """
-    if seen.get(start) is None:
-        raise Blocked(seen.why or _complaint(draft, seen, start))
-    stream, ahead = Stream(), [start]
+    for start in starts:
+        if seen.get(start) is None:
+            raise Blocked(seen.why or _complaint(draft, seen, start))
+    stream, ahead = Stream(), [*starts]
     while ahead:
         node = ahead.pop()
         if node in stream.values:
@@ -132,7 +135,7 @@ def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
         stream.linears.add(path)
     elif node.op == "get_attr":
         stream.tensors[path] = -1
-    elif isinstance(module, affine.LAYER_SCALES) and not draft.silent(node):
+    elif module is not None and scaled_dim(module) is not None and not draft.silent(node):
         stream.scales[path] = _scaled(draft, node, module)
         stream.linears.add(stream.scales[path])
     elif _passes(draft, node):
@@ -145,7 +148,7 @@ def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
 def _scaled(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
     """The linear layer whose output this LayerScale, and nothing else, reads."""
     try:
-        return layer_scale.maker(draft, scale, module)
+        return layer_scale.maker(draft, module)
     except Blocked as why:
         raise Blocked(f"{scale.target} writes to it, and {why}") from None
 

@@ -20,15 +20,15 @@ from torch import Tensor, fx, nn
 
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mul
-from normswap.layers import affine
 from normswap.layers.channel_norm import channel_dim
+from normswap.layers.layer_scale import scaled_dim
 
 _STEPS = (
     operator.getitem, torch.cat, torch.stack, torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose,
     torch.unbind, torch.chunk, torch.split, torch.narrow, torch.mean, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d,
     F.interpolate, "view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "clone", "expand",
     "unsqueeze", "squeeze", "unbind", "chunk", "split", "narrow", "select", "roll", "mean", "repeat", "reshape_as",
-    "view_as", "expand_as", "swapaxes", "movedim",
+    "view_as", "expand_as", "swapaxes", "movedim", "to", "float",
 )  # fmt: skip
 _STEP_MODULES = (nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, timm_layers.BlurPool2d)
 _Silent = Callable[[fx.Node], bool]
@@ -79,7 +79,9 @@ def read(traced: Traced, silent: _Silent) -> Axes:
     records = [traced, *traced.others]
     found = [_Reading(traced, one, silent, dict(zip(one.nodes, traced.nodes, strict=True))).axes() for one in records]
     first, *others = found
-    return Axes({node: axis for node, axis in first.items() if all(axis == other.get(node) for other in others)})
+    found_there = [_Reading(traced, one, silent, {node: node for node in one.nodes}).axes() for one in traced.adopted]
+    same = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in others)}
+    return Axes({node: axis for axes in (same, *found_there) for node, axis in axes.items()})
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,9 @@ class _Reading:
         module = self.traced.module(node)
         if module is None:
             return None
-        dim = channel_dim(module)
-        if isinstance(module, (*LINEAR, *affine.LAYER_SCALES)):
-            dim = -1 if isinstance(module, nn.Linear | timm_layers.LayerScale) else 1
+        dim = channel_dim(module) or scaled_dim(module)
+        if isinstance(module, LINEAR):
+            dim = -1 if isinstance(module, nn.Linear) else 1
         if dim is None or len(shape) < 2:
             return None
         return _Label(shape[dim], 1 if dim == -1 else math.prod(shape[2:]))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from normswap.graph.copying import tree
@@ -81,7 +82,7 @@ class Recorder(TorchFunctionMode):
         self.sized = False  # whether forward asked for the size of anything
         self.resting = False
         self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}  # parameters, buffers and constants
-        self._writes: dict[int, fx.Node] = {}
+        self._writes: dict[StorageWeakRef | None, fx.Node] = {}
 
     def run(self, example: Example) -> None:
         """Record the forward on `example`, whose tensors are not changed."""

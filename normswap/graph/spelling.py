@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from normswap.models.calling import is_record
 
@@ -104,11 +105,12 @@ def version(tensor: Tensor) -> int:
         return 0
 
 
-def memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> StorageWeakRef | None:
+    """A key for where the values are, if that can be said; not an address, which another tensor may have later."""
     try:
-        return tensor.untyped_storage()._cdata
+        return StorageWeakRef(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
-        return 0
+        return None
 
 
 def shapes(value: Any) -> Any:

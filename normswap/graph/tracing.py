@@ -31,7 +31,8 @@ class Traced:
         opaque: paths that could not be looked into, with the reason.
         constants: tensors that forward makes itself and the graph refers to by name.
         others: the same graph, node by node, recorded on other sizes.
-        hidden: nodes of records that took another way through the network.
+        adopted: records that took another way through the network, or reached auxiliary heads.
+        hidden: their nodes.
         recorded: the sizes of the inputs, by record.
         remarks: what the record does not say.
         strangers: names of constants that no operation was seen to make, with the paths of the modules that use them.
@@ -49,6 +50,7 @@ class Traced:
     opaque: dict[str, str]
     constants: dict[str, Any] = field(default_factory=dict)
     others: list[Traced] = field(default_factory=list, repr=False)
+    adopted: list[Traced] = field(default_factory=list, repr=False)
     hidden: list[fx.Node] = field(default_factory=list)
     recorded: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -90,6 +92,7 @@ class Traced:
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
+        self.adopted.append(other)
         self.hidden += other.nodes
 
     def index(self, node: fx.Node) -> int:

@@ -11,14 +11,13 @@ import copy
 from typing import Any
 
 import torch
-from timm import layers as timm_layers
 from timm.layers import norm_act, split_batchnorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.errors import RefusedError
-from normswap.layers import channel_norm, unknown_norms
+from normswap.layers import channel_norm, layer_scale, unknown_norms
 from normswap.layers.known_norms import known
 from normswap.layers.own import OwnLayer
 from normswap.provenance import output_moments
@@ -32,7 +31,6 @@ _BATCHNORM_FORWARDS = {
     norm_act.FrozenBatchNormAct2d.forward,
     split_batchnorm.SplitBatchNorm2d.forward,
 }
-LAYER_SCALES = (timm_layers.LayerScale, timm_layers.LayerScale2d)
 _FROZEN = (FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
 _FUSED = (
     norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d, norm_act.GroupNormAct,
@@ -127,20 +125,27 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     if vouched is not None and vouched.read is not None:
         scale, shift = vouched.read(module)
         return scale.detach().double(), shift.detach().double()
-    if isinstance(module, LAYER_SCALES):
-        return module.gamma.detach().double(), torch.zeros_like(module.gamma, dtype=torch.float64)
     if channel_norm.channel_dim(module) is not None:
         return channel_norm.read(module)
+    if layer_scale.scaled_dim(module) is not None:
+        gamma = layer_scale.gamma(module)
+        return gamma, torch.zeros_like(gamma)
     norm: Any = module
     mean, var = norm.running_mean.double(), norm.running_var.double()
-    eps = norm.eps if _was_read(module) or vouched is not None else unknown_norms.eps(module)
-    scale = torch.rsqrt(var + eps)
+    scale = torch.rsqrt(var + epsilon(norm))
     if unit_gamma:
         return scale, -mean * scale
     if norm.weight is not None:
         scale = scale * norm.weight.detach().double()
     shift = -mean * scale
     return scale, shift if norm.bias is None else shift + norm.bias.detach().double()
+
+
+def epsilon(norm: nn.Module) -> float:
+    """What a BatchNorm for which `refusal` is None adds to the variance; some name it nowhere but in their forward."""
+    one: Any = norm
+    found: Any = one.eps if _was_read(norm) or known(norm) is not None else unknown_norms.eps(norm)
+    return found
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,7 +48,7 @@ class ChannelAffine(Seat, OwnLayer):
         scale, shift = affine.read(old)
         if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
             return
-        old.weight.copy_(now.weight.double() * torch.sqrt(old.running_var.double() + old.eps))
+        old.weight.copy_(now.weight.double() * torch.sqrt(old.running_var.double() + affine.epsilon(old)))
         affine.set_shift(old, now.bias.double(), now.weight.double())
 
 

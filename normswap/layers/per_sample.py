@@ -50,7 +50,8 @@ class GroupNorm(Seat):
         scale, shift = affine.read(old)
         channels = mean.numel()
         act = affine.copied_activation(old)
-        settings: Any = {"eps": old.eps, "dtype": old.running_mean.dtype, "device": old.running_mean.device}
+        eps = affine.epsilon(old)
+        settings: Any = {"eps": eps, "dtype": old.running_mean.dtype, "device": old.running_mean.device}
         if act is None:
             new: Any = nn.GroupNorm(groups, channels, **settings)
         else:
@@ -59,7 +60,7 @@ class GroupNorm(Seat):
         gauge = Gauge.of(old, groups, steady, flips, leans)
         mean = gauge.sign * mean + gauge.offset
         m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean, var, groups))
-        new.weight.copy_(gauge.sign * scale * (v + old.eps).sqrt())
+        new.weight.copy_(gauge.sign * scale * (v + eps).sqrt())
         new.bias.copy_(shift + gauge.sign * scale * (m - gauge.offset))
         for name in ("weight", "bias"):
             own = getattr(old, name, None)

@@ -75,7 +75,8 @@ class SiteNorm(Seat, OwnLayer, _BatchNorm):
         act, like = affine.copied_activation(old), _typed(old, like)
         if mean is None or std is None:
             momentum = getattr(old, "momentum", 0.1)
-            new: Any = cls(len(old.running_mean), eps=old.eps, momentum=momentum, ghost=ghost, act=act).to(like)
+            eps = affine.epsilon(old)
+            new: Any = cls(len(old.running_mean), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
             _copy(old, new)
             return new
         new = cls(len(mean), eps=1e-5, momentum=0.1, ghost=ghost, act=act).to(like)

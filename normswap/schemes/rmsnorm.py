@@ -52,17 +52,16 @@ def _replace(
     why = channel_norm.refusal(norm)
     if why:
         raise Blocked(why)
-    for call in draft.anatomy.traced.calls[id(norm)]:
-        (value,) = inputs(call)
-        if not any(value in one.values for one in streams):
-            try:
-                streams.append(residual_stream.around(draft, seen, value))
-            except Blocked as why:
-                raise Blocked(f"the mean of what it reads has to stay: {why}") from None
+    values = [value for call in draft.anatomy.traced.calls[id(norm)] for value in inputs(call)]
+    if new := [value for value in values if not any(value in one.values for one in streams)]:
+        try:
+            streams.append(residual_stream.around(draft, seen, new))
+        except Blocked as why:
+            raise Blocked(f"the mean of what it reads has to stay: {why}") from None
     role = next(n.role for n in draft.anatomy.norms if n.path == path)
-    if role == "head" and channel_axes.is_step(draft.anatomy.traced, value):
+    if role == "head" and channel_axes.is_step(draft.anatomy.traced, values[0]):
         draft.notes.append(
-            f"{path} reads the features after {residual_stream.called(value)}: these lose their mean, too"
+            f"{path} reads the features after {residual_stream.called(values[0])}: these lose their mean, too"
         )
     draft.seat(path, "RMSNorm")
     draft.judge(path, Fate.RMSNORM)

@@ -19,6 +19,7 @@ from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.graph import inspection
 from normswap.layers import affine
+from normswap.layers.layer_scale import scaled_dim
 from normswap.layers.placeholders import Holder
 from normswap.layers.scalars import Scale
 from normswap.models import zoo
@@ -135,7 +136,7 @@ def _demand_centred(model: nn.Module, record: Provenance) -> None:
 def _leave_out(source: nn.Module, given: Collection[str]) -> None:
     """Let the LayerNorms and LayerScales whose tensors are not given multiply by one and add nothing."""
     for path, module in source.named_modules():
-        if isinstance(module, (nn.LayerNorm, *affine.LAYER_SCALES)):
+        if isinstance(module, nn.LayerNorm) or scaled_dim(module) is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in given:
                     parameter.fill_(0 if name == "bias" else 1)

@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Built = tuple[nn.Module, Any]
-LARGEST = 70e6  # parameters of torchvision's classifiers that are tried
-SMP = (
-    "Unet",
-    "UnetPlusPlus",
-    "MAnet",
-    "Linknet",
-    "FPN",
-    "PSPNet",
-    "PAN",
-    "DeepLabV3",
-    "DeepLabV3Plus",
-    "UPerNet",
-    "Segformer",
-    "DPT",
-)
+LARGEST = 200e6  # parameters that are tried: in float64, with its copies, such a network takes some 5 GB
 ENCODERS = ("resnet18", "mobilenet_v2", "efficientnet-b0", "timm-regnetx_002")
+TIMMS = ("tu-resnet18", "tu-mobilevit_xxs", "tu-vit_tiny_patch16_224", "tu-vit_tiny_r_s16_p8_224")
+UNETS = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet",
+         "Segformer")  # fmt: skip
+SMP = {**dict.fromkeys(UNETS, ENCODERS), "DPT": TIMMS}
 YOLO = ("yolov8n", "yolov8n-seg", "yolov8n-pose", "yolov8n-cls", "yolo11n", "yolo11n-seg", "yolo11n-pose",
         "yolo11n-cls", "yolo26n", "yolo26n-seg", "yolo26n-pose", "yolo26n-cls")  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {  # what makes a network of transformers small
+VIT = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96, "image_size": 96}
+BACKBONE = {"model_type": "resnet", "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64], "embedding_size": 16,
+            "out_features": ["stage1", "stage2", "stage3", "stage4"]}  # fmt: skip
+DECODING = {"encoder_layers": 1, "decoder_layers": 1}
+SMALL: dict[str, dict[str, Any]] = {  # classes of transformers, or what they begin with; what makes them small
     "ResNet": {"depths": [2, 2], "hidden_sizes": [16, 32], "embedding_size": 16},
     "RegNet": {"depths": [1, 2], "hidden_sizes": [16, 32], "groups_width": 8, "embedding_size": 16},
     "MobileNetV1": {"depth_multiplier": 0.5},
     "MobileNetV2": {"depth_multiplier": 0.5},
     "EfficientNet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "image_size": 96, "hidden_dim": 640},
+    "Align": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "image_size": 96, "hidden_dim": 640},
     "MobileViT": {},
     "MobileViTV2": {"width_multiplier": 0.5},
     "LevitForImageClassification": {},
     "PoolFormer": {"depths": [1, 1, 1, 1]},
     "Segformer": {"depths": [1, 1, 1, 1]},
-    "DPT": {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96,
-            "backbone_out_indices": [0, 1, 2, 3], "image_size": 96, "neck_hidden_sizes": [16, 16, 16, 16],
+    "SegformerForSemanticSegmentation": {"depths": [1, 1, 1, 1]},
+    "BeitForSemanticSegmentation": {**VIT, "out_indices": [0, 1, 2, 3]},
+    "Data2VecVisionForSemanticSegmentation": {**VIT, "out_indices": [0, 1, 2, 3]},
+    "DPT": {**VIT, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 16, 16],
             "use_batch_norm_in_fusion_residual": True, "fusion_hidden_size": 16},
     "SwiftFormer": {"depths": [1, 1, 1, 1]},
     "Bit": {"depths": [1, 1, 1, 1], "layer_type": "preactivation"},
@@ -48,13 +45,26 @@ SMALL: dict[str, dict[str, Any]] = {  # what makes a network of transformers sma
     "ViT": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96},
     "Dinov2": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3},
     "Swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16},
-    "HGNetV2": {},
-    "Detr": {}, "ConditionalDetr": {}, "TableTransformer": {}, "RTDetr": {}, "RTDetrV2": {},
-    "DFine": {}, "UperNet": {},
-    "ZoeDepth": {}, "VitMatte": {}, "SuperPoint": {}, "Focalnet": {}, "DeformableDetr": {},
-    "Cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4]},
+    "HGNetV2": {}, "TextNet": {}, "PPLCNet": {}, "TimmWrapper": {"architecture": "resnet18"},
+    "Detr": DECODING, "ConditionalDetr": DECODING, "TableTransformer": DECODING,
+    "DeformableDetr": {**DECODING, "decoder_layers": 2}, "DabDetr": {**DECODING, "backbone_config": BACKBONE},
+    "RTDetr": {}, "RTDetrV2": {}, "DFine": {}, "Deimv2": {}, "PPDocLayoutV3": {},
+    "MaskFormer": {"backbone_config": BACKBONE, "decoder_config": {"model_type": "detr", **DECODING}},
+    "Mask2Former": {"backbone_config": BACKBONE, **DECODING},
+    "UperNet": {}, "ZoeDepth": {}, "SuperPoint": {}, "FocalNet": {}, "EfficientLoFTR": {},
+    "VitPose": {"backbone_config": {"model_type": "vitpose_backbone", "image_size": [128, 96], "hidden_size": 48,
+                "num_hidden_layers": 2, "num_attention_heads": 3, "out_features": ["stage2"]},
+                "use_simple_decoder": False},
+    "VitMatte": {"hidden_size": 48, "convstream_hidden_sizes": [48, 96, 192], "fusion_hidden_sizes": [64, 64, 32, 16],
+                 "backbone_config": {"model_type": "vitdet", "num_channels": 4, "hidden_size": 48,
+                                     "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 128,
+                                     "pretrain_image_size": 128, "out_features": ["stage2"]}},
+    "Cvt": {"depth": [1, 2, 3], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4]},
 }  # fmt: skip
-HEADS = ("ForImageClassification", "ForObjectDetection", "ForSemanticSegmentation", "ForDepthEstimation", "Model")
+HEADS = ("ForImageClassification", "ForObjectDetection", "ForSemanticSegmentation", "ForDepthEstimation",
+         "ForKeypointDetection", "ForKeypointMatching", "ForPoseEstimation", "ForImageMatting",
+         "ForInstanceSegmentation", "ForUniversalSegmentation", "VisionModel", "Model")  # fmt: skip
+TAKES = {"VitMatte": (4, 128, 128), "VitPose": (3, 128, 96), "EfficientLoFTR": (2, 1, 128, 128)}
 MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "UNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32), "strides": (2, 2),
               "num_res_units": 2, "norm": "BATCH"}, (1, 64, 64)),
@@ -73,13 +83,57 @@ MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "resnet18": ({"spatial_dims": 3, "n_input_channels": 1}, (1, 32, 32, 32)),
     "EfficientNetBN": ({"model_name": "efficientnet-b0", "spatial_dims": 2, "in_channels": 1, "pretrained": False},
                        (1, 64, 64)),
+    "UNet 1-D": ({"spatial_dims": 1, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32), "strides": (2, 2),
+                  "norm": "BATCH"}, (1, 128)),
+    "AttentionUnet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32),
+                           "strides": (2, 2)}, (1, 32, 32, 32)),
+    "BasicUNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "features": (8, 8, 16, 16, 32, 8),
+                       "norm": "batch"}, (1, 32, 32, 32)),
+    "BasicUNetPlusPlus": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2,
+                           "features": (8, 8, 16, 16, 32, 8), "norm": "batch"}, (1, 64, 64)),
+    "SegResNetDS": ({"spatial_dims": 2, "init_filters": 8, "in_channels": 1, "out_channels": 2, "norm": "BATCH"},
+                    (1, 64, 64)),
+    "SegResNetVAE": ({"input_image_size": (32, 32, 32), "spatial_dims": 3, "init_filters": 8, "norm": "BATCH"},
+                     (1, 32, 32, 32)),
+    "DynUNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "kernel_size": (3, 3, 3),
+                     "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "norm_name": "batch", "res_block": True},
+                    (1, 32, 32, 32)),
+    "HighResNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2}, (1, 24, 24, 24)),
+    "DenseNet121 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2}, (1, 32, 32, 32)),
+    "resnet50": ({"spatial_dims": 2, "n_input_channels": 1}, (1, 64, 64)),
+    "SEResNet50": ({"spatial_dims": 2, "in_channels": 1}, (1, 64, 64)),
+    "SEResNext50 3-D": ({"spatial_dims": 3, "in_channels": 1}, (1, 32, 32, 32)),
+    "FlexibleUNet": ({"in_channels": 1, "out_channels": 2, "backbone": "efficientnet-b0"}, (1, 64, 64)),
+    "FlexibleUNet on a ResNet": ({"in_channels": 1, "out_channels": 2, "backbone": "resnet18"}, (1, 64, 64)),
+    "HoVerNet": ({"mode": "fast", "in_channels": 3, "out_classes": 5}, (3, 256, 256)),
+    "AHNet": ({"layers": (3, 4, 6, 3), "spatial_dims": 2, "in_channels": 1, "out_channels": 2,
+               "upsample_mode": "transpose"}, (1, 128, 128)),
+    "LocalNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "num_channel_initial": 8,
+                  "extract_levels": (0, 1, 2)}, (1, 64, 64)),
+    "GlobalNet": ({"image_size": (64, 64), "spatial_dims": 2, "in_channels": 1, "num_channel_initial": 8, "depth": 3},
+                  (1, 64, 64)),
+    "DAF3D": ({"in_channels": 1, "out_channels": 2, "visual_output": False}, (1, 32, 32, 32)),
     "SENet": ({"spatial_dims": 2, "in_channels": 1, "block": "se_resnetxt_bottleneck", "layers": (1, 1, 1, 1),
                "groups": 4, "reduction": 4}, (1, 64, 64)),
 }  # fmt: skip
 
 
+CLIPS = ("RN50", "RN50-quickgelu", "RN101", "RN50x4")  # whole, with the text's tower
+
+
+class TooLargeError(Exception):
+    """More parameters than `LARGEST`."""
+
+
 def there(library: str) -> bool:
     return importlib.util.find_spec(library) is not None
+
+
+def preload(chosen: Iterable[str]) -> None:
+    """Import the libraries of these networks once, before a process is made for each of them."""
+    modules = {"smp": "segmentation_models_pytorch"}
+    for library in {name.partition(":")[0] for name in chosen}:
+        importlib.import_module(modules.get(library, library))
 
 
 def names() -> Iterator[str]:
@@ -87,11 +141,11 @@ def names() -> Iterator[str]:
     if there("torchvision"):
         from torchvision import models
 
-        for room in ("", ".segmentation", ".detection", ".video", ".optical_flow"):
+        for room in ("", ".segmentation", ".detection", ".video", ".optical_flow", ".quantization"):
             module = importlib.import_module(f"torchvision.models{room}")
             yield from (f"torchvision:{name}" for name in models.list_models(module=module))
     if there("segmentation_models_pytorch"):
-        yield from (f"smp:{arch}:{encoder}" for arch in SMP for encoder in ENCODERS)
+        yield from (f"smp:{arch}:{encoder}" for arch, encoders in SMP.items() for encoder in encoders)
     if there("ultralytics"):
         yield from (f"ultralytics:{name}" for name in YOLO)
     if there("transformers"):
@@ -99,17 +153,26 @@ def names() -> Iterator[str]:
     if there("monai"):
         yield from (f"monai:{name}" for name in MONAI)
     if there("open_clip"):
-        yield "open_clip:RN50"
+        yield from (f"open_clip:{name}" for name in CLIPS)
 
 
 def build(name: str) -> Built:
-    """The network, and its input or None for what it says of itself; `nn.Identity` for one that is too large."""
+    """The network, and its input.
+
+    Raises:
+        TooLargeError: it has BatchNorms, and too many parameters.
+    """
     library, _, rest = name.partition(":")
     makers: dict[str, Callable[[str], Built]] = {
         "torchvision": _torchvision, "smp": _smp, "ultralytics": _ultralytics, "transformers": _transformers,
         "monai": _monai, "open_clip": _open_clip,
     }  # fmt: skip
     return makers[library](rest)
+
+
+def norms(model: nn.Module) -> list[str]:
+    """Every module with running statistics, whatever its class."""
+    return [path for path, m in model.named_modules() if getattr(m, "running_mean", None) is not None]
 
 
 def _images(*size: int, count: int = 2) -> Tensor:
@@ -119,11 +182,11 @@ def _images(*size: int, count: int = 2) -> Tensor:
 def _torchvision(name: str) -> Built:
     from torchvision import models
 
-    builder = models.get_model_builder(name)
-    room = builder.__module__
+    room = models.get_model_builder(name).__module__
     if "detection" in room:
         size = {} if "ssd" in name else {"min_size": 128, "max_size": 160}
         size |= {"rpn_post_nms_top_n_test": 50} if "rcnn" in name else {}
+        size |= {"box_detections_per_img": 5} if "keypoint" in name else {}  # a loop over all of them
         model = models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **size)
         if hasattr(model, "score_thresh"):
             model.score_thresh = 0.0
@@ -131,51 +194,41 @@ def _torchvision(name: str) -> Built:
     if "optical_flow" in room:
         return models.get_model(name, weights=None), (_images(3, 128, 128) * 2 - 1, _images(3, 128, 128) * 2 - 1)
     if "segmentation" in room:
-        return models.get_model(name, weights=None, weights_backbone=None), _images(3, 96, 96)
+        return models.get_model(name, weights=None, weights_backbone=None), _images(3, 64, 64)
     if "video" in room:
-        size = (3, 16, 224, 224) if "vit" in name or "swin" in name else (3, 16, 112, 112) if "mvit" not in name else (
-            3, 16, 224, 224)  # fmt: skip
-        return models.get_model(name, weights=None), _images(*size, count=1)
-    if any(word in name for word in ("128gf", "vit_h", "vit_l", "_32gf")):
-        return nn.Identity(), None
+        side, frames = (224, 16) if any(word in name for word in ("vit", "swin", "s3d")) else (64, 8)
+        return models.get_model(name, weights=None), _images(3, frames, side, side, count=1)
     model = models.get_model(name, weights=None)
-    if sum(p.numel() for p in model.parameters()) > LARGEST:
-        return nn.Identity(), None
-    return model, _images(3, *((299, 299) if "inception" in name else (224, 224) if "maxvit" in name else (96, 96)))
+    if norms(model) and sum(p.numel() for p in model.parameters()) > LARGEST:
+        raise TooLargeError(f"more than {LARGEST / 1e6:.0f} M parameters")
+    sides = {"inception": 128, "maxvit": 224, "efficientnet": 160}  # on less, the deepest stray by 1e-6 and more
+    side = next((side for word, side in sides.items() if word in name), 64)
+    return model, _images(3, side, side)
 
 
 def _smp(name: str) -> Built:
     import segmentation_models_pytorch as smp
 
     arch, encoder = name.split(":")
-    return getattr(smp, arch)(encoder, encoder_weights=None, classes=4), _images(3, 128, 128)
+    side = 224 if "vit_" in encoder else 128 if arch == "PAN" else 64  # the least it takes
+    return getattr(smp, arch)(encoder, encoder_weights=None, classes=4), _images(3, side, side)
 
 
 def _ultralytics(name: str) -> Built:
     from ultralytics import YOLO
 
-    return YOLO(f"{name}.yaml", verbose=False).model, _images(3, 128, 128)
+    return YOLO(f"{name}.yaml", verbose=False).model, _images(3, 64, 64)
 
 
 def _transformers(name: str) -> Built:
     import transformers
 
-    base = name.removesuffix("ForImageClassification")
-    base = {"Focalnet": "FocalNet"}.get(base, base)
-    config = getattr(transformers, f"{base}Config")(**{**_defaults(base), **SMALL[name]})
-    kind = next(k for head in HEADS if (k := getattr(transformers, f"{base}{head}", None)) is not None)
-    model = kind(config)
+    found = (getattr(transformers, f"{name}{head}", None) for head in ("", *HEADS))
+    kind: Any = next(one for one in found if one is not None)
+    config = kind.config_class(**SMALL[name])
     side = getattr(config, "image_size", None)
     side = side if isinstance(side, int) else 128
-    channels = getattr(config, "num_channels", 3)
-    extra = 4 if base == "VitMatte" else channels
-    return model, {"pixel_values": _images(extra, side, side)}
-
-
-def _defaults(base: str) -> dict[str, Any]:
-    if base in ("Detr", "ConditionalDetr", "TableTransformer", "DeformableDetr"):
-        return {"use_pretrained_backbone": False, "encoder_layers": 1, "decoder_layers": 1}
-    return {}
+    return kind(config), {"pixel_values": _images(*TAKES.get(name, (3, side, side)))}
 
 
 def _monai(name: str) -> Built:
@@ -186,6 +239,10 @@ def _monai(name: str) -> Built:
 
 
 def _open_clip(name: str) -> Built:
-    from open_clip.modified_resnet import ModifiedResNet
+    import open_clip
 
-    return ModifiedResNet([1, 1, 1, 1], output_dim=32, heads=4, image_size=96, width=16), _images(3, 96, 96)
+    model: Any = open_clip.create_model(name, pretrained=None, load_weights=False)
+    side = model.visual.image_size
+    side = side if isinstance(side, int) else side[0]
+    text = torch.randint(1, 1000, (1, model.context_length), generator=torch.Generator().manual_seed(1))
+    return model, {"image": _images(3, side, side, count=1), "text": text}

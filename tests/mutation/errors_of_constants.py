@@ -65,8 +65,8 @@ ERRORS = (
     Planted(
         "norms that stay lose their eps",
         "normswap/layers/site_norm.py",
-        "eps=old.eps, momentum=momentum",
-        "eps=1e-5, momentum=momentum",
+        "eps = affine.epsilon(old)",
+        "eps = 1e-5",
         PAPERS,
     ),
     Planted(

@@ -70,8 +70,10 @@ def _count(draft: Draft, path: str, module: nn.Module, wanted: int, channelwise:
     """How many groups this norm gets; None where it is refused."""
     channels = affine.channels(module)
     count = nearest_divisor(channels, wanted)
-    if channels == count and (not channelwise or isinstance(module, nn.BatchNorm1d)):
-        remedy = "`--groups 1`" if isinstance(module, nn.BatchNorm1d) else "fewer groups, or `--to instancenorm`"
+    flat = isinstance(module, nn.BatchNorm1d)
+    if channels == count and (flat or (channels > 1 and not channelwise)):  # the only channel of a map has its places
+        remedy = "`--groups 1`" if flat else "fewer groups, or `--to instancenorm`"
+        remedy = "leave it out with `--skip`" if channels == 1 else remedy
         draft.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
         return None
     if count != wanted:

@@ -93,7 +93,7 @@ def _observe(model: nn.Module, form: Example, norms: Mapping[str, nn.Module]) ->
                     for i in range(COUNT // BATCH):
                         form.of(pink(BATCH, size, i).to(like)).call(model)
                     break
-                except Exception:  # whatever the network raises: not of that size, or no images at all
+                except Exception:  # whatever the network raises: not of that size, or it takes no images at all
                     found.clear()
     finally:
         for handle in handles:
