@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -364,10 +363,16 @@ class Batches(nn.Module):
         return self.layers(batch["image"])
 
 
-def test_a_network_that_takes_no_plain_image_gets_them_too() -> None:
-    """A tensor has no "image": what it raises then is an IndexError."""
-    given = {"batch": {"image": torch.randn(2, 3, 9, 9)}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of such an index
-        done = conversion.convert(Batches().eval(), "groupnorm", inputs=given)
+def test_a_dict_with_images_is_looked_at_as_the_images_are() -> None:
+    torch.manual_seed(0)
+    model, x = Batches().eval(), torch.randn(2, 3, 9, 9)
+    inside = conversion.convert(model.layers, "groupnorm", inputs=x).plan.steps[0].edits
+    outside = conversion.convert(model, "groupnorm", inputs={"batch": {"image": x}}).plan.steps[0].edits
+    assert [edit.args for edit in outside] == [edit.args for edit in inside]
+    assert any(set(edit.args["flips"]) == {"+", "-"} for edit in inside if "flips" in edit.args)
+
+
+def test_a_network_that_takes_more_than_images_gets_alternating_constants_too() -> None:
+    given = {"batch": {"image": torch.randn(2, 3, 9, 9), "state": torch.randn(2, 4)}}
+    done = conversion.convert(Batches().eval(), "groupnorm", inputs=given)
     assert "+-+-+-+-" in done.plan.to_json()

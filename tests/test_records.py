@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import timm
@@ -122,7 +122,13 @@ def _two_sorts(m: Any, x: Tensor) -> Tensor:
     return values + where
 
 
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
 CASES = [
+    Case("a record of tensors", net(lambda m, x: torch.cat(Pair(m.bn(m.conv(x)), x), 1), **ONE), {"bn": BACK}),
     Case("branch on the size", net(_by_size, **ONE), {"bn": KEPT}),
     Case("branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}),
     Case("branch on a value", net(_by_value, **TWO), {"bn": BACK, "bn2": BACK}),

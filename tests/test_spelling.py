@@ -29,6 +29,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add with a factor": lambda x, y: x.add(y, alpha=2),
     "a function": lambda x, y: torch.cat([x, y], 1),
     "a function of functional": lambda x, y: F.relu(x),
+    "what passes on a tensor as it is": lambda x, y: x.contiguous() + x,
+    "what is written in place": lambda x, y: x.clone().clamp_(min=0) + y,
 }
 
 

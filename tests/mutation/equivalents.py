@@ -20,9 +20,9 @@ class Equivalent(NamedTuple):
 
 
 EQUIVALENTS = (
-    Equivalent("graph/spelling.py", "- return 0 + return 1", "any number does for a tensor without memory of its own"),
     Equivalent("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
     Equivalent("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
+    Equivalent("folding/passage.py", '"get_attr" or traced.users', "a node of another kind names no tensor"),
     Equivalent("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
     Equivalent("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
     Equivalent("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),
