@@ -1,4 +1,4 @@
-"""Tables of which a part runs by default, so that each row is met, and the rest is slow."""
+"""Tables of which a part runs by default, so that each row is met, and the rest is long."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def named(row: Any) -> str:
 
 
 def sampled(rows: Iterable[Any], every: int) -> list[Any]:
-    """The rows of a table, one in `every` of which is not slow."""
-    return [pytest.param(row, marks=[pytest.mark.slow] * bool(i % every)) for i, row in enumerate(rows)]
+    """The rows of a table, one in `every` of which is not long."""
+    return [pytest.param(row, marks=[pytest.mark.long] * bool(i % every)) for i, row in enumerate(rows)]
 
 
 def crossed(
@@ -26,7 +26,7 @@ def crossed(
     ids: Callable[[Any], str] = str,
     indirect: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
-    """Parametrize a test with the pairs of two tables, one in `every` of which is not slow.
+    """Parametrize a test with the pairs of two tables, one in `every` of which is not long.
 
     Args:
         names: of the two arguments, as pytest takes them.
@@ -34,9 +34,9 @@ def crossed(
         indirect: those of the two that are fixtures.
     """
     rows, columns = list(ones), list(others)
-    assert every <= max(len(rows), len(columns)), "some row would never run"
+    assert every <= min(len(rows), len(columns)), "some row would never run"
     pairs = [
-        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[pytest.mark.slow] * bool((i + j) % every))
+        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[pytest.mark.long] * bool((i + j) % every))
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]

@@ -19,6 +19,7 @@ from normswap import schemes
 from normswap.analysis import signal_propagation
 from normswap.folding.draft import Draft
 from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
 from normswap.surgery import applying
 
@@ -95,10 +96,11 @@ def batchnorms(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, BATCHNORMS)]
 
 
-def step(model: nn.Module, to: str, **options: Any) -> tuple[Step, Draft]:
-    """The plan of one conversion, and the draft it comes from."""
+def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
+    """The plan of one conversion of a network, or of one that has been looked at, and the draft it comes from."""
     options = schemes.resolve(to, options)
-    draft = schemes.get(to).plan(inspection.inspect(model), **options)
+    seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
+    draft = schemes.get(to).plan(seen, **options)
     return Step(to, options, draft.edits()), draft
 
 

@@ -446,6 +446,7 @@ def own_file(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 QUICK = ["--batch", "1", "--size", "32", "--rounds", "2", "--seconds", "0.05", "--runtime", "eager,torchscript"]
 
 
+@pytest.mark.slow
 def test_what_takes_images_by_name_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

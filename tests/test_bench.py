@@ -413,6 +413,7 @@ def test_on_a_gpu(capfd: Capture) -> None:
     assert all(row["memory_mib"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_original_is_exported_by_torch_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain export keeps what our own would fold away, so the comparison is with what others get."""
     onnx = pytest.importorskip("onnx")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import distance, lived_in, run
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
@@ -174,8 +175,7 @@ def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     assert distance(run(model, x), run(twin, x)) < 1e-8
 
 
-@pytest.mark.parametrize("scheme", ["groupnorm", "nf", "centered-weightnorm"])
-@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+@crossed("arch, scheme", ["resnet18", "resnetv2_18"], ["groupnorm", "nf", "centered-weightnorm"], every=2)
 def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
     model, data = narrow(arch), images(64)
     x = images(8, seed=9)

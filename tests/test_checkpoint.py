@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import lived_in
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -71,8 +72,7 @@ def test_loaded_is_saved(name: str, to: str, tmp_path: Path) -> None:
     assert checkpoint.open_model(str(folder)).state_dict().keys() == loaded.state_dict().keys()
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("chain", [["folded"], ["skipinit"], ["regularized-skipinit"], ["skipinit", "folded"]])
+@crossed("name, chain", NETWORKS, [["folded"], ["skipinit"], ["regularized-skipinit"], ["skipinit", "folded"]], every=2)
 def test_unfold_brings_the_batchnorm_network_back(name: str, chain: list[str], tmp_path: Path) -> None:
     source = lived(name)
     model = source

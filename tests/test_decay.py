@@ -52,6 +52,7 @@ ROWS = {
     "swin_tiny_patch4_window7_224": (53, 1,  0, 0,  27, 1,  29, 50, 12),
 }  # fmt: skip
 TABLE = {name: {role: n for role, n in zip(COLUMNS, row, strict=True) if n} for name, row in ROWS.items()}
+DEEP = ("resnet101", "resnet152", "wide_resnet50_2")
 DECAYING = ("weight", "gamma_last", "gamma_other", "gamma_head")  # Kim et al. 2022, Guidelines 1-4, 1T, 3T, 4T
 
 
@@ -69,7 +70,7 @@ def check(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(trainable.values())
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE])
 def test_membership_is_the_papers(name: str) -> None:
     model = skeleton(name)
     assigned = roles(model)
@@ -193,7 +194,7 @@ def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     assert not any(one.decay for one in roles(done) if one.role == "gamma_unknown")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["resnet18", "resnetv2_18", "nf_resnet26", "vit_tiny_patch16_224"]),
     policy=st.sampled_from(POLICIES),

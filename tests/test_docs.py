@@ -18,6 +18,7 @@ from hub_server import hub_server, use_hub
 from normswap.cli.app import main
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+LONGER = ("reading", "deploy", "federated")  # more than ten seconds
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -80,13 +81,15 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "desk"
 
 
-@pages
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in LONGER), id=page.stem) for page in PAGES]
+)
 @pytest.mark.usefixtures("desk")
 def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, [block for block in blocks(page) if not block.slow], capfd)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the libraries that pages show
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.slow for block in blocks(page))],
                          ids=lambda page: page.stem)  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed, sampled
 from test_batches import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, resnet, scaled, trunk
 from torch import Tensor, nn
 
@@ -18,7 +19,6 @@ from normswap.models.calling import named_tensors
 
 X = batches(1)[0]
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "torchscript": "ts", "pt2": "pt2"}
-FORMS = [pytest.param(form, marks=pytest.mark.slow if form == "pt2" else ()) for form in ENDINGS]
 
 
 NETWORKS: dict[str, tuple[Any, Any, list[str], list[str]]] = {
@@ -51,8 +51,7 @@ def one(inputs: Any) -> Any:
     return tuple(one(part) if isinstance(part, dict) else part[:1] for part in inputs)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("form", FORMS)
+@crossed("form, name", ENDINGS, NETWORKS, every=2)
 def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) -> None:
     make, inputs, names, outputs = NETWORKS[name]
     model = make()
@@ -88,7 +87,9 @@ def test_onnx_names_them(tmp_path: Path) -> None:
     assert done.figures.output in outputs
 
 
-@pytest.mark.parametrize("form", [FORMS[0], *FORMS[2:]])  # OpenVINO's is made from ONNX's
+@pytest.mark.parametrize(
+    "form", sampled([form for form in ENDINGS if form != "openvino"], every=2)
+)  # OpenVINO's is made from ONNX's
 def test_a_free_number_of_samples(form: str, tmp_path: Path) -> None:
     make, inputs, _, _ = NETWORKS["two arguments"]
     model = make()
@@ -149,7 +150,7 @@ def test_what_cannot_be_is_said(case: int, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sampled(ENDINGS, every=2))
 def test_a_number_of_boxes_that_hangs_on_the_image(form: str, tmp_path: Path) -> None:
     file, model = tmp_path / f"a.{ENDINGS[form]}", Boxes(trunk())
     pictures = list(scaled(X))

@@ -75,6 +75,7 @@ def test_openvino(tmp_path: Path) -> None:
     assert done.nodes["FakeQuantize"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_openvino_without_int8(dtype: str, tmp_path: Path) -> None:
     done = normswap.export(small(), tmp_path / "net.xml", dtype=dtype, input_size=(3, 16, 16), images=pictures(8))

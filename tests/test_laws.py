@@ -216,10 +216,11 @@ def test_a_second_fold_refuses(arch: str) -> None:
 def test_conversions_chain(arch: str, row: Row) -> None:
     """From any exact scheme to any other: still the source's function, and folding gives back the folded structure."""
     own = case(arch, row)
+    seen = inspection.inspect(own.result)
     for then in EXACT:
         if then.scheme == "folded" and row.scheme == "folded":
             continue
-        planned, draft = step(own.result, then.scheme, **then.options)
+        planned, draft = step(seen, then.scheme, **then.options)
         assert not draft.refusals
         result = applying.apply_step(own.result, planned)
         assert distance(own.reference, run(result, own.x)) <= 1e-12
@@ -236,11 +237,11 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
         for scalar, alpha in zip(scalars, (-0.5, 0.0, 0.3), strict=False):
             scalar.alpha.fill_(alpha)
     x = case(arch, row).x
-    reference = run(result, x)
+    reference, seen = run(result, x), inspection.inspect(result)
     for then in EXACT:
         if (then.scheme, row.scheme) == ("folded", "folded"):
             continue
-        planned, draft = step(result, then.scheme, **then.options)
+        planned, draft = step(seen, then.scheme, **then.options)
         if draft.refusals:  # behind a gate, a negative scalar that has a bias is stuck
             assert then.scheme == "residual-scale"
             assert all("it has a scalar that stays" in why for why in draft.refusals.values())

@@ -79,6 +79,12 @@ def test_a_forward_that_does_not_is_recorded_at_one() -> None:
     assert len(traced.recorded) == 1
 
 
+@pytest.mark.parametrize(("given", "other"), [((192, 256), (96, 128)), ((128, 160), (96, 128)), ((20, 24), (52, 88))])
+def test_the_other_size_is_less_work_unless_the_first_is_small(given: tuple[int, int], other: tuple[int, int]) -> None:
+    traced = record(built(asks).float(), torch.randn(1, C, *given))
+    assert [tuple(map(int, size.split("x")[-2:])) for size in traced.recorded] == [given, other]
+
+
 @pytest.mark.parametrize("body", [stays, asks, other_norm, without, apart, deeper])
 @pytest.mark.parametrize("scheme", ["folded", "affine", "weightnorm"])
 def test_both_ways_of_a_forward_are_still_right(body: Callable[[Any, Tensor], Tensor], scheme: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,6 +37,7 @@ steps = st.builds(Step, words, records, st.lists(edits, max_size=5, unique_by=la
 plans = st.builds(Plan, st.lists(steps, max_size=3).map(tuple))
 
 
+@settings(max_examples=50)
 @given(plan=plans, indent=st.sampled_from([None, 2]))
 def test_round_trip(plan: Plan, indent: int | None) -> None:
     read = Plan.from_json(plan.to_json(indent))
@@ -45,6 +46,7 @@ def test_round_trip(plan: Plan, indent: int | None) -> None:
     assert json.loads(plan.to_json())["digest"] == plan.digest
 
 
+@settings(max_examples=50)
 @given(one=plans, two=plans)
 def test_digests_tell_plans_apart(one: Plan, two: Plan) -> None:
     as_text = [json.dumps(json.loads(plan.to_json()), sort_keys=True) for plan in (one, two)]

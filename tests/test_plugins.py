@@ -144,6 +144,7 @@ def cli(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_an_installed_scheme_is_a_target_of_the_command_line(installed: dict[str, str], tmp_path: Path) -> None:
     listed = json.loads(cli(installed, "schemes", "--json").stdout)
     mine = next(row for row in listed if row["name"] == "halved-skipinit")

@@ -143,11 +143,15 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> Non
                 assert float((seen - parameter.grad).norm()) <= 1e-8 * (1e-3 + float(parameter.grad.norm())), name
 
 
-@ways
-@pytest.mark.parametrize(
-    ("arch", "purpose"), [("resnetv2_18", "opacus"), ("resnetv2_18", "federated"), ("seresnet18", "opacus")]
+@crossed(
+    "one, way",
+    [("resnetv2_18", "opacus"), ("resnetv2_18", "federated"), ("seresnet18", "opacus")],
+    WAYS,
+    every=3,
+    ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
-def test_the_function_is_that_of_the_scheme(arch: str, purpose: str, to: str, options: dict[str, Any]) -> None:
+def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str, dict[str, Any]]) -> None:
+    (arch, purpose), (to, options) = one, way
     model = small(arch)
     plain = normswap.convert(model, to, size=(3, 32, 32), **options)
     done = normswap.convert(model, to, purpose=purpose, size=(3, 32, 32), **options)

@@ -128,7 +128,6 @@ class Pair(NamedTuple):
 
 
 CASES = [
-    Case("a record of tensors", net(lambda m, x: torch.cat(Pair(m.bn(m.conv(x)), x), 1), **ONE), {"bn": BACK}),
     Case("branch on the size", net(_by_size, **ONE), {"bn": KEPT}),
     Case("branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}),
     Case("branch on a value", net(_by_value, **TWO), {"bn": BACK, "bn2": BACK}),
@@ -150,6 +149,7 @@ CASES = [
     Case("conv's forward", net(lambda m, x: m.bn(m.conv.forward(x)), **ONE), {"bn": KEPT}),
     Case("norm's forward, and called", net(lambda m, x: m.bn(m.conv(x)) + m.bn.forward(x), **ONE),
          {"bn": REFUSED + "read in forward"}),
+    Case("a record of tensors", net(lambda m, x: torch.cat(Pair(m.bn(m.conv(x)), x), 1), **ONE), {"bn": BACK}),
 ]  # fmt: skip
 
 

@@ -14,10 +14,11 @@ import torch
 from lived import distance, run, step
 from small_transformers import TINY, inhabit, skeleton, small
 from timm.layers import RmsNorm
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import normswap
 from normswap.errors import RefusedError
+from normswap.folding.residual_stream import called
 from normswap.graph.inspection import inspect
 from normswap.layers import channel_norm
 from normswap.plan import Plan, Step
@@ -321,6 +322,15 @@ def test_every_writer_counts(missing: str) -> None:
     assert edits != list(planned.edits)
     harmed = applying.apply_step(model, Step("rmsnorm", {}, tuple(edits)))
     assert distance(run(model, x), run(harmed, x)) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("inside", "said"), [((), "exp"), (("blocks", "blocks.0", "blocks.0.mlp"), "exp in blocks.0.mlp")]
+)
+def test_functions_are_said_with_the_innermost_module_that_calls_them(inside: tuple[str, ...], said: str) -> None:
+    node = fx.Graph().call_function(torch.exp)
+    node.meta["inside"] = inside
+    assert called(node) == said
 
 
 @pytest.mark.parametrize("shift", [False, True])

@@ -39,7 +39,7 @@ STARTS = (
 )
 
 
-@crossed("start, trip", STARTS, TRIPS, every=2)
+@crossed("start, trip", STARTS, TRIPS, every=4)
 def test_there_and_back(start: tuple[str, torch.dtype, float], trip: str, tmp_path: Path) -> None:
     """At every station the source's function; BatchNorm at the end where it was at the beginning."""
     arch, dtype, tolerance = start

@@ -111,7 +111,7 @@ def trained(request: pytest.FixtureRequest) -> Lived:
     return lived(request.param)
 
 
-@crossed("trained, row", ARCHITECTURES, EXACT, every=8, indirect=("trained",))
+@crossed("trained, row", ARCHITECTURES, EXACT, every=13, indirect=("trained",))
 def test_exact_on_every_architecture(trained: Lived, row: Row) -> None:
     result = swapped(trained.model, row.scheme, **row.options)
     assert batchnorms(trained.model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from crossed import crossed
 from lived import batchnorms
 from test_laws import source as lived
 from test_schemes import ROWS, Row
@@ -36,8 +36,7 @@ def seen(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
     return {site["path"].removesuffix(".inner").removesuffix(".then"): (site["mean"], site["std"]) for site in sites}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+@crossed("arch, row", ["resnet18", "resnetv2_18"], ROWS, every=2)
 def test_every_scheme(arch: str, row: Row) -> None:
     model, x, _ = lived(arch)
     done = normswap.convert(model, row.scheme, inputs=x, **row.options)

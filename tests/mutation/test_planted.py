@@ -40,13 +40,13 @@ def place() -> Iterator[Path]:
         yield place
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tests", sorted({error.tests for error in ERRORS}), ids=" ".join)
 def test_without_an_error_nothing_fails(tests: tuple[str, ...], place: Path) -> None:
     assert not outcome_of(place, tests).killed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)
 def test_each_is_noticed(error: Planted, place: Path) -> None:
     with planted(error, place):
