@@ -49,6 +49,17 @@ def alphas(model: nn.Module) -> list[float]:
     return [scale.alpha.item() for scale in scales(model)]
 
 
+@pytest.mark.parametrize("arch", ["seresnet18", "ecaresnet50t"])
+def test_scalars_of_dead_branches_pass_the_gate(arch: str) -> None:
+    """A network as SkipInit begins it: every alpha is 0."""
+    model, x = source(arch)
+    result = swapped(model, "skipinit", alpha=0.0)
+    assert alphas(result) == [0] * len(blocks(model))
+    folded = swapped(result, "folded")
+    assert scales(folded) == []
+    assert distance(run(result, x), run(folded, x)) < 1e-12
+
+
 @architectures
 def test_one_scalar_per_block_in_its_seat(arch: str) -> None:
     model, _ = source(arch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,16 @@ def test_a_full_disk_loses_nothing(saved: Path, tmp_path: Path, what: str, monke
         checkpoint.save(convert(lived("resnet18"), "folded"), saved, force=True)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_are_open_to_whom_the_user_lets_in(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        folder = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~mask}
 
 
 def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,3 +331,9 @@ def test_what_there_is_already_is_said_without_contradiction() -> None:
     mixed = nn.Sequential(model, nn.Conv2d(4, 4, 3), nn.GroupNorm(1, 4), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match=r"1 kept, 1 with statistics per sample. '--calibrate DATA'"):
         normswap.convert(mixed, "batchnorm", size=(3, 8, 8))
+
+
+def test_a_network_without_a_weight_to_dress_is_refused() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
+    with pytest.raises(RefusedError, match="no convolution or linear layer that could be changed"):
+        normswap.convert(model, "weightnorm", size=(3, 8, 8))

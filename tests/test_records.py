@@ -320,6 +320,22 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_written_there() -> 
     assert not [node for node in traced.nodes if node.target is after]
 
 
+def test_one_sample_is_recorded_and_two_on_the_way_of_another_size() -> None:
+    traced = inspection.inspect(net(_by_size, **ONE)(), torch.randn(3, C, 8, 8)).traced
+    assert [size.split("x")[0] for size in traced.recorded] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("takes", "flexible"), [((8,), False), ((8, 40), True)])
+def test_sizes_that_a_network_takes_are_known(takes: tuple[int, ...], flexible: bool) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        assert x.shape[-2] in takes
+        return m.bn(m.conv(x))
+
+    traced = inspection.inspect(net(body, **ONE)(), torch.randn(3, C, 8, 8)).traced
+    assert traced.flexible is flexible
+    assert any("one size only" in remark for remark in traced.remarks) is not flexible
+
+
 class Frozen(nn.Module):
     """As DETR, RT-DETR and detectron2 write it, or with a twist."""
 
@@ -336,7 +352,7 @@ class Frozen(nn.Module):
         return self.twist(x * scale + (bias - mean * scale))
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-3])
+@pytest.mark.parametrize("eps", [1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0])
 def test_frozen_norms_of_any_library(eps: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(conv(), Frozen(eps=eps), nn.ReLU(), conv(1), Frozen(eps=eps)).double()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
@@ -323,6 +324,25 @@ def test_another_sweep_needs_another_place(
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_plot_shows_each_run_at_its_lr_and_those_that_ended_early_at_the_foot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: dict[str, tuple[list[float], list[float]]] = {}
+    plot = Axes.plot
+
+    def spy(axes: Axes, xs: list[float], ys: list[float], *args: Any, **style: Any) -> Any:
+        shown[style["label"]] = list(xs), list(ys)
+        return plot(axes, xs, ys, *args, **style)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    found = [Trial(0.5, 0, "done", 80.0), Trial(1.0, 0, "done", 70.0), Trial(2.0, 0, "diverged")]
+    found.append(Trial(4.0, 0, "running"))
+    sweep_table.plot(found, sweep_table.lines(found, 1, 1), tmp_path / "sweep.png")
+    assert shown["a run"] == ([0.5, 1.0], [80.0, 70.0])
+    assert shown["best: lr 0.5"] == ([0.5], [80.0])
+    assert shown["diverged or failed"][0] == [2.0]
 
 
 @pytest.fixture

@@ -21,8 +21,14 @@ class Equivalent(NamedTuple):
 
 EQUIVALENTS = (
     Equivalent("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
+    Equivalent("graph/recording.py", "width + 31)", "any other length of a series does"),
+    Equivalent("graph/recording.py", "small(sizes[0])[: 2]", "where the smaller size does not run, the next is tried anyway"),
+    Equivalent("graph/recorder.py", "any(result is t for t in tensors) or not any(", "the same memory under another name"),
+    Equivalent("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
+    Equivalent("graph/spelling.py", "- return 0 + return 1", "tensors without a version are told apart by nothing"),
     Equivalent("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
     Equivalent("folding/passage.py", '"get_attr" or traced.users', "a node of another kind names no tensor"),
+    Equivalent("folding/passage.py", 'node.op >= "get_attr" and', "a node of another kind names no tensor"),
     Equivalent("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
     Equivalent("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
     Equivalent("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),

@@ -1,0 +1,102 @@
+"""How far a result is from its source: against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normswap.graph import inspection
+from normswap.surgery import comparison
+from normswap.surgery.comparison import Report
+
+INFINITE = float("inf")
+X = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Gives(nn.Module):
+    """Whatever it is told to, of images in float64."""
+
+    def __init__(self, output: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.anchor, self.output = nn.Parameter(torch.zeros(1, dtype=torch.float64)), output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output(x)
+
+
+def compared(one: Callable[[Tensor], Any], other: Callable[[Tensor], Any], exact: bool = False) -> Report:
+    return comparison.compare(Gives(one), Gives(other), X, exact=exact)
+
+
+def rows(count: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Boxes, so many of them, as a detector gives them."""
+    return lambda x: {"boxes": torch.ones(count, 4, dtype=torch.float64)}
+
+
+def nan(x: Tensor) -> Tensor:
+    return x * float("nan")
+
+
+ERRORS: dict[str, tuple[Any, Any, tuple[float, float, float]]] = {  # relative L2, largest over largest, cosine
+    "the same": (lambda x: x, lambda x: x.clone(), (0, 0, 1)),
+    "half": (lambda x: x, lambda x: x / 2, (0.5, 0.5, 1)),
+    "turned round": (lambda x: x, lambda x: -x, (2, 2, -1)),
+    "nothing instead": (lambda x: x, lambda x: 0 * x, (1, 1, 0)),
+    "two nothings": (lambda x: 0 * x, lambda x: 0 * x, (0, 0, 1)),
+    "something for nothing": (lambda x: 0 * x, lambda x: 0 * x + 2, (2 * 96**0.5, 2 * 96**0.5, 0)),
+    "the result is not finite": (lambda x: x, nan, (INFINITE, INFINITE, 0)),
+    "the source is not finite": (nan, lambda x: x, (INFINITE, INFINITE, 0)),
+    "the worst of two": (lambda x: (x, x), lambda x: (x / 2, x), (0.5, 0.5, 1)),
+    "another number of boxes": (rows(3), rows(5), (1, 1, 0)),
+    "boxes of other numbers": (rows(3), lambda x: {"boxes": torch.ones(3, 5)}, (INFINITE, INFINITE, 0)),
+    "one output more": (rows(3), lambda x: {**rows(3)(x), "scores": torch.ones(3)}, (INFINITE, INFINITE, 0)),
+    "one output less": (lambda x: {**rows(3)(x), "scores": torch.ones(3)}, rows(3), (INFINITE, INFINITE, 0)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    one, other, wanted = ERRORS[name]
+    (error,) = compared(one, other).logits
+    found = (error.relative_l2, error.largest, error.cosine)
+    assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def test_of_an_exact_conversion_another_number_of_boxes_is_no_figure() -> None:
+    (error,) = compared(rows(3), rows(5), exact=True).logits
+    assert error.relative_l2 == INFINITE
+
+
+def test_a_size_that_the_source_does_not_take_is_left_out_and_those_behind_it_are_not() -> None:
+    def picky(x: Tensor) -> Tensor:
+        if x.shape[-1] == 5:
+            raise KeyError(5)
+        return x
+
+    inputs = [torch.ones(1, 3, side, side, dtype=torch.float64) for side in (4, 5, 6)]
+    report = comparison.compare(Gives(picky), Gives(lambda x: x), inputs, exact=False)
+    assert [error.size[-1] for error in report.logits] == [4, 6]
+
+
+class Block(nn.Module):
+    """A residual block whose branch is so much of what goes by."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+        self.norm.weight.data.fill_(share)
+        nn.init.dirac_(self.conv.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.conv(x))
+
+
+@pytest.mark.parametrize(("share", "said"), [(1e-6, ["0: the branch is 1e-06 of the block's output"]), (1e-2, [])])
+def test_branches_that_do_nothing_are_said(share: float, said: list[str]) -> None:
+    model = nn.Sequential(Block(share), nn.Conv2d(3, 2, 1)).double().eval()
+    seen = inspection.inspect(model, X)
+    assert list(comparison.compare(model, model, X, anatomy=seen).vacuous) == said
