@@ -22,8 +22,8 @@ class Equivalent(NamedTuple):
 EQUIVALENTS = (
     Equivalent("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
     Equivalent("graph/recording.py", "width + 31)", "any other length of a series does"),
-    Equivalent("graph/recording.py", "small(sizes[0])[: 2]", "where the smaller size does not run, the next is tried anyway"),
-    Equivalent("graph/recorder.py", "any(result is t for t in tensors) or not any(", "the same memory under another name"),
+    Equivalent("graph/recording.py", "small(sizes[0])[: 2]", "one that takes 97 pixels and not 64 may be recorded at 97"),
+    Equivalent("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
     Equivalent("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
     Equivalent("graph/spelling.py", "- return 0 + return 1", "tensors without a version are told apart by nothing"),
     Equivalent("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
