@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from normswap.exporting import checks
 from normswap.graph import inspection
 from normswap.images.agreement import agreement
 from normswap.layers.folded import Folded
+from normswap.models import calling
+from normswap.models.calling import Example
 from normswap.plan import Arch, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison
+from normswap.surgery import applying, comparison, running
 from normswap.training.engine import Run
 
 SIZE = (3, 33, 33)
@@ -236,3 +239,30 @@ def test_weights_that_are_not_finite_are_not_sound() -> None:
     assert run._sound()
     Task.raw.bias.data[1] = math.nan
     assert not run._sound()
+
+
+class Borrows(nn.Module):
+    """Uses a weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.flatten(1), self.inner.weight, self.inner.bias)
+
+
+def test_float64_reaches_weights_of_layers_that_are_not_called() -> None:
+    torch.manual_seed(0)
+    model, x = Borrows().requires_grad_(False), torch.randn(2, 3, 2, 2, dtype=torch.float64)
+    expected = copy.deepcopy(model).double()(x)
+    assert distance(expected, running.outputs_double(model, Example((x,)))[""]) < 1e-14
+    assert model.inner.weight.dtype == torch.float32
+
+
+def test_there_is_no_float64_on_apples_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"cpu": True, "cuda": True, "mps": False, "xpu": True}
+    for kind, known in kinds.items():
+        anchor = SimpleNamespace(device=torch.device(kind), dtype=torch.float32)
+        monkeypatch.setattr(calling, "anchor", lambda model, anchor=anchor: anchor)
+        assert comparison.has_double(nn.Identity()) is known

@@ -182,3 +182,21 @@ def test_a_part() -> None:
     model = timm.create_model(arch, **args).double().eval()
     result = normswap.convert(model, "folded", size=(3, 32, 32), only=["blocks.0"]).model
     assert scaled(result) == ["blocks.1.ls1", "blocks.1.ls2"]
+
+
+class Plain(nn.Module):
+    """As other libraries write it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.lambda1 = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.lambda1
+
+
+def test_they_are_known_whether_gradients_are_on_or_off() -> None:
+    for on in (True, False):
+        with torch.set_grad_enabled(on):
+            assert layer_scale.scaled_dim(Plain(6)) == -1
+            assert layer_scale.scaled_dim(nn.PReLU(6)) is None

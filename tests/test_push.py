@@ -15,7 +15,7 @@ from torch import nn
 
 import normswap
 from normswap.cli.app import main
-from normswap.storage import checkpoint
+from normswap.storage import checkpoint, publishing
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 
@@ -115,3 +115,7 @@ def test_a_damaged_directory_is_not_pushed(source: nn.Module, hub: dict[str, Pat
     file.write_bytes(content)
     assert main(["push", "out", "me/small"]) == 2
     assert not hub
+
+
+def test_nobody_knows_what_builds_a_network_of_ones_own() -> None:
+    assert publishing._arguments(nn.Linear(2, 2), None) is None

@@ -228,3 +228,10 @@ def test_a_recipe_does_not_change(file: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         recipe.optim.lr = 1.0
     assert isinstance(recipe, Recipe)
+
+
+def test_nothing_is_fitted_or_averaged_or_distilled_unless_it_is_asked_for() -> None:
+    plain = recipe_files.check({"summary": "plain", "convert": {"to": "groupnorm"}}, "test")
+    assert plain.convert is not None
+    assert plain.convert.calibrate is False
+    assert (plain.train.ema, plain.distill, plain.optim.clip) == (None, None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -399,3 +400,14 @@ def test_without_optuna_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(OptionError, match=r"pip install 'normswap\[train\]'"):
         sweep(tmp_path / "s")
+
+
+def test_workers_wait_for_each_other_in_sqlite(tmp_path: Path) -> None:
+    """Where a read locks nothing, two may take the same trial."""
+    storage = sweep(tmp_path / "s")._storage(f"sqlite:///{tmp_path / 'one.db'}")
+    with (
+        storage.engine.begin(),
+        sqlite3.connect(tmp_path / "one.db", timeout=0.0) as other,
+        pytest.raises(sqlite3.OperationalError, match="locked"),
+    ):
+        other.execute("BEGIN IMMEDIATE")

@@ -22,7 +22,7 @@ class Equivalent(NamedTuple):
 EQUIVALENTS = (
     Equivalent("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
     Equivalent("graph/recording.py", "width + 31)", "any other length of a series does"),
-    Equivalent("graph/recording.py", "small(sizes[0])[: 2]", "one that takes 97 pixels and not 64 may be recorded at 97"),
+    Equivalent("graph/recording.py", "small(sizes[0])[: 2]", "who takes 97 pixels and not 64 may be recorded at 97"),
     Equivalent("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
     Equivalent("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
     Equivalent("graph/spelling.py", "- return 0 + return 1", "tensors without a version are told apart by nothing"),
