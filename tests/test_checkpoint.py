@@ -186,7 +186,8 @@ def test_files_are_open_to_whom_the_user_lets_in(mask: int, tmp_path: Path) -> N
         folder = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
     finally:
         os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~mask}
+    assert folder.stat().st_mode & 0o7777 == 0o777 & ~mask
+    assert {file.stat().st_mode & 0o7777 for file in folder.iterdir()} == {0o666 & ~mask}
 
 
 def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
