@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from tiny import ONE, C, bn, conv, net
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import TraceError
+from normswap.errors import NormswapError, TraceError
 from normswap.graph import inspection
 from normswap.graph.spelling import after
 from normswap.layers import affine, unknown_norms
@@ -155,8 +156,6 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fold_is_exact_or_refused(case: Case) -> None:
-    import re
-
     model, x = build(case)
     planned, draft = step(model, "folded")
     for path, pattern in case.expect.items():
@@ -370,6 +369,24 @@ def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -
     assert not any(isinstance(module, Frozen) for module in done.model.modules())
     if to != "affine":
         assert 1e-3 in {getattr(module, name, None) for module in done.model.modules() for name in ("eps", "norm_eps")}
+
+
+def test_a_tensor_of_another_length_is_no_norms() -> None:
+    norm = Frozen()
+    assert unknown_norms.has_the_tensors(norm)
+    norm.running_var = torch.ones(C + 1)
+    assert not unknown_norms.has_the_tensors(norm)
+    assert unknown_norms.eps(norm) is None
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_refusals_are_listed_up_to_three(count: int) -> None:
+    layers = [layer for _ in range(count) for layer in (conv(), Frozen(F.relu))]
+    with pytest.raises(NormswapError) as caught:
+        normswap.convert(nn.Sequential(*layers).eval(), "folded")
+    assert len(re.findall(r"\d+: Frozen", str(caught.value))) == 3
+    assert ("; and 2 more" in str(caught.value)) is (count == 5)
+    assert ("more" in str(caught.value)) is (count == 5)
 
 
 @pytest.mark.parametrize("twist", [F.relu, lambda y: y + 1e-3, lambda y: y * (1 + 1e-6)])
