@@ -92,6 +92,16 @@ def test_unfold_brings_the_batchnorm_network_back(name: str, chain: list[str], t
             torch.testing.assert_close(state[key], original[key], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("to", ["affine", "tune"])
+def test_gammas_and_betas_that_nobody_changed_come_back_to_the_bit(to: str) -> None:
+    source = lived("resnet18")
+    state = convert(convert(source, to).model, "unfold").model.state_dict()
+    norms = [key.removesuffix(".running_mean") for key in state if key.endswith(".running_mean")]
+    assert norms
+    for key in (f"{path}.{name}" for path in norms for name in ("weight", "bias")):
+        assert torch.equal(state[key], source.state_dict()[key]), key
+
+
 def test_unfold_keeps_what_was_learned_since() -> None:
     folded = convert(lived("resnet18"), "folded").model
     with torch.no_grad():

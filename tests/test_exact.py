@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import batchnorms, distance, lived_in, run, step
+from lived import batchnorms, distance, lived_in, run, step, swapped
 from test_laws import applied, skeleton, source
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -199,7 +199,13 @@ def test_without_a_seat_on_the_sum_the_branches_hold_both_factors(rule: str) -> 
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("residual-scale", {"rule": "he"}), ("fixup", {"init": "zero"}), ("batchnorm", {"ghost_batch": -1})],
+    [
+        ("residual-scale", {"rule": "he"}),
+        ("fixup", {"init": "zero"}),
+        ("batchnorm", {"ghost_batch": -1}),
+        ("batchnorm", {"ghost_batch": True}),
+        ("batchnorm", {"ghost_batch": 2.5}),
+    ],
 )
 def test_bad_options(scheme: str, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
@@ -207,6 +213,14 @@ def test_bad_options(scheme: str, options: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
+def test_a_vector_has_no_channels() -> None:
+    norm = swapped(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), "batchnorm", ghost_batch=2)[1]
+    assert isinstance(norm, site_norm.SiteNorm)
+    assert norm(torch.randn(2, 4)).shape == (2, 4)
+    with pytest.raises(ValueError, match="expected"):
+        norm(torch.randn(4))
+
+
 def test_ghost_batches_are_batches() -> None:
     """In training, N samples at a time: the output on 2 + 2 + 3 is that of BatchNorm on each part."""
     torch.manual_seed(0)

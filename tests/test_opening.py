@@ -225,3 +225,16 @@ def test_a_conversion_holds_little_more_than_the_float64_result() -> None:
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert 1.9 < float(done.stdout) < 2.8, "2.3 when this was written; a result built too early is one more"
+
+
+class Narrowing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16)
+
+
+def test_layers_of_two_dtypes_keep_theirs() -> None:
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2))
+    model = nn.Sequential(first, Narrowing(), second.bfloat16()).eval()
+    result = convert(model, "folded", size=(4, 9, 9)).model
+    assert [p.dtype for p in result.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2

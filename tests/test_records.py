@@ -21,6 +21,7 @@ import normswap
 from normswap.errors import NormswapError, TraceError
 from normswap.graph import inspection
 from normswap.graph.spelling import after
+from normswap.graph.widening import Widening
 from normswap.layers import affine, unknown_norms
 from normswap.surgery import applying
 
@@ -293,6 +294,19 @@ def test_a_forward_that_makes_float32() -> None:
     done = normswap.convert(model, "folded")
     assert done.report.logits[0].precision == "float64"
     assert done.report.passed
+
+
+@pytest.mark.parametrize(
+    "cast", [Tensor.float, Tensor.half, lambda x: x.to(torch.bfloat16), lambda x: x.type(torch.half)]
+)
+def test_what_is_cast_to_less_is_neither_rounded_nor_shared(cast: Callable[[Tensor], Tensor]) -> None:
+    x = torch.full((3,), 1 / 3, dtype=torch.float64)
+    with Widening():
+        y = cast(x)
+        assert torch.equal(y, x)
+        y += 1
+        assert x.dtype == y.dtype == cast(torch.ones(2, dtype=torch.float32)).dtype == torch.float64
+    assert torch.equal(x, torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
 class Reuses(nn.Module):

@@ -1,4 +1,4 @@
-"""A network in float64 whose forward makes float32 tensors itself: they are cast as they are made."""
+"""A network in float64 whose forward makes narrower tensors itself: they are made in float64."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_MAKERS = frozenset((
-    "float", "to", "type", "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye",
-    "rand", "randn", "zeros_like", "ones_like", "full_like", "empty_like", "from_numpy", "new_tensor", "type_as",
+_CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
+_MAKERS = _CASTS | frozenset((
+    "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye",
+    "rand", "randn", "zeros_like", "ones_like", "full_like", "empty_like", "from_numpy", "new_tensor",
     "scalar_tensor", "meshgrid", "softmax", "log_softmax", "cumsum", "sum", "mean", "hann_window", "logspace",
 ))  # fmt: skip
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Widening(TorchFunctionMode):
-    """While it lasts, what is made in float32 is in float64."""
+    """While it lasts, what is made in float32 or less is in float64, and what is cast to that is not rounded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") not in _MAKERS or not isinstance(result, Tensor):
+        name = getattr(func, "__name__", "")
+        if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
-        return result.double() if result.dtype == torch.float32 else result
+        if name in _CASTS and args[0].is_floating_point():
+            return args[0].to(result.device, torch.float64, copy=True)
+        return result.double()
