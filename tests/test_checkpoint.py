@@ -331,3 +331,10 @@ def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) 
     with pytest.raises(SourceError, match=r"changed=True"):
         normswap.load(tmp_path / "net")
     assert normswap.load(tmp_path / "net", changed=True).fc.bias.mean() > 0.5
+
+
+def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
+    folder = checkpoint.save(convert(lived("resnet18"), "skipinit", alpha=0.25), tmp_path / "out")
+    assert "skipinit (alpha = 0.25)" in (folder / "README.md").read_text()
+    plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
+    assert "folded (" not in (plain / "README.md").read_text()
