@@ -45,4 +45,5 @@ EQUIVALENTS = (
     Equivalent("layers/folded.py", "zip(reads, takes, strict=False)", "an edit has a take for each of its reads"),
     Equivalent("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
     Equivalent("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
+    Equivalent("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
 )
