@@ -16,7 +16,7 @@ from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, nn
 
-from normswap import provenance
+from normswap import provenance, schemes
 from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers.scalars import Scale
@@ -99,6 +99,7 @@ def test_exact_or_measurably_different(arch: str, row: Row) -> None:
     own = case(arch, row)
     error = distance(own.reference, run(own.result, own.x))
     assert error <= 1e-12 if row.exact else 1e-3 < error < float("inf")
+    assert schemes.exact(own.step) is row.exact
 
 
 @everywhere

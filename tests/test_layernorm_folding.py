@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lived import distance, run, step
 from small_transformers import SMALL, inhabit, skeleton, small
-from timm.layers import LayerNorm2d, LayerNormAct2d, LayerNormFp32, LayerScale
+from timm.layers import LayerNorm, LayerNorm2d, LayerNormAct2d, LayerNormFp32, LayerScale, RmsNorm, RmsNorm2d
 from torch import Tensor, nn
 
 import normswap
@@ -24,6 +24,14 @@ from normswap.surgery import applying
 from normswap.surgery.conversion import draft
 
 TOLERANCE = 1e-12
+NORMS: dict[str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]] = {  # along which dimension, and what
+    "torch's": (lambda: nn.LayerNorm(6), -1, F.layer_norm),
+    "timm's": (lambda: LayerNorm(6), -1, F.layer_norm),
+    "timm's of maps": (lambda: LayerNorm2d(6), 1, F.layer_norm),
+    "torch's RMSNorm": (lambda: nn.RMSNorm(6, eps=1e-5), -1, F.rms_norm),
+    "timm's RMSNorm": (lambda: RmsNorm(6, eps=1e-5), -1, F.rms_norm),
+    "timm's RMSNorm of maps": (lambda: RmsNorm2d(6, eps=1e-5), 1, F.rms_norm),
+}
 # Norms that keep gamma and beta, from timm's source: the last norm of a vision transformer, whose output is what
 # `forward_features` returns (CLIP's and distilled ones too); Swin's and CLIP's norm before the first block, which the
 # residual stream reads; ConvNeXt's stem norm likewise, and the norm of its head. Without a final norm (`global_pool`
@@ -265,3 +273,12 @@ def test_a_measured_norm_folds() -> None:
     assert list(map(str, verdicts.values())) == ["its scale and shift move to 2"]
     assert list(result[1].parameters()) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_dimension_is_that_along_which_it_normalizes(name: str) -> None:
+    make, dim, function = NORMS[name]
+    norm, x = make().double(), torch.randn(2, 6, 6, 6, dtype=torch.float64)
+    assert channel_norm.channel_dim(norm) == dim
+    expected = function(x.movedim(dim, -1), (6,), eps=norm.eps).movedim(-1, dim)
+    assert distance(expected, norm(x).detach()) < 1e-12

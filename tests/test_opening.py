@@ -70,6 +70,7 @@ def test_a_forward_that_asks_for_a_size_is_recorded_at_two(body: Callable[[Any, 
     traced = record(built(body))
     assert traced.sized
     assert len(traced.recorded) == 2
+    assert len(traced.others) == (body is asks)
 
 
 def test_a_forward_that_does_not_is_recorded_at_one() -> None:

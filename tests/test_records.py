@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import NormswapError, TraceError
 from normswap.graph import inspection
+from normswap.graph.copying import twin
 from normswap.graph.spelling import after
 from normswap.graph.widening import Widening
 from normswap.layers import affine, unknown_norms
@@ -409,3 +410,9 @@ def test_what_only_looks_like_a_norm_is_refused(twist: Any) -> None:
     assert affine.is_batchnorm(norm)
     assert unknown_norms.eps(norm) is None
     assert "not that of a BatchNorm" in step(nn.Sequential(conv(), norm).double(), "folded")[1].refusals["1"]
+
+
+def test_a_twin_runs_as_in_evaluation_and_the_network_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Sequential(conv(), nn.Dropout()), bn()).train()
+    assert not any(module.training for module in twin(model).modules())
+    assert all(module.training for module in model.modules())
