@@ -60,6 +60,14 @@ def test_scalars_of_dead_branches_pass_the_gate(arch: str) -> None:
     assert distance(run(result, x), run(folded, x)) < 1e-12
 
 
+def test_scalars_that_are_there_get_a_bias() -> None:
+    model, x = source("resnet18")
+    plain = swapped(model, "skipinit", alpha=0.5)
+    result = swapped(plain, "regularized-skipinit", alpha=0.5, dropout=0)
+    assert [scale.bias is not None for scale in scales(plain) + scales(result)] == [False] * 8 + [True] * 8
+    assert distance(run(plain, x), run(result, x)) < 1e-12
+
+
 @architectures
 def test_one_scalar_per_block_in_its_seat(arch: str) -> None:
     model, _ = source(arch)

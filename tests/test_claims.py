@@ -161,7 +161,7 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "MONAI {} of {}": lambda: wild("monai"),
     "OpenCLIP {} of {}": lambda: wild("open_clip"),
     "transformers {} of {}": lambda: wild("transformers"),
-    "Of {} networks on the list {} were walked so far, {} is too large to try. `groupnorm --steady 0` runs on {} of {}":
+    "Of {} networks on the list {} were walked, {} is too large to try. `groupnorm --steady 0` runs on {} of {}":
         dressed,
     "end within {} points of BatchNorm trained the same way; NF with its means kept and annealed ends {} points below":
         recovered,

@@ -112,3 +112,9 @@ def test_the_presets_from_the_command_line(here: Path, capfd: Capture) -> None: 
     assert [step["edits"] for step in dry["steps"]] == [step["edits"] for step in body["steps"]]
     assert main(["verify", "out"]) == 0
     assert files(here)
+
+
+@pytest.mark.parametrize(("option", "kind"), [("--groups", "integer"), ("--steady", "number")])
+def test_options_have_kinds(option: str, kind: str, here: Path, capfd: Capture) -> None:  # noqa: F811
+    words = ("convert", MODEL, "--to", "groupnorm", option, "x", "-o", "out")
+    refused(words, (f"Invalid value for '{option}'", f"valid {kind}"), here, capfd)

@@ -22,7 +22,7 @@ from normswap import provenance
 from normswap.errors import OptionError, RefusedError
 from normswap.images import datasets
 from normswap.layers.channelwise import ChannelBias
-from normswap.layers.placeholders import Copy
+from normswap.layers.placeholders import Copy, WithBias
 from normswap.reporting import demo
 from normswap.storage.checkpoint import open_model
 
@@ -234,3 +234,13 @@ def test_the_way_back_stays_open() -> None:
                 norms = [sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
                          for net in (model, back)]  # fmt: skip
                 assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("make", [lambda bias: nn.Conv2d(3, 4, 1, bias=bias), lambda bias: nn.Linear(3, 4, bias=bias)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_get_a_bias_of_zero_where_they_have_none(make: Any, bias: bool) -> None:
+    old = make(bias)
+    new = WithBias.replacing(old, like=torch.empty(0))
+    assert new is not old
+    assert torch.equal(new.bias, old.bias if bias else torch.zeros(4))
+    assert (old.bias is not None) is bias

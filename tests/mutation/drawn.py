@@ -32,6 +32,7 @@ from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from equivalents import EQUIVALENTS
+from noticed import NOTICED
 from workplace import ROOT, circumstance, compile_all, copied, demand_the_copy, outcome_of, written
 
 ROOMS = ("graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training")
@@ -113,8 +114,10 @@ def known() -> dict[str, dict[str, Any]]:
 def judged(mutant: Mutant, place: Path, budget: float) -> dict[str, Any]:
     """Plant it at `place` and run tests of `budget` seconds that reach it."""
     start = time.perf_counter()
-    tests = reached.tests(mutant.file, mutant.first, mutant.last, budget)
-    tests += [RECORDS] * mutant.change().startswith("- @dataclass")
+    change = mutant.change()
+    tests = [one.test for one in NOTICED if mutant.file.endswith(one.file) and one.change in change]
+    tests += reached.tests(mutant.file, mutant.first, mutant.last, budget)
+    tests += [RECORDS] * change.startswith("- @dataclass")
     outcome = None
     if tests:
         with written(place / mutant.file, mutant.text()):
