@@ -8,7 +8,7 @@ In every room that decides what a result is, places are drawn (a place is a node
 cosmic-ray changes, annotations apart: they are never evaluated), then one of the operators at each. The error is
 planted in a copy, where tests that reach its line run until one fails. What is known is kept in runs/drawn.jsonl for
 the text of the file as it is. Who survives is given more time with `--again`; what cannot be told from the right
-program is named in `equivalents.py`, with the reason.
+program is named in `equivalents.py`, with the reason; `noticed.py` names tests to run first.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ def demand_that_they_pass(tests: set[str]) -> None:
     """
     rest = set(tests)
     with copied() as place:
+        compile_all(place)
         while (outcome := outcome_of(place, sorted(rest))).killed:
             if outcome.first not in rest or outcome_of(place, [outcome.first]).killed:
                 raise SystemExit(f"{outcome.first} fails without any error")
