@@ -338,3 +338,6 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     assert "skipinit (alpha = 0.25)" in (folder / "README.md").read_text()
     plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
     assert "folded (" not in (plain / "README.md").read_text()
+    assert "keeps the function of its source" in (plain / "README.md").read_text()
+    other = checkpoint.save(convert(lived("resnet18"), "layernorm"), tmp_path / "other")
+    assert "changes the function of its source" in (other / "README.md").read_text()
