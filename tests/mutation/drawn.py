@@ -31,7 +31,7 @@ import reached
 from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
-from equivalents import EQUIVALENTS
+from equivalents import EQUIVALENTS, UNNOTICED, Reason
 from noticed import NOTICED
 from workplace import ROOT, circumstance, compile_all, copied, demand_the_copy, outcome_of, written
 
@@ -188,8 +188,12 @@ def settled(mutant: Mutant, row: dict[str, Any] | None, again: bool) -> bool:
 
 def reason(row: dict[str, Any]) -> str | None:
     """Why nothing could notice it, if somebody has said so."""
-    named = (one for one in EQUIVALENTS if row["file"].endswith(one.file) and one.change in row["change"])
-    return next((one.why for one in named), None)
+    return _named(EQUIVALENTS, row)
+
+
+def _named(reasons: Sequence[Reason], row: dict[str, Any]) -> str | None:
+    found = (one.why for one in reasons if row["file"].endswith(one.file) and one.change in row["change"])
+    return next(found, None)
 
 
 def table(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
@@ -209,7 +213,7 @@ def table(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]], arg
     lines += [_line("all", *total), "", "| survivor | in | change | why |", "|---|---|---|---|"]
     for row in survivors(by_room, rows):
         why = reason(row)
-        said = f"equivalent: {why}" if why else "no test reaches it" if not row["tests"] else "no test notices"
+        said = f"equivalent: {why}" if why else _named(UNNOTICED, row) or "no test notices"
         change = row["change"].replace("|", "\\|")
         lines.append(f"| `{row['file']}` | `{row['inside']}` | `{change}` | {said} |")
     return "\n".join([*lines, ""])

@@ -1,17 +1,17 @@
-"""Errors of `drawn.py` that are none: nothing that the program says or writes is another."""
+"""Errors of `drawn.py` that are none: nothing that the program says or writes is another. And some that nobody sees."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Equivalent(NamedTuple):
+class Reason(NamedTuple):
     """One of them.
 
     Args:
         file: where, within the package.
         change: a part of the line as it becomes, which no other error of the file has.
-        why: nothing tells the two apart.
+        why: nothing, or no test, tells the two apart.
     """
 
     file: str
@@ -20,30 +20,45 @@ class Equivalent(NamedTuple):
 
 
 EQUIVALENTS = (
-    Equivalent("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
-    Equivalent("graph/recording.py", "width + 31)", "any other length of a series does"),
-    Equivalent("graph/recording.py", "small(sizes[0])[: 2]", "who takes 97 pixels and not 64 may be recorded at 97"),
-    Equivalent("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
-    Equivalent("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
-    Equivalent("graph/spelling.py", "- return 0 + return 1", "tensors without a version are told apart by nothing"),
-    Equivalent("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
-    Equivalent("folding/passage.py", '"get_attr" or traced.users', "a node of another kind names no tensor"),
-    Equivalent("folding/passage.py", 'node.op >= "get_attr" and', "a node of another kind names no tensor"),
-    Equivalent("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
-    Equivalent("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
-    Equivalent("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),
-    Equivalent("schemes/parts/fixed_factors.py", "users[ -1]).target)", "there is one, or it was said before"),
-    Equivalent("layers/weight_norm.py", "weight[ -1].eval()", "a weight has one parametrization"),
-    Equivalent("surgery/conversion.py", "fitted[ -1] if len(fitted) == 1", "of one, the first is the last"),
-    Equivalent("graph/recording.py", "a.shape < b.shape or not torch.equal", "torch.equal tells shapes apart, too"),
-    Equivalent("calibration/lockstep.py", "way is not FAR or", "a value is kept or computed anew: it is the same"),
-    Equivalent("calibration/lockstep.py", "zip(self.walkers, nodes, strict=False)", "there is a node for each walker"),
-    Equivalent("calibration/sampling.py", "layer.dilation, strict=False)", "both have as many numbers"),
-    Equivalent("folding/layer_scale.py", "(scaled_dim(module) >= 1)", "a LayerScale's channels are in 1 or -1"),
-    Equivalent("schemes/parts/fixed_factors.py", "str(after[ -1].target)) and", "of one, the first is the last"),
-    Equivalent("layers/folded.py", "take.way == Way.BEFORE", "a member of an enumeration equals itself alone"),
-    Equivalent("layers/folded.py", "zip(reads, takes, strict=False)", "an edit has a take for each of its reads"),
-    Equivalent("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
-    Equivalent("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
-    Equivalent("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
+    Reason("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
+    Reason("graph/recording.py", "width + 31)", "any other length of a series does"),
+    Reason("graph/recording.py", "small(sizes[0])[: 2]", "who takes 97 pixels and not 64 may be recorded at 97"),
+    Reason("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
+    Reason("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
+    Reason("graph/spelling.py", "- return 0 + return 1", "tensors without a version are told apart by nothing"),
+    Reason("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
+    Reason("folding/passage.py", '"get_attr" or traced.users', "a node of another kind names no tensor"),
+    Reason("folding/passage.py", 'node.op >= "get_attr" and', "a node of another kind names no tensor"),
+    Reason("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
+    Reason("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
+    Reason("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),
+    Reason("schemes/parts/fixed_factors.py", "users[ -1]).target)", "there is one, or it was said before"),
+    Reason("layers/weight_norm.py", "weight[ -1].eval()", "a weight has one parametrization"),
+    Reason("surgery/conversion.py", "fitted[ -1] if len(fitted) == 1", "of one, the first is the last"),
+    Reason("graph/recording.py", "a.shape < b.shape or not torch.equal", "torch.equal tells shapes apart, too"),
+    Reason("calibration/lockstep.py", "way is not FAR or", "a value is kept or computed anew: it is the same"),
+    Reason("calibration/lockstep.py", "zip(self.walkers, nodes, strict=False)", "there is a node for each walker"),
+    Reason("calibration/sampling.py", "layer.dilation, strict=False)", "both have as many numbers"),
+    Reason("folding/layer_scale.py", "(scaled_dim(module) >= 1)", "a LayerScale's channels are in 1 or -1"),
+    Reason("schemes/parts/fixed_factors.py", "str(after[ -1].target)) and", "of one, the first is the last"),
+    Reason("layers/folded.py", "take.way == Way.BEFORE", "a member of an enumeration equals itself alone"),
+    Reason("layers/folded.py", "zip(reads, takes, strict=False)", "an edit has a take for each of its reads"),
+    Reason("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
+    Reason("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
+    Reason("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
+)
+UNNOTICED = (
+    Reason("training/assembly.py", 'parts["scaler"] is None', "only half precision on a GPU has a scaler"),
+    Reason("surgery/carrying_out.py", "if not result is None", "a result that is made twice is the same"),
+    Reason("graph/recorder.py", "version(tensor) or memory(tensor)", "more is recorded than has to be"),
+    Reason(
+        "folding/residual_stream.py", "stream.values and axis is None", "what was tried is refused by another check"
+    ),
+    Reason("folding/channel_factors.py", "_dim(node, 1) <= 1", "no layer reads twice the channels it has"),
+    Reason("folding/channel_factors.py", "not any(known) and", "what nothing is known of hands nothing on"),
+    Reason("folding/norm_affine.py", "axis.size >= linear", "no layer reads fewer channels than there are"),
+    Reason("folding/producers.py", "axis.size < channels", "no layer writes fewer channels than there are"),
+    Reason("layers/site_norm.py", "take.way <= Way.NORM", "no other way of its takes comes before it in the alphabet"),
+    Reason("graph/recording.py", "if not node.op in", "who reads whom tells the ways apart all the same"),
+    Reason("training/sweep.py", '>= "WAITING"', "two workers would have to begin in the same moment"),
 )

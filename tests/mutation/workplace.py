@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
@@ -19,7 +20,6 @@ _SERVER = multiprocessing.get_context("forkserver")  # imports what takes long o
 _SERVER.set_forkserver_preload([
     "pytest", "hypothesis", "timm", "torchvision", "accelerate", "torch._dynamo", "torch.onnx", "onnxscript",
     "onnxruntime", "matplotlib.figure", "optuna", "opacus", "transformers", "segmentation_models_pytorch",
-    "transformers.quantizers.auto",
 ])  # fmt: skip
 # of pytest's: passed; failed; a file that cannot be imported, or has no such test. A process that breaks ends with 1.
 _CODES = {0: 0, 1: 100, 2: 101, 4: 101}
@@ -93,6 +93,7 @@ def _run(place: Path, tests: list[str], said: Path) -> None:
     os.environ.update(PYTHONPATH=str(place), OMP_NUM_THREADS="1", COLUMNS="1000")
     sys.path[:] = [str(place), *(one for one in sys.path if ROOT not in (Path(one), *Path(one).parents))]
     sys.dont_write_bytecode = True
+    logging.getLogger("torch.utils._pytree").disabled = True  # it logs where torchao is imported for the first time
     main = sys.modules["__main__"]  # ours: processes that a test starts would import it again, and fail
     main.__spec__ = None
     main.__dict__.pop("__file__", None)
