@@ -212,7 +212,6 @@ def test_bad_options(scheme: str, options: dict[str, Any]) -> None:
         step(source("resnet18")[0], scheme, **options)
 
 
-@torch.no_grad()
 def test_a_vector_has_no_channels() -> None:
     norm = swapped(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), "batchnorm", ghost_batch=2)[1]
     assert isinstance(norm, site_norm.SiteNorm)
@@ -221,6 +220,7 @@ def test_a_vector_has_no_channels() -> None:
         norm(torch.randn(4))
 
 
+@torch.no_grad()
 def test_ghost_batches_are_batches() -> None:
     """In training, N samples at a time: the output on 2 + 2 + 3 is that of BatchNorm on each part."""
     torch.manual_seed(0)
