@@ -51,7 +51,7 @@ def measure(name: str, x: Tensor, seed: int) -> tuple[list[float], list[float]]:
     seen = inspection.inspect(model)
     wanted = expected_nf(seen)
     assert wanted is not None
-    parts = x.split(2)
+    parts = list(x.split(2))
     first = signal(model, parts, seen=seen)[0].variance
     # from the first shortcut's convolution on everything is homogeneous: one factor on the input is one on every block
     scale = (wanted[0] / first) ** 0.5
