@@ -18,7 +18,6 @@ from hub_server import hub_server, use_hub
 from normswap.cli.app import main
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-LONGER = ("reading", "deploy", "federated")  # more than ten seconds
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -81,9 +80,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "desk"
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in LONGER), id=page.stem) for page in PAGES]
-)
+@pages
 @pytest.mark.usefixtures("desk")
 def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, [block for block in blocks(page) if not block.slow], capfd)
