@@ -2,11 +2,11 @@
 
     python tests/benchmarks/kinds.py [KIND ...] [--samples none 100 1000] [--draws 1]
 
-The trained networks of tests/data/zoo (tests/benchmarks/kinds_zoo.py). Kept: the result's accuracy on 10,000 images
-of the test set as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter of
-which is held out, and what those said ("held out": the source's answer). How the constants are chosen was settled on
-the depthwise network, by looking at these test images as well. Rows are kept in runs/kinds.jsonl with their commit; a
-second run measures what is missing, and every run writes kinds.md from all that there is.
+The trained networks of tests/data/zoo (tests/benchmarks/kinds_zoo.py). Kept: the result's accuracy on the 10,000 test
+images as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter
+of which is held out, and what those said ("held out": the source's answer). How the constants are chosen was settled on
+the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with their commit, results
+in runs/kinds; a second run measures what is missing, and every run writes kinds.md from all that there is.
 """
 
 from __future__ import annotations
