@@ -59,6 +59,12 @@ CASES: list[tuple[str, Make, int]] = [
     ("a product of two", net(lambda m, x: m.c(m.a(x) * m.b(x)), a=conv, b=conv, c=conv), 0),
     ("joined", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv, b=conv, c=nn.Conv2d(2 * C, C, 1)), 2 * C),
     ("joined elsewhere", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 2)), a=conv, b=conv, c=conv), 0),
+    ("joined in the batch", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)]) + m.c(torch.cat([x, x]))), a=conv, b=conv,
+                                c=conv, d=conv), 0),
+    ("joined in the batch by number", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)], 0) + m.c(torch.cat([x, x]))),
+                                          a=conv, b=conv, c=conv, d=conv), 0),
+    ("joined at the end", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)], -1) + m.c(torch.cat([x, x], -1))), a=conv,
+                              b=conv, c=conv, d=conv), 0),
     ("flattened", net(lambda m, x: m.l(m.a(x).relu().flatten(1)), a=conv(out=2), l=nn.Linear(2 * 144, 3)), 2),
     ("pooled, then linear", net(lambda m, x: m.l(m.a(x).relu().mean((2, 3))), a=conv, l=nn.Linear(C, 3)), C),
     ("mean over channels", net(lambda m, x: m.b(m.a(x).mean(1, keepdim=True).repeat(1, C, 1, 1)), a=conv, b=conv), 0),
@@ -66,6 +72,7 @@ CASES: list[tuple[str, Make, int]] = [
     ("softmax", net(lambda m, x: m.b(m.a(x).softmax(1)), a=conv, b=conv), 0),
     ("transposed convolution", net(lambda m, x: m.b(m.a(x).relu()), a=nn.ConvTranspose2d(C, C, 2), b=conv), 0),
     ("ReLU6", net(lambda m, x: m.b(m.f(m.a(x))), a=conv, f=nn.ReLU6, b=conv), C),
+    ("ReLU6 on the input", net(lambda m, x: m.a(m.f(x)), a=conv, f=nn.ReLU6), 0),
     ("ReLU6 called twice", net(lambda m, x: m.c(m.f(m.b(m.f(m.a(x))))), a=conv, f=nn.ReLU6, b=conv, c=conv), 0),
 ]  # fmt: skip
 

@@ -287,6 +287,18 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }  # fmt: skip
 
 
+def placed(m: Any, x: Tensor, *, added: bool) -> Tensor:
+    """The embedding is added to the stream, or only read."""
+    y = m.tokens(x)
+    return m.head((m.two(y + m.place) if added else m.two(y) * m.place.sigmoid()).mean(1))
+
+
+for square in (True, False):
+    OPEN[f"an embedding is used elsewhere {'off' if square else 'in'} squares"] = (
+        lambda m, x, square=square: placed(m, x, added=(x.shape[-1] == x.shape[-2]) is square),
+        "place writes to it, and is read elsewhere too")  # fmt: skip
+
+
 def turned(m: Any, x: Tensor) -> Tensor:
     """As many tokens as channels, so that both may be added to their transpose."""
     y = m.inner(torch.cat([x := m.tokens(x), x[:, :2]], 1))
