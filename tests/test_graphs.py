@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graph_cases import CASES, REFUSED, Case
 from lived import batchnorms, distance, lived_in, run, step
+from tiny import C, conv, net
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError
+from normswap.folding.overwriting import overwrites
+from normswap.graph import inspection
 from normswap.layers.scalars import Scale
 from normswap.surgery import applying
 
@@ -116,3 +122,43 @@ def test_the_checker_notices_a_wrong_fold() -> None:
     source: Any = model
     wrong.conv, wrong.bn = fuse_conv_bn_eval(source.conv, source.bn), nn.Identity()
     assert distance(outputs(model, x), outputs(wrong, x)) > 1e-3
+
+
+# what is done to the output of a convolution
+DONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "relu": lambda m, y: y.relu(),
+    "relu_": lambda m, y: y.relu_(),
+    "F.relu": lambda m, y: F.relu(y),
+    "F.relu, in place": lambda m, y: F.relu(y, inplace=True),
+    "F.relu, in place by position": lambda m, y: F.relu(y, True),
+    "torch.relu_": lambda m, y: torch.relu_(y),
+    "a module": lambda m, y: m.act(y),
+    "a module, in place": lambda m, y: m.act_(y),
+    "+": lambda m, y: y + 1,
+    "+=": lambda m, y: operator.iadd(y, 1),
+    "-=": lambda m, y: operator.isub(y, 1),
+    "*=": lambda m, y: operator.imul(y, 2),
+    "/=": lambda m, y: operator.itruediv(y, 2),
+    "**=": lambda m, y: operator.ipow(y, 2),
+    "add_": lambda m, y: y.add_(1),
+    "mul": lambda m, y: y.mul(2),
+    "clamp_": lambda m, y: y.clamp_(min=0),
+    "flatten": lambda m, y: y.flatten(1),
+    "mean": lambda m, y: y.mean(1, True),
+    "torch.mean": lambda m, y: torch.mean(y, 1, True),
+    "interpolate": lambda m, y: F.interpolate(y, None, 2, "bilinear", True),
+    "dropout": lambda m, y: F.dropout(y, 0.5, False),
+    "hardtanh, in place": lambda m, y: F.hardtanh(y, 0, 6, True),
+}
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_what_writes_into_its_input_is_told_from_what_does_not(name: str) -> None:
+    """Torch counts how often a tensor was written to."""
+    model = net(lambda m, x: DONE[name](m, m.conv(x)), conv=conv, act=nn.ReLU(), act_=nn.ReLU(inplace=True))()
+    y = torch.randn(2, C, 5, 5)
+    before = y._version
+    DONE[name](model, y)
+    traced = inspection.inspect(model, torch.randn(2, C, 5, 5)).traced
+    (node,) = traced.users[next(node for node in traced.nodes if str(node.target) == "conv")]
+    assert overwrites(traced, node) is (y._version > before)
