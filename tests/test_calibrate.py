@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import timm
 import torch
 from crossed import crossed
 from lived import distance, lived_in, run
+from test_graphs import outputs
 from timm.layers import ScaledStdConv2d
+from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
 from normswap.calibration import least_squares, sampling, sequential_fit
@@ -166,6 +169,28 @@ def test_the_ridge_follows_the_data() -> None:
     assert least_squares.regress(blind, prior).ridge == max(least_squares.RIDGES)
 
 
+@pytest.mark.parametrize(
+    ("errors", "best"),
+    [
+        ([3, 2, 1, 2, 3, 0], 2),
+        ([1, 2, 3, 0, 0, 0], 0),
+        ([3, 2, 4, 1, 5, 6], 3),
+        ([2, 1, 3, 2, 4, 0], 5),
+        ([2, 3, 3, 1, 2, 4], 3),
+        ([6, 5, 4, 3, 2, 1], 5),
+        ([1, 1, 1, 1, 1, 1], 0),
+    ],
+)
+def test_the_ridge_is_sought_until_the_error_has_risen_twice(
+    errors: list[float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter([half for error in errors for half in (0.25 * error, 0.75 * error)])
+    monkeypatch.setattr(least_squares, "_error", lambda *given: next(told))
+    folds = Folds()
+    folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
+    assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[best]
+
+
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
 def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     model = narrow(arch).double()
@@ -231,6 +256,7 @@ def with_nan() -> list[Tensor]:
         ([torch.randn(1, 3, 32, 32)], "1 calibration images"),
         ([], "0 calibration images"),
         ([torch.randint(0, 9, (2, 3, 8, 8))], "no batch of images"),
+        ([torch.randn(8)], "no batch of images"),
         (["a"], "no batch of images"),
         ([torch.randn(2, 1, 32, 32)], "do not fit the network"),
     ],
@@ -240,23 +266,52 @@ def test_bad_data_are_named(data: list[Any], message: str) -> None:
         conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
 
 
-def test_options_are_checked() -> None:
-    model = narrow()
-    with pytest.raises(OptionError, match="--calibrate DATA"):
-        conversion.convert(model, "nf", size=(3, 32, 32))
-    with pytest.raises(OptionError, match="no use for calibration data"):
-        conversion.convert(model, "nf", size=(3, 32, 32), calibrate=images(), mean="keep")
-    with pytest.raises(OptionError, match="no use for calibration data"):
-        conversion.convert(model, "folded", size=(3, 32, 32), calibrate=images())
-    with pytest.raises(OptionError, match="nor 'noise'"):
-        conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate="nose")
-    for bad in ({"groups": 0}, {"groups": 1.5}, {"steady": 1}, {"steady": -0.1}):
-        with pytest.raises(OptionError):
-            conversion.convert(model, "groupnorm", size=(3, 32, 32), **bad)
-    with pytest.raises(OptionError, match="neither 'fit' nor 'keep'"):
-        conversion.convert(model, "nf", size=(3, 32, 32), mean="zero")
-    noisy = conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate="noise")
+@pytest.mark.parametrize("to", ["groupnorm", "nf", "centered-weightnorm"])
+def test_images_of_other_channels_do_not_fit(to: str) -> None:
+    given = {"mean": "fit"} if to == "centered-weightnorm" else {}
+    with pytest.raises(SourceError, match="the calibration images do not fit the network"):
+        conversion.convert(narrow(), to, size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("nf", {}, "--calibrate DATA"),
+        ("nf", {"calibrate": images(), "mean": "keep"}, "no use for calibration data"),
+        ("folded", {"calibrate": images()}, "no use for calibration data"),
+        ("skipinit", {"calibrate": images(), "alpha": "0"}, "no use for calibration data"),
+        ("groupnorm", {"calibrate": "nose"}, "nor 'noise'"),
+        ("nf", {"mean": "zero"}, "neither 'fit' nor 'keep'"),
+        *(("groupnorm", {"groups": wrong}, f"--groups {wrong} is not a whole") for wrong in (0, -1, 1.5, True, "2")),
+        *(("groupnorm", {"group_size": wrong}, f"--group-size {wrong} is not") for wrong in (-1, 1.5, True, "2")),
+        ("groupnorm", {"groups": 2, "group_size": 4}, "--groups and --group-size"),
+        *((to, {"steady": wrong}, f"--steady {wrong} is not in") for to in ("groupnorm", "layernorm")
+          for wrong in (1, -0.1, "half")),
+    ],
+)  # fmt: skip
+def test_options_are_checked(to: str, options: dict[str, Any], message: str) -> None:
+    model = net(lambda m, x: m.bn(m.conv(x)) + x, **ONE)().eval()
+    with pytest.raises(OptionError, match=message):
+        conversion.convert(model, to, size=(C, 9, 9), **options)
+
+
+def test_what_is_fitted_to_noise_says_so() -> None:
+    model = net(lambda m, x: m.bn(m.conv(x)), **ONE)().eval()
+    noisy = conversion.convert(model, "groupnorm", size=(C, 9, 9), calibrate="noise")
     assert any("noise" in note for note in noisy.notes)
+
+
+def test_rows_of_features_are_fitted_to_as_images_are() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(64, 4)
+    flat: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with torch.no_grad():
+        flat[1].running_mean.copy_(flat[0](rows).mean(0))
+        flat[1].running_var.copy_(flat[0](rows).var(0))
+        wanted = flat(rows)
+    unfitted, fitted = (conversion.convert(flat, "layernorm", inputs=rows, **given).model
+                        for given in ({}, {"calibrate": rows.split(8)}))  # fmt: skip
+    assert distance(wanted, run(fitted, rows)) < 0.8 * distance(wanted, run(unfitted, rows))
 
 
 def test_groups_are_explained_or_refused() -> None:
@@ -331,6 +386,50 @@ def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
+
+
+# which convolutions give the norm after them its constants; a scale and shift in front of it does, where none can
+HOLDERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a convolution": (net(lambda m, x: m.bn(m.conv(x)), **ONE), ["conv"]),
+    "one for each norm": (
+        net(lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu())), **ONE, conv2=conv, bn2=bn), ["conv", "conv2"]),
+    "the output read elsewhere": (net(lambda m, x: m.bn(y := m.conv(x)) + y, **ONE), []),
+    "the output returned": (net(lambda m, x: (m.bn(y := m.conv(x)), y), **ONE), []),
+    "the convolution called elsewhere": (net(lambda m, x: m.bn(m.conv(x)) + m.conv(x.flip(-1)), **ONE), []),
+    "the norm called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv2(x)), **ONE, conv2=conv), []),
+    "both called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv(x.flip(-1))), **ONE), []),
+    "an activation between": (net(lambda m, x: m.bn(m.conv(x).relu()), **ONE), []),
+    "no convolution": (net(lambda m, x: m.conv(m.bn(x)), **ONE), []),
+    "a shared weight": (tied, []),
+    "hooks": (hooked, []),
+    "a forward of its own": (patched("conv"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_who_can_takes_the_gauge_in_and_the_function_stays(name: str) -> None:
+    """With the norms themselves left BatchNorms."""
+    make, holders = HOLDERS[name]
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(make(), x)
+    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
+    leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
+    assert len(leads) == len(holders) + sum(leads.values())
+    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    assert distance(outputs(model, x), outputs(recentred, x)) < 1e-12
+
+
+def test_many_descents_find_the_quietest_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all 2^10 of them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(steady_signs, "STARTS", 64)
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64)
+    for _ in range(10):
+        half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+        values = (every @ half.T).square().sum(1) + 2 * every @ linear
+        assert torch.equal(steady_signs.quietest(half.T @ half, linear), every[values.argmin()])
 
 
 def test_signs_are_the_quietest() -> None:

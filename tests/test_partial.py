@@ -147,7 +147,8 @@ def test_what_cannot_be_read_can_be_left() -> None:
     [
         ("folded", {"only": ["layer9"]}, OptionError, "--only 'layer9' names no norm.*layer"),
         ("folded", {"skip": ["bn9.*"]}, OptionError, "--skip 'bn9.*' names no"),
-        ("folded", {"only": ["layer1", "nothing"]}, OptionError, "'nothing'"),
+        ("folded", {"only": ["layer1", "nothing"]}, OptionError, "'nothing'.*`normswap inspect` lists their paths"),
+        ("folded", {"skip": ["layer1", "layr3.1"]}, OptionError, "'layr3.1' names no.*Did you mean layer3.1 or layer"),
         ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: what is chosen has no norm"),
         ("folded", {"skip": "*"}, RefusedError, "nothing to convert"),
         ("skipinit", {"only": ["*.bn2"]}, RefusedError, "no residual block is chosen.*layer1.0"),

@@ -45,20 +45,11 @@ EQUIVALENTS = (
     Reason("layers/folded.py", "zip(reads, takes, strict=False)", "an edit has a take for each of its reads"),
     Reason("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
     Reason("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
+    Reason("schemes/parts/per_sample_norms.py", "range(1, channels + 2)", "no number divides a smaller one"),
+    Reason("schemes/parts/steady_signs.py", "slope += 2 / signs[at]", "one divided by a sign is the sign"),
+    Reason("surgery/conversion.py", "if len(legs) != 1 else calibrate", "every way has a leg"),
     Reason("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
 )
 UNNOTICED = (
-    Reason("training/assembly.py", 'parts["scaler"] is None', "only half precision on a GPU has a scaler"),
-    Reason("surgery/carrying_out.py", "if not result is None", "a result that is made twice is the same"),
-    Reason("graph/recorder.py", "version(tensor) or memory(tensor)", "more is recorded than has to be"),
-    Reason(
-        "folding/residual_stream.py", "stream.values and axis is None", "what was tried is refused by another check"
-    ),
-    Reason("folding/channel_factors.py", "_dim(node, 1) <= 1", "no layer reads twice the channels it has"),
-    Reason("folding/channel_factors.py", "not any(known) and", "what nothing is known of hands nothing on"),
-    Reason("folding/norm_affine.py", "axis.size >= linear", "no layer reads fewer channels than there are"),
-    Reason("folding/producers.py", "axis.size < channels", "no layer writes fewer channels than there are"),
     Reason("layers/site_norm.py", "take.way <= Way.NORM", "no other way of its takes comes before it in the alphabet"),
-    Reason("graph/recording.py", "if not node.op in", "who reads whom tells the ways apart all the same"),
-    Reason("training/sweep.py", '>= "WAITING"', "two workers would have to begin in the same moment"),
 )
