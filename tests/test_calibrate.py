@@ -22,7 +22,7 @@ from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms, steady_signs
+from normswap.schemes.parts import per_sample_norms, steady_gauge, steady_signs
 from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -419,6 +419,22 @@ def test_who_can_takes_the_gauge_in_and_the_function_stays(name: str) -> None:
     assert len(leads) == len(holders) + sum(leads.values())
     recentred = applying.apply_step(model, per_sample_norms.recentred(step))
     assert distance(outputs(model, x), outputs(recentred, x)) < 1e-12
+
+
+@pytest.mark.parametrize(("count", "enough"), [(1, False), (15, False), (16, True), (40, True)])
+def test_the_gauge_is_chosen_on_sixteen_images_or_not_at_all(count: int, enough: bool) -> None:
+    """And whatever it is, the network with its BatchNorms computes what it did."""
+    torch.manual_seed(0)
+    x = torch.randn(count, C, 9, 9, dtype=torch.float64)
+    model = lived_in(net(lambda m, x: m.bn2(m.conv(m.bn(x)).relu()), **ONE, bn2=bn)(), torch.randn(4, C, 9, 9))
+    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    pattern = applying.apply_step(model, per_sample_norms.recentred(step))
+    result = applying.apply_step(model, step)
+    before = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in (pattern, result)]
+    steady_gauge.regauge(pattern, result, step, x.split(8))
+    for one, then in zip((pattern, result), before, strict=True):
+        assert any(not torch.equal(tensor, then[name]) for name, tensor in one.state_dict().items()) is enough
+    assert distance(run(model, x), run(pattern, x)) < 1e-12
 
 
 def test_many_descents_find_the_quietest_signs(monkeypatch: pytest.MonkeyPatch) -> None:

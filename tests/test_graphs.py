@@ -162,3 +162,45 @@ def test_what_writes_into_its_input_is_told_from_what_does_not(name: str) -> Non
     traced = inspection.inspect(model, torch.randn(2, C, 5, 5)).traced
     (node,) = traced.users[next(node for node in traced.nodes if str(node.target) == "conv")]
     assert overwrites(traced, node) is (y._version > before)
+
+
+def gated(conv: nn.Module, gate: nn.Module, x: Tensor) -> Tensor:
+    y = conv(x)
+    return y * gate(y).sigmoid()
+
+
+def behind_a_gate_read_elsewhere(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    return m.scale(y * m.b(y).sigmoid()) + m.c(y.relu())
+
+
+# a scalar, and whether what is before it takes it in
+SCALARS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "behind a convolution": (lambda m, x: m.scale(m.a(x)) + m.b(x), True),
+    "behind a convolution, twice": (lambda m, x: m.scale(m.a(x)) + m.scale(m.a(x.flip(-1))), True),
+    "behind two convolutions": (lambda m, x: m.scale(m.a(x)) + m.scale(m.b(x)), True),
+    "behind a gate": (lambda m, x: m.scale(gated(m.a, m.b, x)) + m.c(x), True),
+    "behind a gate, which is read elsewhere": (behind_a_gate_read_elsewhere, True),
+    "behind two gates": (lambda m, x: m.scale(gated(m.a, m.b, x)) + m.scale(gated(m.c, m.d, x)), False),
+    "behind a sum": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.c(x), True),
+    "behind a sum with a gate": (lambda m, x: m.scale(gated(m.a, m.b, x) + m.c(x)), True),
+    "behind a sum, which is read elsewhere": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y), True),
+    "behind a sum, which is returned": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + y, False),
+    "behind two sums": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.scale(m.c(x) + m.d(x)), False),
+    "behind the input": (lambda m, x: m.a(m.scale(x)), False),
+    "behind a sigmoid": (lambda m, x: m.b(m.scale(m.a(x).sigmoid())), False),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.3, -0.7])
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars_fold_where_they_can(name: str, alpha: float) -> None:
+    body, gone = SCALARS[name]
+    torch.manual_seed(0)
+    model = net(body, a=conv, b=conv, c=conv, d=conv, scale=Scale(alpha))().double().eval()
+    x = torch.randn(2, C, 9, 9, dtype=torch.float64)
+    seen = inspection.inspect(model, x)
+    result = applying.apply_step(model, step(seen, "folded")[0])
+    assert distance(outputs(model, x), outputs(result, x)) <= EXACT
+    if alpha > 0:
+        assert any(isinstance(module, Scale) for module in result.modules()) is not gone

@@ -48,8 +48,11 @@ EQUIVALENTS = (
     Reason("schemes/parts/per_sample_norms.py", "range(1, channels + 2)", "no number divides a smaller one"),
     Reason("schemes/parts/steady_signs.py", "slope += 2 / signs[at]", "one divided by a sign is the sign"),
     Reason("surgery/conversion.py", "if len(legs) != 1 else calibrate", "every way has a leg"),
+    Reason("folding/residual_stream.py", "stream.tensors[path] = +1", "it is set again when the tensor is looked at"),
     Reason("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
 )
 UNNOTICED = (
+    Reason("surgery/unfolding.py", "shape is not tensor.shape", "a scalar in a norm's seat: the norm's own come after"),
+    Reason("graph/channel_axes.py", "TypeError, CosmicRay", "no step is called on what has no such method"),
     Reason("layers/site_norm.py", "take.way <= Way.NORM", "no other way of its takes comes before it in the alphabet"),
 )
