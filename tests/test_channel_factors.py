@@ -56,6 +56,8 @@ CASES: list[tuple[str, Make, int]] = [
     ("sigmoid holds", net(lambda m, x: m.b(m.a(x).sigmoid()), a=conv, b=conv), 0),
     ("a number added holds", net(lambda m, x: m.b((m.a(x) + 1).relu()), a=conv, b=conv), 0),
     ("a gate", net(lambda m, x: (lambda y: m.c(y * m.g(y).sigmoid()))(m.a(x)), a=conv, g=conv(1), c=conv), C),
+    ("a square", net(lambda m, x: m.b((y := m.a(x)) * y), a=conv, b=conv), 0),
+    ("a number times", net(lambda m, x: m.b(2 * m.a(x)), a=conv, b=conv), C),
     ("a product of two", net(lambda m, x: m.c(m.a(x) * m.b(x)), a=conv, b=conv, c=conv), 0),
     ("joined", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv, b=conv, c=nn.Conv2d(2 * C, C, 1)), 2 * C),
     ("joined elsewhere", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 2)), a=conv, b=conv, c=conv), 0),
