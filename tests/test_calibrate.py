@@ -222,6 +222,40 @@ def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     assert sum(type(m) is ScaledStdConv2d for m in kept.model.modules()) == len(convs) - 2
 
 
+def hook(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    return layer
+
+
+# what comes before a convolution like any other: whether it is standardized, and whether that is said
+FIRST: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool, bool]] = {
+    "a convolution": (conv, {}, True, False),
+    "a grouped one": (lambda: conv(groups=2), {}, True, False),
+    "a transposed one": (lambda: nn.ConvTranspose2d(C, C, 3, padding=1), {}, False, False),
+    "filters of one number": (lambda: conv(1, groups=C), {}, False, True),
+    "another padding": (lambda: conv(padding_mode="reflect"), {}, False, True),
+    "hooks": (lambda: hook(conv()), {}, False, True),
+    "one that is left out": (conv, {"skip": "first"}, False, False),
+    "no convolution": (nn.Identity, {}, False, False),
+}
+
+
+@pytest.mark.parametrize("to", ["nf", "centered-weightnorm"])
+@pytest.mark.parametrize("name", FIRST)
+def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: str) -> None:
+    make, options, fit, said = FIRST[name]
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(
+        net(lambda m, x: m.last(m.bn(m.conv(m.first(x).relu())).relu()), first=make, **ONE, last=conv)(), x
+    )
+    done = conversion.convert(model, to, inputs=x, mean="keep", **options)
+    standardized = [edit.path for edit in done.plan.steps[-1].edits if edit.layer == "StandardizedConv"]
+    assert sorted(standardized) == sorted(["conv"] + ["first"] * fit)
+    assert any("first is not standardized" in note for note in done.notes) is said
+    assert distance(run(model, x), run(done.model, x)) < 1e-12
+
+
 def test_progress_batches_with_labels_and_functions() -> None:
     model, told = narrow(), []
     data = [(x, torch.zeros(len(x), dtype=torch.long)) for x in images()]

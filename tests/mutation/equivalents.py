@@ -22,6 +22,7 @@ class Reason(NamedTuple):
 EQUIVALENTS = (
     Reason("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
     Reason("graph/recording.py", "width + 31)", "any other length of a series does"),
+    Reason("graph/recording.py", "width + 33)", "any other length of a series does"),
     Reason("graph/recording.py", "small(sizes[0])[: 2]", "who takes 97 pixels and not 64 may be recorded at 97"),
     Reason("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
     Reason("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
@@ -48,8 +49,14 @@ EQUIVALENTS = (
     Reason("schemes/parts/per_sample_norms.py", "range(1, channels + 2)", "no number divides a smaller one"),
     Reason("schemes/parts/steady_signs.py", "slope += 2 / signs[at]", "one divided by a sign is the sign"),
     Reason("surgery/conversion.py", "if len(legs) != 1 else calibrate", "every way has a leg"),
+    Reason(
+        "folding/residual_stream.py", "if norm is None and axis", "no LayerNorm is None, and streams have their axes"
+    ),
     Reason("folding/residual_stream.py", "stream.tensors[path] = +1", "it is set again when the tensor is looked at"),
     Reason("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
+    Reason(
+        "folding/channel_factors.py", "while self.parent[channel] < channel", "no parent is larger than its channel"
+    ),
 )
 UNNOTICED = (
     Reason("surgery/unfolding.py", "shape is not tensor.shape", "a scalar in a norm's seat: the norm's own come after"),
