@@ -423,7 +423,7 @@ def test_images_of_a_folder_reach_any_of_them(
         told = said("report", f"{name}-gn", "--trust-factory", *images)
         found[name] = [
             made["steps"][0]["report"]["kept"]["agreement"], evaluated["top1"], measured["notes"],
-            [point["variance"] for points in shown["curves"].values() for point in points],
+            [round(point["variance"], 12) for points in shown["curves"].values() for point in points],
             file["figures"]["top1"], checked["data"], told["accuracy"],
         ]  # fmt: skip
     assert found["make"] == found["plain"]

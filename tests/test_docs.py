@@ -80,7 +80,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "desk"
 
 
-@pages
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem != "reading")) for page in PAGES]
+)
 @pytest.mark.usefixtures("desk")
 def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, [block for block in blocks(page) if not block.slow], capfd)

@@ -74,6 +74,7 @@ def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tupl
     assert told is not None
     assert told.count == 48  # a quarter of 50 is 12
     assert told.relative_l2 == pytest.approx(near, rel=0.3)
+    assert told.right == pytest.approx(better, abs=0.05)  # of some hundred labels, a standard error of 0.02
 
 
 def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:

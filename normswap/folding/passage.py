@@ -124,8 +124,7 @@ def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
         raise Blocked(f"{path} has forward hooks, which see its output")
     traced = draft.anatomy.traced
     weight: Any = conv.weight
-    owners = {id(m) for m in traced.modules.values() if any(p is weight for p in m._parameters.values())}
-    if len(owners) > 1:
+    if traced.owners[id(weight)] > 1:
         raise Blocked(f"{path}.weight is shared with another module")
     read = read_directly(traced, conv)
     if read:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +71,12 @@ class Traced:
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []  # ancestors of each node, itself included, as bit masks
         self._connect(self.nodes)
+
+    @functools.cached_property
+    def owners(self) -> Counter[int]:
+        """How many modules hold a parameter, by its id."""
+        distinct = {id(module): module for module in self.modules.values()}.values()
+        return Counter(held for module in distinct for held in {id(p) for p in module._parameters.values()})
 
     @property
     def one_way(self) -> bool:

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import VerificationError, first_line
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.held_out import Kept
-from normswap.surgery.running import Outputs, double, noise, outputs_double, run, run_double, widely
+from normswap.surgery.running import Outputs, both, double, noise, outputs_double, run, run_double, widely
 
 __all__ = ["Error", "Precise", "Report", "compare", "compare_double", "described", "noise", "run_double", "verify"]
 
@@ -154,17 +153,17 @@ def compare(
     vacuous: list[str] = []
     stray = 0.0
     for i, example in enumerate(batches):
-        pair = _pair(source, result, example, paths, [b.tail for b in blocks if b.tail], batches[0])
+        pair = both(source, result, example, paths, [b.tail for b in blocks if b.tail], batches[0])
         if pair is None:
             continue
         (a, at), (b, bt) = pair
         x = example.images
-        logits.append(_worst(own, x, a, b, exact=exact))
+        logits.append(worst(own, x, a, b, exact=exact))
         if precise is not None or own == "float64":  # else nothing would bound what is allowed
             stray = max(stray, _stray(source, example, a, logits[-1], own))
         if i == 0:
             if anatomy is not None and anatomy.traced.heads:
-                logits.append(_worst(own, x, *(run(model, example, heads=True)[0] for model in (source, result))))
+                logits.append(worst(own, x, *(run(model, example, heads=True)[0] for model in (source, result))))
             if precise is not None:
                 stray = max(stray, _apart(own, x, precise.reference, _first(a, precise.reference)))
             sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]
@@ -176,22 +175,6 @@ def compare(
     finite = all(e.relative_l2 < float("inf") for e in logits)
     within = finite and all(e.relative_l2 <= tolerance[e.precision] for e in logits)
     return Report(exact, within if exact else finite, described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
-
-
-def _pair(
-    source: nn.Module, result: nn.Module, example: Example, paths: Sequence[str], tails: Sequence[str], first: Example
-) -> Any:
-    """What both give, or None where the source does not take this size of input, but took the first."""
-    try:
-        one = run(source, example, (*paths, *tails) if example is first else paths)
-    except Exception as error:  # whatever the network raises
-        if example is first or example.images.shape[1:] == first.images.shape[1:]:
-            raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
-        return None
-    try:
-        return one, run(result, example, paths)
-    except Exception as error:
-        raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
 
 def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, own: str) -> float:
@@ -206,7 +189,7 @@ def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
     """How far two runs of the source differ: infinitely where they differ in shape, not at all where not finite."""
     finite = all(bool(torch.isfinite(value).all()) for one in (a, b) for value in one.values())
-    return _worst(precision, x, a, b).relative_l2 if finite else 0.0
+    return worst(precision, x, a, b).relative_l2 if finite else 0.0
 
 
 def _tolerance(own: str, stray: float, precise: Precise | None) -> dict[str, float]:
@@ -237,7 +220,7 @@ def compare_double(source: nn.Module, make: Callable[[], nn.Module], inputs: Inp
         return None
     example = double(calling.batches(inputs)[0].first(1))
     reference, made = outputs_double(source, example), make()
-    error = _worst("float64", example.images, reference, widely(lambda: run(made, example)[0]))
+    error = worst("float64", example.images, reference, widely(lambda: run(made, example)[0]))
     stray = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
         moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
@@ -264,7 +247,7 @@ def _first(outputs: Outputs, like: Outputs) -> Outputs:
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
 
 
-def _worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
+def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
     """The error of the output that differs most; 1 where an approximate result gives another number of things."""
     same = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
     errors = [

@@ -21,11 +21,13 @@ class Kept:
         agreement: share of images, or of places in maps, with the same argmax; None where there is no such thing.
         relative_l2: at the outputs.
         count: of images.
+        right: the result's expected accuracy as a share of the source's (`right_answers`).
     """
 
     agreement: float | None
     relative_l2: float
     count: int
+    right: float | None = None
 
     @property
     def least(self) -> float | None:

@@ -1,13 +1,14 @@
-"""Source and result on held-out images: how often do they give the same answer?"""
+"""Source and result on held-out images: how often do they give the same answer, and what is that to cost?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from normswap.models.calling import Example
-from normswap.surgery import comparison
+from normswap.surgery import comparison, right_answers, running
 from normswap.surgery.held_out import Kept, summed
 
 
@@ -17,9 +18,12 @@ def measured(source: nn.Module, result: nn.Module, held: Sequence[Example]) -> K
     Raises:
         VerificationError: one of them does not run.
     """
-    parts = []
+    parts, answers = [], []
     for example in held:
-        report = comparison.compare(source, result, example.like(source), exact=False)
-        (error,) = report.logits
+        like = example.like(source)
+        (before, _), (after, _) = running.both(source, result, like)
+        error = comparison.worst("", like.images, before, after, exact=False)
         parts.append((example.count, error.relative_l2, error.agreement))
-    return summed(parts)
+        answers += [(before[error.output], after[error.output])] if error.agreement is not None else []
+    known = summed(parts)
+    return known and replace(known, right=right_answers.kept(answers) if len(answers) == len(parts) else None)

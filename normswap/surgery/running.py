@@ -46,6 +46,32 @@ def run(
     return dict(named_tensors(output)), seen
 
 
+def both(
+    source: nn.Module,
+    result: nn.Module,
+    example: Example,
+    paths: Sequence[str] = (),
+    tails: Sequence[str] = (),
+    first: Example | None = None,
+) -> Any:
+    """What both give (`running.run`), or None where the source does not take this size of input, but took the first.
+
+    Raises:
+        VerificationError: one of them does not run.
+    """
+    first = first or example
+    try:
+        one = run(source, example, (*paths, *tails) if example is first else paths)
+    except Exception as error:  # whatever the network raises
+        if example is first or example.images.shape[1:] == first.images.shape[1:]:
+            raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
+        return None
+    try:
+        return one, run(result, example, paths)
+    except Exception as error:
+        raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
+
+
 def run_double(model: nn.Module, x: calling.Inputs) -> Tensor:
     """The outputs in float64, those of each sample in a row."""
     outputs = outputs_double(model, calling.batches(x)[0])

@@ -15,16 +15,16 @@ import zoo_networks  # noqa: E402
 
 from normswap.images.datasets import make_loader  # noqa: E402
 
-TEST, CALIBRATION = 2000, 3000  # images that are kept of each set
+TEST, CALIBRATION = 10_000, 3000  # images that are kept of each set
 Pair = tuple[Tensor, Tensor]
 
 
 def images(split: str) -> Pair:
     """Normalized images (N, 3, 32, 32) and labels: `test`, or `train`, drawn once and kept."""
-    kept = ROOT / "runs" / "zoo" / f"{split}.pt"
+    count = TEST if split == "test" else CALIBRATION
+    kept = ROOT / "runs" / "zoo" / f"{split}-{count}.pt"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        count = TEST if split == "test" else CALIBRATION
         loader = make_loader(
             zoo_networks.PREPROCESSING, str(SHARED / f"{split}.tar.xz"), batch_size=500, workers=0, samples=count
         )

@@ -41,12 +41,12 @@ def by_recipe(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     front, network = FRONTS.get(kind), KINDS[kind]()
     model = nn.Sequential(front(), network) if front else network
     vars(model).update(pretrained_cfg=PREPROCESSING, default_cfg=PREPROCESSING, num_classes=10)
-    recipe = recipe_files.load_recipe(str(RECIPE), [f"data.root={_folder()}", *SETTINGS.get(kind, [])])
+    recipe = recipe_files.load_recipe(str(RECIPE), [f"data.root={folder()}", *SETTINGS.get(kind, [])])
     done = finetune(model, recipe, RUNS / kind, resume="auto", device="cpu", track="none")
     return done.model[1] if front else done.model, {"file": RECIPE.name, "settings": SETTINGS.get(kind, [])}
 
 
-def _folder() -> Path:
+def folder() -> Path:
     """The training images unpacked: an archive would be unpacked by every run."""
     place = RUNS / "cifar10"
     for split in ("train", "test"):

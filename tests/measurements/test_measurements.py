@@ -62,7 +62,7 @@ def test_three_stages_of_nf_resnet50() -> None:
     assert variance[0] == pytest.approx(wanted[0], rel=1e-3)  # by the factor; twelve are measured
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_all_of_nf_resnet50_as_timm_has_it(seed: int) -> None:
     variance, wanted = nf_variance.measure("nf_resnet50", nf_variance.textured(8, 768, seed), seed)

@@ -1,0 +1,152 @@
+"""Copies of networks, beside what `copy.deepcopy` makes of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from normswap.graph.copying import duplicate, twin
+
+
+class Holder(nn.Module):
+    """A module that holds something."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        vars(self).update(held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+    def bound(self) -> nn.Module:
+        return self
+
+
+class Its(Holder):
+    """It says itself how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Its:
+        new = Its(copied=True)
+        memo[id(self)] = new
+        return new
+
+
+def shared() -> Holder:
+    cache: dict[str, Any] = {"rows": [1, 2]}
+    made = Holder(mine=cache, again=[cache, cache["rows"]])
+    vars(made.one)["theirs"] = cache
+    return made
+
+
+def circular() -> Holder:
+    row: list[Any] = []
+    row.append(row)
+    return Holder(row=row)
+
+
+def one_memory() -> Holder:
+    made, whole = Holder(), torch.arange(4.0)
+    made.one.register_buffer("whole", whole)
+    made.two.register_buffer("part", whole[:2])
+    return made
+
+
+def methods() -> Holder:
+    made = Holder()
+    vars(made).update(call=made.bound, later=functools.partial(Holder.bound, made), tied=made.one.weight)
+    return made
+
+
+SAME: dict[str, Callable[[nn.Module], Any]] = {  # what holds of a copy, if it is one
+    "shared": lambda m: m.mine is m.one.theirs is m.again[0] and m.mine["rows"] is m.again[1],
+    "circular": lambda m: m.row[0] is m.row,
+    "one_memory": lambda m: m.one.whole.untyped_storage().data_ptr() == m.two.part.untyped_storage().data_ptr(),
+    "methods": lambda m: m.call() is m and m.later() is m and m.tied is m.one.weight,
+}
+MAKERS = {one.__name__: one for one in (shared, circular, one_memory, methods)}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_one_thing_stays_one(name: str) -> None:
+    model = MAKERS[name]()
+    for copied in (copy.deepcopy(model), duplicate(model, {})):
+        assert SAME[name](copied)
+        assert SAME[name](model)
+
+
+@pytest.mark.parametrize("kept", [[1], {"a": [2]}, (3, [4]), {5}, OrderedDict(b=6), torch.zeros(2), nn.Linear(1, 1)])
+def test_nothing_is_shared(kept: Any) -> None:
+    model = Holder(kept=kept)
+    copied = duplicate(model, {})
+    ours, theirs = copied.kept, copy.deepcopy(kept)
+    assert type(ours) is type(theirs)
+    assert ours is not kept
+    if isinstance(kept, tuple):
+        assert ours[1] is not kept[1]
+    if isinstance(kept, dict) and "a" in kept:
+        assert ours["a"] is not kept["a"]
+    mine = {t.data_ptr() for m in (model, kept) if isinstance(m, nn.Module) for t in m.parameters()}
+    assert not mine & {t.data_ptr() for t in copied.parameters()}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "vit_tiny_patch16_224"])
+def test_a_copy_has_the_same_state_in_memory_of_its_own(name: str) -> None:
+    model = timm.create_model(name, num_classes=3)
+    next(iter(model.parameters())).requires_grad_(False)
+    mine, copied = dict(model.named_parameters()), duplicate(model, {})
+    assert [type(m) for m in copied.modules()] == [type(m) for m in model.modules()]
+    for key, ours in copied.named_parameters():
+        assert torch.equal(ours, mine[key])
+        assert ours.data_ptr() != mine[key].data_ptr()
+        assert ours.requires_grad is mine[key].requires_grad
+    assert copied.state_dict().keys() == model.state_dict().keys()
+
+
+def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
+    model = Holder(lock=threading.Lock(), beside=[1])
+    history = torch.ones(2, requires_grad=True) * 2
+    vars(model.one)["cache"] = history
+    copied: Any = duplicate(model, {})
+    assert copied.lock is model.lock
+    assert copied.beside is not model.beside
+    assert copied.one.cache is history
+    assert copied.one.weight is not model.one.weight
+
+
+def test_who_says_how_it_is_copied_is_copied_so() -> None:
+    model = nn.Sequential(Its(copied=False), parametrizations.weight_norm(nn.Linear(2, 2)))
+    copied: Any = duplicate(model, {})
+    assert copied[0].copied
+    assert copied[1].weight is not model[1].weight
+    assert torch.equal(copied[1].weight, model[1].weight)
+    assert copied[1].parametrizations.weight.original0 is not model[1].parametrizations.weight.original0  # type: ignore[union-attr]
+
+
+def test_what_takes_a_place_takes_it_everywhere() -> None:
+    model = Holder()
+    vars(model)["again"] = [model.two]
+    new = nn.Identity()
+    copied: Any = duplicate(model, {id(model.two): new})
+    assert copied.two is new
+    assert copied.again == [new]
+
+
+def test_a_twin_has_the_parameters_and_its_own_buffers() -> None:
+    model: Any = Holder().train()
+    copied: Any = twin(model)
+    assert copied.one.weight is model.one.weight
+    assert copied.two.running_mean is not model.two.running_mean
+    assert not copied.training
+    assert not copied.two.training
+    assert model.two.training
