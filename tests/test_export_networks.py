@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 from alone import run_alone
-from crossed import crossed, sampled
+from crossed import crossed
 from lived import calm, distance, run
 from torch import Tensor, nn
 
@@ -79,7 +79,8 @@ def test_a_trained_network_alone_on_real_images(name: str, form: str, tmp_path: 
 
 
 @pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}")
-@pytest.mark.parametrize("name", sampled(["demo", *SHARED_NETWORKS], 3))
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_test_image_gets_the_sources_answer(name: str, tmp_path: Path) -> None:
     source = trained(name)
     runs = {}
