@@ -57,8 +57,11 @@ EQUIVALENTS = (
     Reason(
         "folding/channel_factors.py", "while self.parent[channel] < channel", "no parent is larger than its channel"
     ),
+    Reason("surgery/applying.py", "kept.get(head, -1)", "-1 times a word is nothing, as 0 times is"),
+    Reason("surgery/keeping.py", "len(answers) is len(parts)", "small numbers that are equal are the same"),
 )
 UNNOTICED = (
+    Reason("folding/norm_free.py", 'node.target <= "mul_"', "a NormFreeBlock calls no other method before its sum"),
     Reason("surgery/unfolding.py", "shape is not tensor.shape", "a scalar in a norm's seat: the norm's own come after"),
     Reason("graph/channel_axes.py", "TypeError, CosmicRay", "no step is called on what has no such method"),
     Reason("layers/site_norm.py", "take.way <= Way.NORM", "no other way of its takes comes before it in the alphabet"),
