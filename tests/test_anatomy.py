@@ -12,11 +12,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from tiny import ONE, Untraceable, bn, conv, net
+from tiny import ONE, Net, Untraceable, bn, conv, net
 from torch import Tensor, nn
 
 from normswap.errors import TraceError
 from normswap.graph.inspection import Anatomy, inspect
+from normswap.graph.tracing import inputs
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,54 @@ def test_shapes_of_blocks(name: str) -> None:
         assert [(block.skip, block.tail) for block in found] == [(skip, tail) for _, skip, tail in expected]
     else:
         assert [(block.path, block.skip, block.tail) for block in found] == expected
+
+
+# what carries the signal to the last operation: its only input; of a gate, x * g(x), x
+CARRIERS: dict[str, tuple[Any, str | None]] = {
+    "one input": (lambda m, x: F.relu(m.conv(x)), "conv"),
+    "a number beside it": (lambda m, x: 2 * m.conv(x), "conv"),
+    "a gate": (lambda m, x: (y := m.conv(x)) * m.conv2(y).sigmoid(), "conv"),
+    "a gate, the other way round": (lambda m, x: m.conv2(y := m.conv(x)).sigmoid() * y, "conv"),
+    "a product of two": (lambda m, x: m.conv(x) * m.conv2(x), None),
+    "a sum": (lambda m, x: (y := m.conv(x)) + m.conv2(y), None),
+    "a sum, the other way round": (lambda m, x: m.conv2(y := m.conv(x)) + y, None),
+    "a difference": (lambda m, x: (y := m.conv(x)) - m.conv2(y), None),
+    "joined": (lambda m, x: torch.cat([y := m.conv(x), m.conv2(y)], 1), None),
+}
+
+
+@pytest.mark.parametrize("name", CARRIERS)
+def test_what_carries_the_signal(name: str) -> None:
+    body, carrier = CARRIERS[name]
+    traced = inspect(net(body, conv=conv, conv2=conv)()).traced
+    (last,) = inputs(traced.nodes[-1])
+    found = traced.main_input(last)
+    assert (None if found is None else str(found.target)) == carrier
+
+
+def test_a_branch_that_ends_in_a_sum_has_no_last_norm() -> None:
+    body = lambda m, x: x + ((y := m.bn(m.conv(x))) + m.conv2(y))  # noqa: E731
+    blocks = inspect(net(body, **ONE, conv2=conv)()).blocks
+    assert [(block.path, block.norms, block.last) for block in blocks] == [("", (), None), ("+2", ("bn",), None)]
+
+
+def nested(path: str) -> nn.Module:
+    """A network whose one residual block has this path."""
+    model = net(lambda m, x: x + m.bn(m.conv(x)), **ONE)()
+    for name in reversed(path.split(".") if path else []):
+        model = Net(lambda m, x, name=name: getattr(m, name)(x), **{name: model})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("path", "stage"),
+    [("layer1.0", "layer1"), ("s1.b1", "s1"), ("stages.0.blocks.1", "stages.0"), ("trunk.blocks.2", "trunk"),
+     ("blocks.3", "blocks"), ("trunk", "trunk"), ("b1", "b1"), ("layer1.beta", "layer1.beta"), ("a.blocks", "a.blocks"),
+     ("", "")],
+)  # fmt: skip
+def test_stages_by_the_paths_of_blocks(path: str, stage: str) -> None:
+    (block,) = inspect(nested(path)).blocks
+    assert (block.path, block.stage) == (path, stage)
 
 
 def test_a_shared_norm_counts_once_and_an_unused_one_last() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import timm
 import torch
 from crossed import crossed
 from lived import distance, lived_in, run
+from test_graphs import outputs
 from timm.layers import ScaledStdConv2d
+from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
 from normswap.calibration import least_squares, sampling, sequential_fit
@@ -19,7 +22,7 @@ from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms, steady_signs
+from normswap.schemes.parts import per_sample_norms, steady_gauge, steady_signs
 from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -166,6 +169,28 @@ def test_the_ridge_follows_the_data() -> None:
     assert least_squares.regress(blind, prior).ridge == max(least_squares.RIDGES)
 
 
+@pytest.mark.parametrize(
+    ("errors", "best"),
+    [
+        ([3, 2, 1, 2, 3, 0], 2),
+        ([1, 2, 3, 0, 0, 0], 0),
+        ([3, 2, 4, 1, 5, 6], 3),
+        ([2, 1, 3, 2, 4, 0], 5),
+        ([2, 3, 3, 1, 2, 4], 3),
+        ([6, 5, 4, 3, 2, 1], 5),
+        ([1, 1, 1, 1, 1, 1], 0),
+    ],
+)
+def test_the_ridge_is_sought_until_the_error_has_risen_twice(
+    errors: list[float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter([half for error in errors for half in (0.25 * error, 0.75 * error)])
+    monkeypatch.setattr(least_squares, "_error", lambda *given: next(told))
+    folds = Folds()
+    folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
+    assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[best]
+
+
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
 def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     model = narrow(arch).double()
@@ -195,6 +220,40 @@ def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     assert sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1  # the classifier is none
     kept = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32), stem="keep")
     assert sum(type(m) is ScaledStdConv2d for m in kept.model.modules()) == len(convs) - 2
+
+
+def hook(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    return layer
+
+
+# what comes before a convolution like any other: whether it is standardized, and whether that is said
+FIRST: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool, bool]] = {
+    "a convolution": (conv, {}, True, False),
+    "a grouped one": (lambda: conv(groups=2), {}, True, False),
+    "a transposed one": (lambda: nn.ConvTranspose2d(C, C, 3, padding=1), {}, False, False),
+    "filters of one number": (lambda: conv(1, groups=C), {}, False, True),
+    "another padding": (lambda: conv(padding_mode="reflect"), {}, False, True),
+    "hooks": (lambda: hook(conv()), {}, False, True),
+    "one that is left out": (conv, {"skip": "first"}, False, False),
+    "no convolution": (nn.Identity, {}, False, False),
+}
+
+
+@pytest.mark.parametrize("to", ["nf", "centered-weightnorm"])
+@pytest.mark.parametrize("name", FIRST)
+def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: str) -> None:
+    make, options, fit, said = FIRST[name]
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(
+        net(lambda m, x: m.last(m.bn(m.conv(m.first(x).relu())).relu()), first=make, **ONE, last=conv)(), x
+    )
+    done = conversion.convert(model, to, inputs=x, mean="keep", **options)
+    standardized = [edit.path for edit in done.plan.steps[-1].edits if edit.layer == "StandardizedConv"]
+    assert sorted(standardized) == sorted(["conv"] + ["first"] * fit)
+    assert any("first is not standardized" in note for note in done.notes) is said
+    assert distance(run(model, x), run(done.model, x)) < 1e-12
 
 
 def test_progress_batches_with_labels_and_functions() -> None:
@@ -231,6 +290,7 @@ def with_nan() -> list[Tensor]:
         ([torch.randn(1, 3, 32, 32)], "1 calibration images"),
         ([], "0 calibration images"),
         ([torch.randint(0, 9, (2, 3, 8, 8))], "no batch of images"),
+        ([torch.randn(8)], "no batch of images"),
         (["a"], "no batch of images"),
         ([torch.randn(2, 1, 32, 32)], "do not fit the network"),
     ],
@@ -240,23 +300,52 @@ def test_bad_data_are_named(data: list[Any], message: str) -> None:
         conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
 
 
-def test_options_are_checked() -> None:
-    model = narrow()
-    with pytest.raises(OptionError, match="--calibrate DATA"):
-        conversion.convert(model, "nf", size=(3, 32, 32))
-    with pytest.raises(OptionError, match="no use for calibration data"):
-        conversion.convert(model, "nf", size=(3, 32, 32), calibrate=images(), mean="keep")
-    with pytest.raises(OptionError, match="no use for calibration data"):
-        conversion.convert(model, "folded", size=(3, 32, 32), calibrate=images())
-    with pytest.raises(OptionError, match="nor 'noise'"):
-        conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate="nose")
-    for bad in ({"groups": 0}, {"groups": 1.5}, {"steady": 1}, {"steady": -0.1}):
-        with pytest.raises(OptionError):
-            conversion.convert(model, "groupnorm", size=(3, 32, 32), **bad)
-    with pytest.raises(OptionError, match="neither 'fit' nor 'keep'"):
-        conversion.convert(model, "nf", size=(3, 32, 32), mean="zero")
-    noisy = conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate="noise")
+@pytest.mark.parametrize("to", ["groupnorm", "nf", "centered-weightnorm"])
+def test_images_of_other_channels_do_not_fit(to: str) -> None:
+    given = {"mean": "fit"} if to == "centered-weightnorm" else {}
+    with pytest.raises(SourceError, match="the calibration images do not fit the network"):
+        conversion.convert(narrow(), to, size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("nf", {}, "--calibrate DATA"),
+        ("nf", {"calibrate": images(), "mean": "keep"}, "no use for calibration data"),
+        ("folded", {"calibrate": images()}, "no use for calibration data"),
+        ("skipinit", {"calibrate": images(), "alpha": "0"}, "no use for calibration data"),
+        ("groupnorm", {"calibrate": "nose"}, "nor 'noise'"),
+        ("nf", {"mean": "zero"}, "neither 'fit' nor 'keep'"),
+        *(("groupnorm", {"groups": wrong}, f"--groups {wrong} is not a whole") for wrong in (0, -1, 1.5, True, "2")),
+        *(("groupnorm", {"group_size": wrong}, f"--group-size {wrong} is not") for wrong in (-1, 1.5, True, "2")),
+        ("groupnorm", {"groups": 2, "group_size": 4}, "--groups and --group-size"),
+        *((to, {"steady": wrong}, f"--steady {wrong} is not in") for to in ("groupnorm", "layernorm")
+          for wrong in (1, -0.1, "half")),
+    ],
+)  # fmt: skip
+def test_options_are_checked(to: str, options: dict[str, Any], message: str) -> None:
+    model = net(lambda m, x: m.bn(m.conv(x)) + x, **ONE)().eval()
+    with pytest.raises(OptionError, match=message):
+        conversion.convert(model, to, size=(C, 9, 9), **options)
+
+
+def test_what_is_fitted_to_noise_says_so() -> None:
+    model = net(lambda m, x: m.bn(m.conv(x)), **ONE)().eval()
+    noisy = conversion.convert(model, "groupnorm", size=(C, 9, 9), calibrate="noise")
     assert any("noise" in note for note in noisy.notes)
+
+
+def test_rows_of_features_are_fitted_to_as_images_are() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(64, 4)
+    flat: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with torch.no_grad():
+        flat[1].running_mean.copy_(flat[0](rows).mean(0))
+        flat[1].running_var.copy_(flat[0](rows).var(0))
+        wanted = flat(rows)
+    unfitted, fitted = (conversion.convert(flat, "layernorm", inputs=rows, **given).model
+                        for given in ({}, {"calibrate": rows.split(8)}))  # fmt: skip
+    assert distance(wanted, run(fitted, rows)) < 0.8 * distance(wanted, run(unfitted, rows))
 
 
 def test_groups_are_explained_or_refused() -> None:
@@ -331,6 +420,66 @@ def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
+
+
+# which convolutions give the norm after them its constants; a scale and shift in front of it does, where none can
+HOLDERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a convolution": (net(lambda m, x: m.bn(m.conv(x)), **ONE), ["conv"]),
+    "one for each norm": (
+        net(lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu())), **ONE, conv2=conv, bn2=bn), ["conv", "conv2"]),
+    "the output read elsewhere": (net(lambda m, x: m.bn(y := m.conv(x)) + y, **ONE), []),
+    "the output returned": (net(lambda m, x: (m.bn(y := m.conv(x)), y), **ONE), []),
+    "the convolution called elsewhere": (net(lambda m, x: m.bn(m.conv(x)) + m.conv(x.flip(-1)), **ONE), []),
+    "the norm called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv2(x)), **ONE, conv2=conv), []),
+    "both called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv(x.flip(-1))), **ONE), []),
+    "an activation between": (net(lambda m, x: m.bn(m.conv(x).relu()), **ONE), []),
+    "no convolution": (net(lambda m, x: m.conv(m.bn(x)), **ONE), []),
+    "a shared weight": (tied, []),
+    "hooks": (hooked, []),
+    "a forward of its own": (patched("conv"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_who_can_takes_the_gauge_in_and_the_function_stays(name: str) -> None:
+    """With the norms themselves left BatchNorms."""
+    make, holders = HOLDERS[name]
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(make(), x)
+    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
+    leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
+    assert len(leads) == len(holders) + sum(leads.values())
+    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    assert distance(outputs(model, x), outputs(recentred, x)) < 1e-12
+
+
+@pytest.mark.parametrize(("count", "enough"), [(1, False), (15, False), (16, True), (40, True)])
+def test_the_gauge_is_chosen_on_sixteen_images_or_not_at_all(count: int, enough: bool) -> None:
+    """And whatever it is, the network with its BatchNorms computes what it did."""
+    torch.manual_seed(0)
+    x = torch.randn(count, C, 9, 9, dtype=torch.float64)
+    model = lived_in(net(lambda m, x: m.bn2(m.conv(m.bn(x)).relu()), **ONE, bn2=bn)(), torch.randn(4, C, 9, 9))
+    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    pattern = applying.apply_step(model, per_sample_norms.recentred(step))
+    result = applying.apply_step(model, step)
+    before = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in (pattern, result)]
+    steady_gauge.regauge(pattern, result, step, x.split(8))
+    for one, then in zip((pattern, result), before, strict=True):
+        assert any(not torch.equal(tensor, then[name]) for name, tensor in one.state_dict().items()) is enough
+    assert distance(run(model, x), run(pattern, x)) < 1e-12
+
+
+def test_many_descents_find_the_quietest_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all 2^10 of them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(steady_signs, "STARTS", 64)
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64)
+    for _ in range(10):
+        half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+        values = (every @ half.T).square().sum(1) + 2 * every @ linear
+        assert torch.equal(steady_signs.quietest(half.T @ half, linear), every[values.argmin()])
 
 
 def test_signs_are_the_quietest() -> None:

@@ -22,9 +22,12 @@ from torch import nn
 import normswap
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
-from normswap.plan import Arch
-from normswap.storage import checkpoint, header_record
+from normswap.plan import Arch, Plan, Step
+from normswap.provenance import Provenance
+from normswap.storage import checkpoint, header_record, model_card
+from normswap.surgery.comparison import Error, Report
 from normswap.surgery.conversion import convert
+from normswap.surgery.held_out import Kept
 
 CHANNELS = (8, 16, 24, 32)
 NETWORKS = {
@@ -341,3 +344,27 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     assert "keeps the function of its source" in (plain / "README.md").read_text()
     other = checkpoint.save(convert(lived("resnet18"), "layernorm"), tmp_path / "other")
     assert "changes the function of its source" in (other / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (None, ""),
+        (Kept(0.875, 0.25, 16), "the source's answer on 87.5% of them, relative L2 0.25. Other images may keep less."),
+        (Kept(None, 0.25, 16), "relative L2 0.25. Other images may keep less."),
+    ],
+)
+def test_the_card_of_a_chain(kept: Kept | None, said: str) -> None:
+    record = Provenance(plan=Plan((Step("skipinit", {"alpha": "0"}, ()), Step("groupnorm", {"groups": 2}, ()))))
+    error = Error("logits", "float32", (2, 3, 8, 8), 0.125, 0.5, 0.75, 1.0)
+    card = model_card.render(record, Report(False, True, "some noise", (error,), kept=kept))
+    assert "\n# network converted to groupnorm (groups = 2)\n" in card
+    assert "- Conversion: source -> skipinit (alpha = 0) -> groupnorm (groups = 2)\n" in card
+    assert "\n| float32 | 2x3x8x8 | 1.2e-01 | 5.0e-01 |\n" in card
+    images = "On 16 of the calibration images, to which nothing was fitted: "
+    assert [line for line in card.splitlines() if line.startswith("On ")] == ([images + said] if kept else [])
+    assert "BatchNorm network back" not in card
+    assert "SHA-256" not in card
+    known = model_card.render(Provenance(source="resnet18.a1_in1k", sha256="ab12"), None)
+    assert "\n- Source: `resnet18.a1_in1k` (tensors' SHA-256 `ab12`)\n- Conversion: source\n" in known
+    assert "Not verified" in model_card.render(record, None)

@@ -124,6 +124,7 @@ def with_nan() -> list[Tensor]:
         ("folded", with_nan(), SourceError, "not finite"),
         ("folded", images(1), SourceError, "1 calibration images"),
         ("folded", "nose", OptionError, "nor 'noise'"),
+        ("folded", [torch.randn(4, 1, 33, 33).double()], SourceError, "calibration images do not fit the network"),
     ],
 )
 def test_without_data_it_says_how(to: str, data: Any, kind: type[NormswapError], message: str) -> None:

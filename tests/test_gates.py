@@ -26,7 +26,7 @@ from normswap.models import calling
 from normswap.models.calling import Example
 from normswap.plan import Arch, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, running
+from normswap.surgery import applying, comparison, keeping, running
 from normswap.training.engine import Run
 
 SIZE = (3, 33, 33)
@@ -228,6 +228,28 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
             return self.weight * other(x)
 
     assert verify(Scores(), Other(), x, exact=False).logits[0].agreement == 0.75
+
+
+class Picks(nn.Module):
+    """The samples whose first number is above a bound, as a detector gives the boxes that it is sure of."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.weight, self.bound = nn.Parameter(torch.tensor(1.0)), bound
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.weight * x.flatten(1)
+        return x[x[:, 0] > self.bound]
+
+
+def test_who_keeps_another_number_of_boxes_is_as_far_off_as_one_who_gives_nothing() -> None:
+    x = torch.linspace(-1, 1, 20).reshape(20, 1, 1, 1)
+    kept = keeping.measured(Picks(0.0), Picks(0.5), [Example((x,))])
+    assert kept is not None
+    assert (kept.agreement, kept.relative_l2, kept.count) == (None, 1.0, 20)
+    kept = keeping.measured(Picks(0.0), Picks(0.0), [Example((x,)), Example((x[12:],))])
+    assert kept is not None
+    assert (kept.agreement, kept.relative_l2, kept.count) == (1.0, 0.0, 28)
 
 
 def test_weights_that_are_not_finite_are_not_sound() -> None:

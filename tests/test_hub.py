@@ -16,6 +16,7 @@ from small import origin, small, write_folder
 
 from normswap.errors import SourceError
 from normswap.models.zoo import open_source
+from normswap.storage import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,24 @@ def test_hub_fails(
         with pytest.raises(SourceError) as caught:
             open_source(source)
     assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [b"", b"not JSON", b"[]", b'"normswap"', b"3", b"null", b"\xff\xfe{", b'{"normswap": 3}', b'{"normswap": {}}'],
+)
+def test_a_config_that_nobody_can_read_is_said_in_a_line(
+    config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """Of a MODEL that normswap might have pushed."""
+    write_folder(tmp_path / "odd", small().state_dict())
+    (tmp_path / "odd" / "config.json").write_bytes(config)
+    with hub_server({"some/odd": tmp_path / "odd"}) as url:
+        use_hub(monkeypatch, url, tmp_path / "home")
+        with pytest.raises(SourceError) as caught:
+            checkpoint.open_model("hf-hub:some/odd")
+    assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -134,6 +134,7 @@ class Net(nn.Module):
         self.map, self.valid, self.same = LayerNorm2d(6), nn.Conv2d(6, 6, 2), nn.Conv2d(6, 6, 3, padding=1)
         self.depthwise, self.tokens = nn.Conv2d(6, 6, 2, groups=6), nn.Linear(4, 4)
         self.act, self.single, self.plane = LayerNormAct2d(6), LayerNormFp32(6), nn.LayerNorm([4, 6])
+        self.few, self.row = nn.Conv2d(2, 3, 1), nn.Conv1d(6, 3, 1)
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,6 +176,10 @@ STAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(m.two(y))).mean(1)), "inner is called elsewhere"),
     "over the tokens": (
         lambda m, x: m.head(m.tokens(m.one(seq(x)).transpose(1, 2)).relu().mean(2)), "the inputs of tokens are not"),
+    "tokens as channels": (
+        lambda m, x: m.head(m.row(m.one(seq(x))[:, :1].expand(-1, 6, -1)).mean(1)), "the inputs of row are not its"),
+    "samples as channels": (
+        lambda m, x: m.head(m.few(m.one(seq(x)).transpose(1, 2)[:1].expand(2, -1, -1)).mean(2)), "of few are not its"),
     "the classifier": (lambda m, x: m.head(m.one(seq(x)).mean(1)), "the features that head reads would change"),
     "it is returned": (lambda m, x: (m.head(m.inner(y := m.one(seq(x))).relu().mean(1)), y), "the model returns it"),
     "its weight is read": (

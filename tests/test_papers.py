@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from lived import distance, lived_in, run, swapped
 from small import ARGS
 from timm.optim import param_groups_layer_decay
-from tiny import Net
+from tiny import ONE, C, Net, bn, conv, net
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
@@ -55,6 +55,24 @@ def test_residual_scales_are_the_papers(resnet: nn.Module, rule: str) -> None:
         on_the_branch = [value for path, value in found.items() if path.startswith("bn2")]
         assert on_the_sum == ([] if a == 1 else [pytest.approx(a, rel=1e-12)])
         assert on_the_branch == [pytest.approx(b / a, rel=1e-12)]
+
+
+def linear(m: Any, x: Tensor) -> Tensor:
+    """Two blocks, after whose sums there is no activation."""
+    x = m.first(x)
+    x = x + m.bn(m.conv(x))
+    return m.last(x + m.bn2(m.conv2(x)))
+
+
+@pytest.mark.parametrize("rule", PRINTED)
+def test_branches_hold_the_factors_of_sums_that_no_activation_follows(rule: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(net(linear, **ONE, conv2=conv, bn2=bn, first=conv, last=conv)(), x)
+    done = normswap.convert(model, "residual-scale", inputs=x, rule=rule)
+    assert {block.order for block in normswap.inspect(model, x).blocks} == {"linear"}
+    assert distance(run(model, x), run(done.model, x)) < 1e-12
+    assert sum(isinstance(module, FixedScale) for module in done.model.modules()) == 2
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7, 50])

@@ -39,6 +39,12 @@ def _by_size_elsewhere(m: Any, x: Tensor) -> Tensor:
     return y if x.shape[-1] == x.shape[-2] else m.bn2(m.conv2(y))
 
 
+def _by_size_in_parts(m: Any, x: Tensor) -> Any:
+    y = m.one(x)
+    z = m.two(y)
+    return z if x.shape[-1] == x.shape[-2] else (y, z)
+
+
 def _by_value(m: Any, x: Tensor) -> Tensor:
     y = m.bn(m.conv(x))
     return m.bn2(m.conv2(y)) if x.mean() < 100 else y
@@ -133,6 +139,9 @@ class Pair(NamedTuple):
 CASES = [
     Case("branch on the size", net(_by_size, **ONE), {"bn": KEPT}),
     Case("branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("branch on the size, told by where a function is called", net(
+        _by_size_in_parts, one=net(lambda m, x: F.avg_pool2d(m.conv(x), 2), conv=conv),
+        two=net(lambda m, x: F.avg_pool2d(m.bn(x), 2), bn=bn)), {"two.bn": KEPT}),
     Case("branch on a value", net(_by_value, **TWO), {"bn": BACK, "bn2": BACK}),
     Case("view written after", net(_view_written_after, **ONE), {"bn": KEPT}),
     Case("view written before", net(_view_written_before, **ONE), {"bn": KEPT}),
@@ -327,6 +336,19 @@ class Reuses(nn.Module):
             table[place] = 1
             y = y * table.sum()
         return y
+
+
+def _of_a_table(m: Any, x: Tensor) -> Tensor:
+    table = torch.zeros(C)
+    table[1] = 2
+    return m.bn(m.conv(x)) * table.sum()
+
+
+def test_of_what_forward_makes_by_itself_only_what_is_read_is_recorded() -> None:
+    traced = inspection.inspect(net(_of_a_table, **ONE)(), torch.randn(2, C, 8, 8)).traced
+    assert [node.op for node in traced.nodes] == [
+        "placeholder", "call_module", "call_module", "get_attr", "call_function", "output"]  # fmt: skip
+    assert [float(value) for value in traced.constants.values()] == [2.0]
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_written_there() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import nn
 from trained import command, made, network, recipe, train, weights, write_images
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
+from normswap.training.assembly import Task
 from normswap.training.engine import Run
 from normswap.training.progress_records import Moment
 
@@ -100,6 +102,22 @@ def test_a_continued_run_ends_as_the_uninterrupted_one(
     again = train(busy(), plan, tmp_path / "cut", resume="auto")  # there is nothing left to do
     assert again.updates == 9
     assert same(whole, tmp_path / "cut")
+
+
+def test_the_scale_of_gradients_in_half_precision_is_continued() -> None:
+    """Only a GPU has one in a run: torch's for the CPU takes its place."""
+
+    def task(scaler: Any) -> Any:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        return SimpleNamespace(raw=model, ema=None, optimizer=optimizer, engine=SimpleNamespace(scaler=scaler))
+
+    before, after, fresh = (task(torch.amp.GradScaler("cpu", init_scale=scale)) for scale in (8.0, 4.0, 2.0))
+    Task.restore(after, Task.parts(before))
+    assert after.engine.scaler.get_scale() == 8
+    Task.restore(fresh, Task.parts(task(None)))
+    assert fresh.engine.scaler.get_scale() == 2, "of a run that had none"
+    Task.restore(task(None), Task.parts(before))
 
 
 def test_the_comparison_notices(images: Path, whole: Path, tmp_path: Path) -> None:

@@ -279,12 +279,26 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a constant is added": (lambda m, x: m.head(m.two(m.tokens(x) + m.fixed).mean(1)), "fixed.*no parameter"),
     "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
     "a vector scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)), "mul"),
+    "a square is added": (
+        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "mul is added to it, whose"),
     "grouped filters": (
         lambda m, x: m.head(m.two(m.grouped(x).flatten(2).transpose(1, 2)).mean(1)), "grouped.*groups of filters"),
     "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
     "a part of the channels": (
         lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]), "takes its channels apart"),
 }  # fmt: skip
+
+
+def placed(m: Any, x: Tensor, *, added: bool) -> Tensor:
+    """The embedding is added to the stream, or only read."""
+    y = m.tokens(x)
+    return m.head((m.two(y + m.place) if added else m.two(y) * m.place.sigmoid()).mean(1))
+
+
+for square in (True, False):
+    OPEN[f"an embedding is used elsewhere {'off' if square else 'in'} squares"] = (
+        lambda m, x, square=square: placed(m, x, added=(x.shape[-1] == x.shape[-2]) is square),
+        "place writes to it, and is read elsewhere too")  # fmt: skip
 
 
 def turned(m: Any, x: Tensor) -> Tensor:
@@ -306,6 +320,22 @@ def test_streams_that_can_be_centred(name: str) -> None:
     model, x = net(FINE[name])
     result = converted(model)
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        *((lambda name=name: net(FINE[name]), []) for name in FINE),
+        (lambda: small("vit"), []),
+        (lambda: small("vit with registers, averaged"), ["fc_norm"]),
+    ],
+)
+def test_features_that_lose_their_mean_are_named(
+    make: Callable[[], tuple[nn.Module, Tensor]], named: list[str]
+) -> None:
+    """Those between the blocks and a head's norm, where that reads something made of them."""
+    _, sketch = step(make()[0], "rmsnorm")
+    assert [note.partition(" reads the features")[0] for note in sketch.notes if "lose their mean" in note] == named
 
 
 @pytest.mark.parametrize("name", OPEN)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from crossed import crossed
-from lived import batchnorms, distance, run
+from lived import batchnorms, distance, lived_in, run
 from test_laws import source as lived
 from test_norm_free import NARROW as NORM_FREE
 from test_norm_free import network as norm_free
 from timm.layers import ScaledStdConv2d
+from tiny import ONE, C, bn, net
 from torch import nn
 
 import normswap
@@ -85,3 +87,19 @@ def test_norm_free_to_skipinit_in_one_step(arch: str) -> None:
     assert not any(isinstance(module, ScaledStdConv2d) for module in done.model.modules())
     blocks = len(normswap.inspect(model).blocks)
     assert sum(isinstance(module, Scale) for module in done.model.modules()) == blocks > 0
+
+
+@pytest.mark.parametrize("cut", ["not called any more", "taken out"])
+def test_norms_do_not_come_back_where_nothing_is_called(cut: str) -> None:
+    """Of a network that was changed after its conversion: what is left gets its norms, and a note names the rest."""
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    whole = net(lambda m, x: F.silu(m.bn2(m.bn(m.conv(x)) + x)), **ONE, bn2=bn)()
+    half: Any = normswap.convert(lived_in(whole, x), "folded", inputs=x).model
+    half.body = lambda m, x: F.silu(m.bn(m.conv(x)))
+    if cut == "taken out":
+        del half.bn2
+    done = normswap.convert(half, "batchnorm", inputs=x)
+    assert "bn2: there is no seat for its norm any more" in done.notes
+    assert [path for path in batchnorms(done.model) if path != "bn2"] == ["bn"]
+    assert distance(run(half, x), run(done.model, x)) <= 1e-12

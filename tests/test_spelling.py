@@ -24,6 +24,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "matrix product": lambda x, y: x @ y.mT,
     "negate": lambda x, y: -x,
     "index": lambda x, y: x[:, 0],
+    "one of several parts": lambda x, y: x.chunk(2, 1)[1] + 1,
     "a method": lambda x, y: x.flatten(1),
     "a method with a keyword": lambda x, y: x.mean(1, keepdim=True),
     "add with a factor": lambda x, y: x.add(y, alpha=2),

@@ -138,8 +138,10 @@ def test_every_point_is_run_once(tmp_path: Path) -> None:
         seen.append((recipe.optim.lr, recipe.train.seed, folder.name))
         return score(recipe, folder)
 
-    assert sweep(tmp_path / "s").work(train)
+    said: list[str] = []
+    assert sweep(tmp_path / "s").work(train, say=said.append)
     assert sorted(seen) == [(lr, seed, f"lr-{lr:g}-seed-{seed}") for lr, seed in GRID.points()]
+    assert said == [f"lr {lr:g}, seed {seed} ({i} of 6)" for i, (lr, seed, _) in enumerate(seen, 1)]
     again = sweep(tmp_path / "s")
     assert again.work(lambda recipe, folder: pytest.fail("run again"))
     assert [(one.lr, one.seed, one.state, one.top1) for one in again.trials()] == [

@@ -196,6 +196,38 @@ def test_the_constants_share_of_the_variance_is_what_was_asked_for(steady: float
         assert float(square / (square + squares[:500, group].mean())) == pytest.approx(steady, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("energies", ["go with the means", "know nothing of the means", "are all the same"])
+def test_no_constants_of_that_size_make_the_energy_vary_less(energies: str, size: float) -> None:
+    """Against thirty descents on the sphere of constants that sum to zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, generator=generator, dtype=torch.float64) * torch.tensor([0.5, 1, 1, 2, 3])
+    x = x - x.mean(0)
+    noise = torch.randn(60, generator=generator, dtype=torch.float64)
+    energy = {"go with the means": x @ torch.tensor([1.0, -2, 0.5, 0, 1]).double() + noise,
+              "know nothing of the means": noise - x @ torch.linalg.lstsq(x, noise).solution,
+              "are all the same": torch.zeros(60, dtype=torch.float64)}[energies]  # fmt: skip
+    energy = energy - energy.mean()
+
+    def onto(o: Tensor) -> Tensor:
+        o = o - o.mean(1, keepdim=True)
+        return o * size**0.5 / o.norm(dim=1, keepdim=True)
+
+    def varies(o: Tensor) -> Tensor:
+        return (energy + 2 * o @ x.T / 5).square().mean(1)
+
+    found = steady_gauge._constants(x, energy, size)
+    assert abs(float(found.sum())) < 1e-9 * size**0.5
+    assert float(found.square().sum()) == pytest.approx(size)
+    tried = onto(torch.randn(30, 5, generator=generator, dtype=torch.float64))
+    for i in range(3000):
+        slope = (energy + 2 * tried @ x.T / 5) @ x
+        tried = onto(tried - 0.3 * 0.995**i * size**0.5 * slope / slope.norm(dim=1, keepdim=True))
+    least = float(varies(tried).min())
+    assert float(varies(found[None])) <= least + 1e-9 * max(least, 1.0)
+    assert float(varies(found[None])) >= 0.999 * least, "the descents have come as far"
+
+
 @pytest.mark.parametrize("kind", ["preact", "plain"])
 def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str) -> None:
     """Trained networks, and 300 images that were not seen."""

@@ -92,7 +92,7 @@ class Channels:
 
     def _passed(self, node: fx.Node, sources: list[fx.Node], known: list[list[int] | None]) -> list[int] | None:
         """The channels of what the node computes, if it hands factors on."""
-        if not any(known) or node.op == "output":
+        if not any(known):
             return None
         if len(sources) == 1:
             return self._alone(node, sources[0], known[0] or [])
@@ -107,7 +107,7 @@ class Channels:
             if main is not None and main.meta["shape"] == shape:
                 self._hold([channels for source, channels in zip(sources, known, strict=True) if source is not main])
                 return self.of.get(main)
-        if node.target is torch.cat and all(known) and _dim(node, 1) == 1:
+        if node.target is torch.cat and all(known) and _dim(node, 0) == 1:
             listed: Any = node.args[0] if node.args else node.kwargs["tensors"]
             return [channel for source in listed for channel in self.of[source]]
         return None

@@ -104,7 +104,7 @@ def _check(draft: Draft, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx
     if not axis.pure:
         raise Blocked(f"zeros are padded before {path}, which the shift would have to move")
     if isinstance(linear, nn.Linear):
-        fits = axis.last and axis.size == linear.in_features
+        fits = axis.last
     else:
         fits = axis.dim == 1 and axis.size == linear.in_channels
         if linear.transposed or pads(linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 
 from torch import fx
@@ -42,4 +43,8 @@ def overwrites(traced: Traced, node: fx.Node) -> bool:
         return False
     if getattr(node.target, "__name__", "").endswith("_") or node.target in _IN_PLACE:
         return True
-    return any(flag is True for flag in (node.kwargs.get("inplace"), *node.args[1:]))
+    try:
+        given = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # torch's own have none, and no `inplace` either
+        return False
+    return given.arguments.get("inplace") is True

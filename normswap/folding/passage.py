@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import Traced, inputs, is_mul
+from normswap.graph.tracing import Traced, inputs, is_constant_mul, is_mul
 from normswap.layers import affine, reparametrized
 from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, RELUS, SILENT, is_homogeneous
 
@@ -94,8 +93,7 @@ def scalar_readers(draft: Draft, start: fx.Node, main: set[fx.Node]) -> list[str
     traced = draft.anatomy.traced
 
     def passes(node: fx.Node) -> bool:
-        constant = node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1
-        return node.target in _SCALAR_FUNCTIONS or constant or passes_positive(draft, node)
+        return node.target in _SCALAR_FUNCTIONS or is_constant_mul(node) or passes_positive(draft, node)
 
     found = []
     for user in traced.users[start]:

@@ -171,7 +171,7 @@ def _check_tensor(draft: Draft, seen: Axes, stream: Stream, path: str) -> None:
         value = getattr(value, part, None)
     if not isinstance(value, nn.Parameter):
         raise Blocked(f"{path} writes to it, which is no parameter")
-    for node in traced.nodes:
+    for node in (*traced.nodes, *traced.hidden):
         if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
             continue
         axis = seen.get(node)

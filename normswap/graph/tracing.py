@@ -156,7 +156,8 @@ def is_mul(node: fx.Node) -> bool:
 
 def is_constant_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies one tensor by a number."""
-    return node.target in (operator.mul, torch.mul) and len(inputs(node)) == 1 and len(node.args) == 2
+    numbers = [arg for arg in node.args if isinstance(arg, int | float)]  # none in x * x
+    return node.target in (operator.mul, torch.mul) and len(inputs(node)) == len(numbers) == 1
 
 
 def constant(node: fx.Node) -> float:

@@ -25,7 +25,7 @@ def fetch(source: str) -> Path | None:
     config = hub.fetch(repo, (CONFIG,))
     try:
         schemes = json.loads(config.read_text(encoding="utf-8"))["normswap"]["schemes"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError):  # timm's reader says what is wrong with it
+    except (ValueError, KeyError, TypeError):  # timm's reader says what is wrong with it
         return None
     if not schemes:
         return None

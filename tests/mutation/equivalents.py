@@ -22,6 +22,7 @@ class Reason(NamedTuple):
 EQUIVALENTS = (
     Reason("graph/recording.py", "small, batch= 3)", "two samples and three are recorded alike"),
     Reason("graph/recording.py", "width + 31)", "any other length of a series does"),
+    Reason("graph/recording.py", "width + 33)", "any other length of a series does"),
     Reason("graph/recording.py", "small(sizes[0])[: 2]", "who takes 97 pixels and not 64 may be recorded at 97"),
     Reason("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
     Reason("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
@@ -45,20 +46,23 @@ EQUIVALENTS = (
     Reason("layers/folded.py", "zip(reads, takes, strict=False)", "an edit has a take for each of its reads"),
     Reason("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
     Reason("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
+    Reason("schemes/parts/per_sample_norms.py", "range(1, channels + 2)", "no number divides a smaller one"),
+    Reason("schemes/parts/steady_signs.py", "slope += 2 / signs[at]", "one divided by a sign is the sign"),
+    Reason("surgery/conversion.py", "if len(legs) != 1 else calibrate", "every way has a leg"),
+    Reason(
+        "folding/residual_stream.py", "if norm is None and axis", "no LayerNorm is None, and streams have their axes"
+    ),
+    Reason("folding/residual_stream.py", "stream.tensors[path] = +1", "it is set again when the tensor is looked at"),
     Reason("layers/unknown_norms.py", "1e-12, 1.0)", "1e-12 is told from 0 by no measurement"),
+    Reason(
+        "folding/channel_factors.py", "while self.parent[channel] < channel", "no parent is larger than its channel"
+    ),
+    Reason("surgery/applying.py", "kept.get(head, -1)", "-1 times a word is nothing, as 0 times is"),
+    Reason("surgery/keeping.py", "len(answers) is len(parts)", "small numbers that are equal are the same"),
 )
 UNNOTICED = (
-    Reason("training/assembly.py", 'parts["scaler"] is None', "only half precision on a GPU has a scaler"),
-    Reason("surgery/carrying_out.py", "if not result is None", "a result that is made twice is the same"),
-    Reason("graph/recorder.py", "version(tensor) or memory(tensor)", "more is recorded than has to be"),
-    Reason(
-        "folding/residual_stream.py", "stream.values and axis is None", "what was tried is refused by another check"
-    ),
-    Reason("folding/channel_factors.py", "_dim(node, 1) <= 1", "no layer reads twice the channels it has"),
-    Reason("folding/channel_factors.py", "not any(known) and", "what nothing is known of hands nothing on"),
-    Reason("folding/norm_affine.py", "axis.size >= linear", "no layer reads fewer channels than there are"),
-    Reason("folding/producers.py", "axis.size < channels", "no layer writes fewer channels than there are"),
+    Reason("folding/norm_free.py", 'node.target <= "mul_"', "a NormFreeBlock calls no other method before its sum"),
+    Reason("surgery/unfolding.py", "shape is not tensor.shape", "a scalar in a norm's seat: the norm's own come after"),
+    Reason("graph/channel_axes.py", "TypeError, CosmicRay", "no step is called on what has no such method"),
     Reason("layers/site_norm.py", "take.way <= Way.NORM", "no other way of its takes comes before it in the alphabet"),
-    Reason("graph/recording.py", "if not node.op in", "who reads whom tells the ways apart all the same"),
-    Reason("training/sweep.py", '>= "WAITING"', "two workers would have to begin in the same moment"),
 )

@@ -99,7 +99,7 @@ def _constants(x: Tensor, energy: Tensor, size: float) -> Tensor:
     found = along / (values + high)
     rest = size - float(found.square().sum())
     if rest > 0:  # what is left goes where the images differ least
-        found[0] += rest**0.5 * (1 if found[0] >= 0 else -1)
+        found[0] += rest**0.5
     return vectors @ (found * (size / float(found.square().sum().clamp_min(1e-30))) ** 0.5)
 
 

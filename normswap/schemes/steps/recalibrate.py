@@ -35,5 +35,4 @@ SCHEME = Scheme(
     exact=False,
     needs_data=True,
     fit=fit,
-    may_do_nothing=True,
 )

@@ -1,0 +1,96 @@
+"""Where the channels of a convolution are after a step, against what changes when one of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import C, conv, net
+from torch import Tensor
+
+from normswap.folding.draft import Draft
+from normswap.graph import inspection
+from normswap.graph.tracing import inputs
+
+WIDE = 6  # channels; the places are 8 by 8, in two samples
+
+Step = Callable[[Tensor], Tensor]
+# what is done to (N, C, H, W), and whether the channels are followed
+STEPS: dict[str, tuple[Step, bool]] = {
+    "nothing": (lambda y: y, True),
+    "tokens": (lambda y: y.flatten(2).transpose(1, 2), True),
+    "channels last": (lambda y: y.permute(0, 2, 3, 1), True),
+    "and back": (lambda y: y.permute(0, 2, 3, 1).permute(0, 3, 1, 2), True),
+    "windows": (lambda y: y.unflatten(2, (-1, 4)).unflatten(4, (-1, 4)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2), True),
+    "heads": (lambda y: y.flatten(2).transpose(1, 2).unflatten(2, (2, 3)), True),
+    "heads, a dimension each": (lambda y: y.flatten(2).transpose(1, 2).unflatten(2, (2, 3)).permute(2, 0, 1, 3), False),
+    "a row of all": (lambda y: y.flatten(1), True),
+    "rolled": (lambda y: y.roll(1, 2), True),
+    "rolled over the channels": (lambda y: y.roll(1, 1), False),
+    "padded": (lambda y: F.pad(y, (1, 1)), True),
+    "padded with channels": (lambda y: F.pad(y, (0, 0, 0, 0, 1, 1)), False),
+    "averaged": (lambda y: y.mean((2, 3)), True),
+    "averaged over the channels": (lambda y: y.mean(1), False),
+    "cut": (lambda y: y[:, :, 1:3], True),
+    "one place": (lambda y: y[:, :, 0, 0], True),
+    "some channels": (lambda y: y[:, :3], False),
+    "every other channel": (lambda y: y[:, ::2], False),
+    "one of the samples": (lambda y: y[0], True),
+    "split over the places": (lambda y: y.chunk(2, 2)[1], True),
+    "split over the channels": (lambda y: y.chunk(2, 1)[1], False),
+    "unbound": (lambda y: y.unbind(3)[2], True),
+    "joined over the places": (lambda y: torch.cat([y, y], 2), True),
+    "joined over the channels": (lambda y: torch.cat([y, y], 1), True),
+    "joined in the batch": (lambda y: torch.cat([y, y]), True),
+    "stacked": (lambda y: torch.stack([y, y], 1), True),
+    "stacked behind": (lambda y: torch.stack([y, y], -1), True),
+    "pooled": (lambda y: F.avg_pool2d(y, 2), True),
+    "pooled to a size": (lambda y: F.adaptive_avg_pool2d(y, 3), True),
+    "enlarged": (lambda y: F.interpolate(y, scale_factor=2.0), True),
+    "expanded": (lambda y: y[:, :, None].expand(-1, -1, 3, -1, -1), True),
+    "repeated": (lambda y: y.repeat(1, 1, 2, 1), True),
+    "repeated channels": (lambda y: y.repeat(1, 2, 1, 1), True),
+    "a sum": (lambda y: y + 2 * y, True),
+    "a sum with a neighbour": (lambda y: y + y.roll(1, 3), True),
+    "a sum with other channels": (lambda y: y + y.roll(1, 1), False),
+    "a sum over a mean": (lambda y: y + y.mean((2, 3), keepdim=True), True),
+    "halves turned": (lambda y: torch.cat([y[:, 3:], y[:, :3]], 1), False),
+    "a square": (lambda y: y * y, False),
+    "a product": (lambda y: y * y.roll(1, 3), False),
+    "a number times": (lambda y: 2 * y, True),
+    "an activation": (lambda y: y.sigmoid(), False),
+}
+
+
+def moved(step: Step) -> tuple[int | None, bool]:
+    """The dimension in which every channel is by itself, and whether each element belongs to one."""
+    y = torch.rand(2, WIDE, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    changed = []
+    for channel in range(WIDE):
+        other = y.clone()
+        other[:, channel] += 1
+        changed.append(step(other) != step(y))
+    where = torch.stack(changed)
+    alone = None
+    for dim, size in enumerate(changed[0].shape):
+        if size == WIDE and all(
+            not part.movedim(dim, 0)[torch.arange(WIDE) != i].any() for i, part in enumerate(where)
+        ):
+            alone = dim
+    return alone, bool(where.any(0).all())
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_channels_are_where_a_change_of_them_shows(name: str) -> None:
+    step, known = STEPS[name]
+    model = net(lambda m, x: step(m.conv(x)), conv=lambda: conv(out=WIDE))()
+    anatomy = inspection.inspect(model, torch.randn(2, C, 8, 8))
+    (last,) = inputs(anatomy.traced.nodes[-1])
+    axis = Draft(anatomy).axes().get(last)
+    assert (axis is not None) is known
+    if axis is not None:
+        assert axis.size == WIDE
+        assert (axis.dim, axis.pure) == moved(step)
+        assert axis.last is (axis.dim == len(last.meta["shape"]) - 1)
