@@ -139,7 +139,7 @@ def test_the_two_parts_share_no_image() -> None:
     assert len({int(label) for _, labels in one for label in labels}) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_takes_int8_beside_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and a file that nobody wrote a sidecar for."""
     options = ["--calibrate", TAR, "--samples", "100", "--precision", "int8"]
