@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from normswap.surgery import right_answers
+from normswap.models.calling import Example
+from normswap.surgery import keeping, right_answers
 
 
 def gaussian(count: int, spread: float, slope: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +61,38 @@ def test_the_same_answers_keep_all_and_places_of_maps_count_like_images() -> Non
     "answers",
     [[], [(torch.zeros(4), torch.zeros(4))], [(torch.zeros(4, 1), torch.zeros(4, 1))], [(torch.zeros(1, 3),) * 2],
      [(torch.zeros(4, 3), torch.zeros(4, 2))], [(torch.zeros(4, 3), torch.full((4, 3), torch.nan))],
-     [(torch.zeros(4, 3),) * 2, (torch.zeros(4),) * 2]],
+     [(torch.zeros(4, 3),) * 2, (torch.zeros(4),) * 2], [(torch.zeros(4, 3),) * 2, (torch.zeros(4, 2),) * 2],
+     [(torch.zeros(4, 3, 9),) * 2]],
 )  # fmt: skip
 def test_what_is_no_answer_keeps_nothing_known(answers: list[tuple[Tensor, Tensor]]) -> None:
     assert right_answers.kept(answers) is None
+
+
+class TwoMaps(nn.Module):
+    """Coarse classes and fine ones, per place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse, self.fine = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 7, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"coarse": self.coarse(x), "fine": self.fine(x)}
+
+
+def test_one_output_counts_and_few_places_of_it_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one batch one output is off most, in the next the other: they have other classes."""
+    torch.manual_seed(0)
+    one, two = TwoMaps(), TwoMaps()
+    two.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        two.coarse.weight[:, 0] += 0.5
+        two.fine.weight[:, 1] += 0.5
+    held = [torch.zeros(2, 3, 96, 96) for _ in range(2)]
+    for channel, x in enumerate(held):
+        x[:, channel] = torch.randn(2, 96, 96)
+    seen: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(right_answers, "kept", lambda answers: seen.extend(answers) or 0.5)
+    kept = keeping.measured(one, two, [Example((x,)) for x in held])
+    assert kept is not None
+    assert kept.right == 0.5
+    assert [tuple(value.shape) for pair in seen for value in pair] == [(2 * right_answers.PLACES, 2)] * 4

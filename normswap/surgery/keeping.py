@@ -18,12 +18,14 @@ def measured(source: nn.Module, result: nn.Module, held: Sequence[Example]) -> K
     Raises:
         VerificationError: one of them does not run.
     """
-    parts, answers = [], []
+    parts, answers, name = [], [], None
     for example in held:
         like = example.like(source)
         (before, _), (after, _) = running.both(source, result, like)
         error = comparison.worst("", like.images, before, after, exact=False)
         parts.append((example.count, error.relative_l2, error.agreement))
-        answers += [(before[error.output], after[error.output])] if error.agreement is not None else []
+        name = error.output if name is None else name  # one output, in every batch
+        if error.agreement is not None and name in before and name in after:
+            answers.append((right_answers.places(before[name]), right_answers.places(after[name])))
     known = summed(parts)
     return known and replace(known, right=right_answers.kept(answers) if len(answers) == len(parts) else None)
