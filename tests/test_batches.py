@@ -388,7 +388,8 @@ class Shown(Listed):
         return self.trunk(torch.stack(images))
 
 
-@pytest.mark.parametrize("wrap", [Keyword, pytest.param(Shown, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [Keyword, Shown])
 def test_images_of_a_folder_reach_any_of_them(
     wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,7 @@ def test_every_scheme_trains(images: Path, tmp_path: Path, scheme: str) -> None:
         assert all(word in said[0] for word in ("tune", "skipinit", "unfold", "2305.11624"))
 
 
+@pytest.mark.slow
 def test_without_labels_the_teacher_is_enough(images: Path, source: Path, tmp_path: Path) -> None:
     """A flat folder of images; the student, whose alphas were reset, comes nearer to its recorded source."""
     flat = tmp_path / "flat"

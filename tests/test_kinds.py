@@ -54,7 +54,10 @@ def top1(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("to", "poor", "good"),
-    [("groupnorm", {"steady": 0}, {"steady": 0.75}), ("centered-weightnorm", {"depthwise": "fit"}, {})],
+    [
+        ("groupnorm", {"steady": 0}, {"steady": 0.75}),
+        pytest.param("centered-weightnorm", {"depthwise": "fit"}, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tuple[Tensor, Tensor]) -> None:
     """It loses much as it was done before, and little as it is done now; held-out images tell the two apart."""

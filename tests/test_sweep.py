@@ -287,6 +287,7 @@ def test_or_at_once_if_asked(tmp_path: Path) -> None:
     assert [one.state for one in found.trials()] == ["done"] * 6
 
 
+@pytest.mark.slow
 def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) -> None:
     """It takes longer than a dead one is waited for."""
     worker = start(tmp_path / "s", "time.sleep(8)", "time.sleep(9)")
