@@ -171,13 +171,14 @@ class Kernel:
             torch.linalg.LinAlgError: a number in it is not finite.
         """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
-        while True:
+        while bool(torch.isfinite(damp).all()):
             kernel = covariance.clone()
             kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
-            factor, failed = torch.linalg.cholesky_ex(kernel, check_errors=not bool(torch.isfinite(kernel).all()))
+            factor, failed = torch.linalg.cholesky_ex(kernel)
             if not failed.any():
                 return cls(factor, damp)
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
+        raise torch.linalg.LinAlgError("the covariance is not finite")
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: bool) -> Tensor:
         """V (G, o, f) of `regress`."""
