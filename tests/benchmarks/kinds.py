@@ -110,6 +110,7 @@ def table(kept: Kept) -> str:
              f"| {' | '.join(head)} |", "|---" * len(head) + "|"]  # fmt: skip
     for kind in KINDS:
         rows = [row for row in kept.rows.values() if row["key"][0] == kind]
+        rows.sort(key=lambda row: ("none", "100", "1000").index(row["key"][2]))
         names: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             names.setdefault((row["key"][1], row["key"][2]), []).append(row)
