@@ -59,6 +59,15 @@ def kinds(to: str, images: str) -> list[float]:
     return [number(row["kept"]) for row in rows if row["kind"] != "vit" and not row["kept"].startswith("refused")]
 
 
+def told() -> tuple[str, ...]:
+    """Rows, and how far off what is expected of them was, on average and at most."""
+    found = re.search(
+        r"held-out images, (\d+) rows.* off by ([\d.]+) points on average, at most ([\d.]+)\.", text("kinds.md")
+    )
+    assert found
+    return found.groups()
+
+
 def wild(library: str) -> tuple[str, str]:
     """Exact networks, of those with BatchNorm."""
     (row,) = (row for row in table("wild.md") if row.get("library") == library)
@@ -153,6 +162,7 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "GroupNorm with one group keeps {} to {} % without data and {} to {} % with 100 unlabelled images":
         lambda: (*span(kinds("groupnorm", "none")), *span(kinds("groupnorm", "100"))),
     "`nf` keeps as little as {} % with 100": lambda: (span(kinds("nf", "100"))[0],),
+    "in {} rows of that table off by {} points on average, {} at most": lambda: told(),
     "timm: all {} architectures with BatchNorm and at most 100 M parameters fold exactly (1e-8 in float64), no norm "
     "left; torch.fx's own fuser completes {}": timms,
     "torchvision {} of {}": lambda: wild("torchvision"),
