@@ -18,7 +18,7 @@ from normswap.analysis.network_kind import Kind
 from normswap.plan import Step
 
 WHERE = "tests/benchmarks/kinds.md"
-ENOUGH = 99.0  # percent: 95, and the four points that a row of the table moved when its signs were chosen on other noise
+ENOUGH = 99.0  # percent: 95, and the four points that a row moved when its signs were chosen on other noise
 Span = tuple[float, float]
 
 
