@@ -150,3 +150,21 @@ def test_a_twin_has_the_parameters_and_its_own_buffers() -> None:
     assert not copied.training
     assert not copied.two.training
     assert model.two.training
+
+
+class Made:
+    """Its state is made when it is asked for, and is nobody's afterwards."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Made, (self.number,), {"number": self.number, "more": [self.number] * 3}
+
+
+def test_nothing_takes_the_identity_of_what_was_copied_before() -> None:
+    memo: dict[int, Any] = {}
+    copied: Any = duplicate(Holder(many=[Made(i) for i in range(500)]), memo)
+    assert [one.number for one in copied.many] == list(range(500))
+    assert [one.more for one in copied.many] == [[i] * 3 for i in range(500)]
+    assert len(memo[id(memo)]) >= 1000  # states and their parts, each 500 times

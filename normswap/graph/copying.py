@@ -92,6 +92,8 @@ def _deeply(value: Any, memo: dict[int, Any]) -> bool:
         attempt[id(value)] = copy.deepcopy(value, attempt)  # type: ignore[arg-type]
     except Exception:  # whatever it holds raises
         return False
+    alive = attempt.maps[0].pop(id(attempt), [])  # what deepcopy keeps alive, so that no other object gets its identity
+    memo.setdefault(id(memo), []).extend(alive)
     memo.update(attempt.maps[0])
     return True
 
