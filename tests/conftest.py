@@ -8,7 +8,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # busy is no error
+settings.load_profile("untimed")
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
