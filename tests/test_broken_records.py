@@ -27,7 +27,7 @@ from normswap.storage import checkpoint, header_record
 from normswap.training import recipe_files
 
 JUNK = (None, True, -1, 0, 7, 1.5, 1e300, float("nan"), "", "x", "conv1", "a b\nc", [], [1], ["x"], {}, {"x": 1})
-few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=25, derandomize=True, database=None)
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

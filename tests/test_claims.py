@@ -162,7 +162,7 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "GroupNorm with one group keeps {} to {} % without data and {} to {} % with 100 unlabelled images":
         lambda: (*span(kinds("groupnorm", "none")), *span(kinds("groupnorm", "100"))),
     "`nf` keeps as little as {} % with 100": lambda: (span(kinds("nf", "100"))[0],),
-    "in {} rows of that table off by {} points on average, {} at most": lambda: told(),
+    "in {} rows of that table off by {} points on average, {} at most": told,
     "timm: all {} architectures with BatchNorm and at most 100 M parameters fold exactly (1e-8 in float64), no norm "
     "left; torch.fx's own fuser completes {}": timms,
     "torchvision {} of {}": lambda: wild("torchvision"),

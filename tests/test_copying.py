@@ -168,3 +168,21 @@ def test_nothing_takes_the_identity_of_what_was_copied_before() -> None:
     assert [one.number for one in copied.many] == list(range(500))
     assert [one.more for one in copied.many] == [[i] * 3 for i in range(500)]
     assert len(memo[id(memo)]) >= 1000  # states and their parts, each 500 times
+
+
+class Stubborn(nn.Parameter):
+    """A parameter whose class cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("no")
+
+
+def test_a_parameter_that_cannot_be_copied_is_cloned_and_stays_one() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = Stubborn(torch.ones(2, 2), requires_grad=False)
+    copied: Any = duplicate(model, {})
+    assert isinstance(copied.weight, nn.Parameter)
+    assert copied.weight is not model.weight
+    assert copied.weight.data_ptr() != model.weight.data_ptr()
+    assert not copied.weight.requires_grad
+    assert torch.equal(copied.weight, model.weight)

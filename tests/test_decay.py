@@ -194,7 +194,7 @@ def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     assert not any(one.decay for one in roles(done) if one.role == "gamma_unknown")
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     name=st.sampled_from(["resnet18", "resnetv2_18", "nf_resnet26", "vit_tiny_patch16_224"]),
     policy=st.sampled_from(POLICIES),

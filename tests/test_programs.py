@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lived import batchnorms, distance, lived_in, run, step, swapped
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ def prepared(model: nn.Module, seed: int) -> tuple[nn.Module, Tensor]:
     return lived_in(model, seen, seed), x
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(program=programs, seed=st.integers(0, 3))
 def test_folding_is_exact(program: Program, seed: int) -> None:
     model, x = prepared(program, seed)
@@ -114,7 +114,7 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     assert batchnorms(result) == [path for path, why in draft.verdicts.items() if why.fate is Fate.NEVER_CALLED]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(program=programs, seed=st.integers(0, 3))
 def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
     model, x = prepared(program, seed)

@@ -34,7 +34,7 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
 
 def twin(model: nn.Module) -> nn.Module:
     """A copy in eval mode, for one run."""
-    copied = _copy(model, {}, lambda tensor, memo: tensor if _learnt(tensor) else tensor.detach().clone(), whole=False)
+    copied = _copy(model, {}, _shared, whole=False)
     for module in tree(copied).values():
         if not isinstance(module, torch.jit.ScriptModule):
             module.__dict__["training"] = False
@@ -98,15 +98,16 @@ def _deeply(value: Any, memo: dict[int, Any]) -> bool:
     return True
 
 
-def _learnt(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+def _shared(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def _cloned(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     try:
         copied: Tensor = copy.deepcopy(tensor, memo)
-    except RuntimeError:  # it has a history
+    except Exception:  # it has a history, or its class raises
         copied = tensor.detach().clone()
+        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     return copied
 
 

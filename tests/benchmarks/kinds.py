@@ -41,6 +41,7 @@ WAYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("frozen-bn", {}, ("none",)),
     ("weightnorm", {}, ("none",)),
 )
+SAMPLES = ("none", "100", "1000")  # images to calibrate on
 TABLE = Path(__file__).with_name("kinds.md")
 RESULTS = ROOT / "runs" / "kinds"
 OTHERS = {"vit": (("folded", {}, ("none",)), ("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
@@ -110,7 +111,7 @@ def table(kept: Kept) -> str:
              f"| {' | '.join(head)} |", "|---" * len(head) + "|"]  # fmt: skip
     for kind in KINDS:
         rows = [row for row in kept.rows.values() if row["key"][0] == kind]
-        rows.sort(key=lambda row: ("none", "100", "1000").index(row["key"][2]))
+        rows.sort(key=lambda row: SAMPLES.index(row["key"][2]))
         names: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             names.setdefault((row["key"][1], row["key"][2]), []).append(row)
@@ -183,7 +184,7 @@ def spearman(one: Tensor, two: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--samples", nargs="*", default=["none", "100", "1000"], help="images to calibrate on")
+    parser.add_argument("--samples", nargs="*", default=list(SAMPLES), help="images to calibrate on")
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
