@@ -24,14 +24,12 @@ def crossed(
     others: Iterable[Any],
     every: int,
     ids: Callable[[Any], str] = str,
-    indirect: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
     """Parametrize a test with the pairs of two tables, one in `every` of which is not long.
 
     Args:
         names: of the two arguments, as pytest takes them.
         ids: the name of a row.
-        indirect: those of the two that are fixtures.
     """
     rows, columns = list(ones), list(others)
     assert every <= min(len(rows), len(columns)), "some row would never run"
@@ -40,4 +38,4 @@ def crossed(
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]
-    return pytest.mark.parametrize(names, pairs, indirect=list(indirect))
+    return pytest.mark.parametrize(names, pairs)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from trained import network, recipe, train, write_images
+from trained import TINY, network, recipe, train, write_images
 
 from normswap.training.engine import finetune
 from normswap.training.progress_records import Result
@@ -144,7 +144,7 @@ def test_the_same_values_are_the_same_run(images: Path, tmp_path: Path, before: 
 
 
 def test_a_recipe_may_name_its_network(images: Path, tmp_path: Path) -> None:
-    part = {"name": "resnet18", "weights": "random", "args": {"num_classes": 10, "channels": [4, 4, 8, 8]}}
+    part = {"name": "resnet18", "weights": "random", "args": {"num_classes": 10, **TINY}}
     plan = recipe(images, model=part, data={"input_size": 32}, train={"epochs": 0.4})
     one, two = (finetune(None, plan, tmp_path / name, device="cpu", track="none") for name in ("one", "two"))
     assert outcome(one) == outcome(two)  # random weights are the seed's

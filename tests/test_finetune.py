@@ -113,8 +113,12 @@ def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: P
     assert result.model is not model
 
 
-@pytest.mark.parametrize("scheme", ["batchnorm", "skipinit", "regularized-skipinit", "fixup", "tune", "groupnorm",
-                                    "frozen-bn", "weightnorm", "folded"])  # fmt: skip
+SLOW = ("regularized-skipinit", "fixup", "tune", "groupnorm", "frozen-bn", "weightnorm")  # test_training has them all
+
+
+@pytest.mark.parametrize(
+    "scheme", ["batchnorm", "skipinit", "folded", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_every_scheme_trains(images: Path, tmp_path: Path, scheme: str) -> None:
     result = train(network(scheme), recipe(images, data={"batch_size": 4}), tmp_path / "out")
     losses = [row["train_loss"] for row in result.rows[1:]]

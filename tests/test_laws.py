@@ -24,11 +24,11 @@ from normswap.plan import Plan, Step
 from normswap.surgery import applying, carrying_out, conversion
 
 NARROW: dict[str, dict[str, Any]] = {
-    "resnet18": {"channels": (8, 16, 24, 32)},
+    "resnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
     "resnet26d": {"channels": (8, 16, 24, 32), "stem_width": 8, "layers": (1, 2, 1, 1)},
-    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8},
+    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8, "layers": (1, 1, 2, 1)},
     "resnetv2_50d": {"channels": (32, 32, 64, 96), "stem_chs": 8, "layers": (1, 2, 1, 1)},
-    "seresnet18": {"channels": (8, 16, 24, 32)},
+    "seresnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
     "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
 }
 everywhere = crossed("arch, row", NARROW, ROWS, every=6)

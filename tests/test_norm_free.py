@@ -20,10 +20,10 @@ from normswap.surgery import applying
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 SMALL = {"channels": (64, 64, 128, 128), "depths": (1, 2, 1, 1), "group_size": 16, "stem_chs": 32, "num_features": 0}
 NARROW: dict[str, dict[str, Any]] = {
-    "nf_resnet26": {"width_factor": 0.25},
-    "nf_regnet_b0": {"width_factor": 0.5},
-    "nf_seresnet26": {"width_factor": 0.25},
-    "nf_ecaresnet26": {"width_factor": 0.25},
+    "nf_resnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
+    "nf_regnet_b0": {"width_factor": 0.5, "depths": (1, 2, 1, 1)},
+    "nf_seresnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
+    "nf_ecaresnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
     "nfnet_l0": SMALL,
     "eca_nfnet_l0": SMALL,
     "dm_nfnet_f0": SMALL,

@@ -44,7 +44,9 @@ def features(model: Any, x: Tensor) -> Tensor:
         return model.forward_features(x)
 
 
-@pytest.mark.parametrize("arch", ["vit_tiny_patch16_224", "deit_tiny_patch16_224"])
+@pytest.mark.parametrize(
+    "arch", ["vit_tiny_patch16_224", pytest.param("deit_tiny_patch16_224", marks=pytest.mark.slow)]
+)
 def test_real_size(arch: str) -> None:
     torch.manual_seed(0)
     model = inhabit(timm.create_model(arch).double().eval())

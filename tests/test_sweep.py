@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sqlite3
 import statistics
 import subprocess
@@ -186,6 +187,7 @@ def test_workers_share_the_points(tmp_path: Path) -> None:
     assert len(sweep(tmp_path / "s", chosen).trials()) == 12
 
 
+@pytest.mark.slow
 def test_processes_share_a_database(tmp_path: Path) -> None:
     url, code = f"sqlite:///{tmp_path}/all.db", (
         "import sys; from pathlib import Path; import test_sweep as t; place = Path(sys.argv[1]); "
@@ -259,11 +261,14 @@ def start(place: Path, first: str, then: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
 
 
-def kill(place: Path) -> None:
-    """A worker that is killed in its second run."""
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a worker leaves that is killed in its second run."""
+    place = tmp_path_factory.mktemp("killed") / "s"
     with start(place, "None", "os.kill(os.getpid(), 9)") as worker:
         worker.communicate()
     assert worker.returncode == -9
+    return place
 
 
 @pytest.fixture
@@ -272,16 +277,16 @@ def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "GRACE", 3)
 
 
-def test_what_a_killed_worker_had_begun_is_begun_again(tmp_path: Path, pulse: None) -> None:
-    kill(tmp_path / "s")
+def test_what_a_killed_worker_had_begun_is_begun_again(left: Path, tmp_path: Path, pulse: None) -> None:
+    shutil.copytree(left, tmp_path / "s")
     found = sweep(tmp_path / "s")
     assert [one.state for one in found.trials()].count("running") == 1
     assert found.work(score)
     assert [one.state for one in found.trials()] == ["done"] * 6
 
 
-def test_or_at_once_if_asked(tmp_path: Path) -> None:
-    kill(tmp_path / "s")
+def test_or_at_once_if_asked(left: Path, tmp_path: Path) -> None:
+    shutil.copytree(left, tmp_path / "s")
     found = sweep(tmp_path / "s")
     assert found.work(score, retake=True)
     assert [one.state for one in found.trials()] == ["done"] * 6

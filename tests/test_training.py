@@ -20,8 +20,8 @@ from normswap.storage.checkpoint import open_model
 from normswap.surgery import applying
 
 NARROW: dict[str, dict[str, Any]] = {
-    "resnet18": {"channels": (8, 16, 24, 32)},
-    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8},
+    "resnet18": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
+    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8, "layers": (1, 2, 1, 1)},
 }
 NOISE = 1e-13  # a gradient below is rounding; fixup's zeroed layers let little through at first
 
@@ -65,7 +65,7 @@ def test_every_scheme_trains(arch: str, row: Row) -> None:
     assert losses[-1] < losses[0]
     frozen = row.scheme == "frozen-bn"
     assert moved == set(before), sorted(set(before) - moved)
-    assert frozen or len(moved) > 40
+    assert frozen or len(moved) > 30
     assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
     _round_trip(model.eval(), source(arch), done, x)
 

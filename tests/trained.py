@@ -28,6 +28,7 @@ from normswap.training.engine import finetune
 from normswap.training.progress_records import Moment, Result
 from normswap.training.recipe import Recipe
 
+TINY: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (2, 1, 1, 1)}  # a block without downsample, and some with
 CLASSES = [f"class{i}" for i in range(10)]
 
 
@@ -43,7 +44,7 @@ def write_images(folder: Path, per_class: int = 4, classes: list[str] = CLASSES,
 
 
 def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) -> nn.Module:
-    """A tiny ResNet-18 for images of 32 px, converted."""
+    """A tiny ResNet for images of 32 px, converted."""
     model = copy.deepcopy(made(scheme, **options))
     return model.double() if double else model
 
@@ -51,7 +52,7 @@ def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) 
 @functools.cache
 def made(scheme: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10, channels=(4, 4, 8, 8), zero_init_last=False)
+    model = timm.create_model("resnet18", num_classes=10, **TINY, zero_init_last=False)
     known = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "interpolation": "bilinear"}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)
     with torch.no_grad():  # statistics that the network has: alphas are matched to them
