@@ -108,7 +108,7 @@ def is_dressed(module: nn.Module) -> bool:
     if parametrize.is_parametrized(module):
         made: Any = module.parametrizations
         return list(made) == ["weight"] and all(isinstance(part, _KNOWN) for part in made["weight"])
-    if isinstance(module, _STANDARDIZED) and hasattr(module, "effective_weight"):
+    if hasattr(module, "effective_weight"):
         return True  # `standardized.StandardizedConv`, which imports this file
     forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, Shifted)}
     return isinstance(module, (*_STANDARDIZED, TunedConv2d, Shifted)) and type(module).forward in forwards
@@ -154,8 +154,9 @@ def plain_class(module: Any) -> Any:
         return type(module).__bases__[1]
     if isinstance(module, TunedConv2d):
         return nn.Conv2d
-    same = getattr(module, "same_pad", False)
-    return timm_layers.Conv2dSame if same else nn.Conv2d
+    if getattr(module, "same_pad", False):
+        return timm_layers.Conv2dSame
+    return next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, kind))
 
 
 def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:

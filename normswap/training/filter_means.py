@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import torch
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame
@@ -15,7 +16,7 @@ from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError
-from normswap.layers.standardized import MeanStdConv2d
+from normswap.layers.standardized import MeanStdConv2d, keeps_mean
 from normswap.plan import Plan
 from normswap.training.recipe import Anneal
 
@@ -24,7 +25,7 @@ class Means:
     """The means of a network on their way to zero.
 
     Args:
-        model: with `MeanStdConv2d`; their means stop learning.
+        model: with convolutions that keep their filters' means, which stop learning.
         part: `anneal` of the recipe.
         updates: in all.
 
@@ -51,9 +52,9 @@ class Means:
                 average.mean.copy_(layer.mean)
 
 
-def kept(model: nn.Module) -> list[MeanStdConv2d]:
+def kept(model: nn.Module) -> list[Any]:
     """The convolutions of `model` that keep their filters' means."""
-    return [module for module in model.modules() if isinstance(module, MeanStdConv2d)]
+    return [module for module in model.modules() if keeps_mean(module)]
 
 
 @torch.no_grad()
@@ -64,6 +65,9 @@ def drop(model: nn.Module) -> nn.Module:
     if record is None or not layers or any(layer.mean.any() for layer in layers):
         return model
     for layer in layers:
+        if not isinstance(layer, MeanStdConv2d):
+            layer.mean = None
+            continue
         layer.__class__ = ScaledStdConv2dSame if layer.same_pad else ScaledStdConv2d  # type: ignore[assignment]
         del layer.mean
         if not layer.same_pad:
