@@ -24,15 +24,19 @@ def chain() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
 
 
+def blocks() -> nn.Module:
+    return small(layers=(1, 1, 1, 1), pretrained_cfg_overlay={"input_size": (3, 64, 64)})
+
+
 @pytest.mark.parametrize(
     ("make", "batch", "how", "chosen", "refused"),
     [
-        (small, 256, {}, "batchnorm", []),
-        (small, 16, {}, "batchnorm", []),
-        (small, 15, {}, "skipinit", []),
-        (small, 1, {}, "skipinit", []),
-        (small, 64, {"private": True}, "skipinit", []),
-        (small, 64, {"deploy": True}, "folded", []),
+        (blocks, 256, {}, "batchnorm", []),
+        (blocks, 16, {}, "batchnorm", []),
+        (blocks, 15, {}, "skipinit", []),
+        (blocks, 1, {}, "skipinit", []),
+        (blocks, 64, {"private": True}, "skipinit", []),
+        (blocks, 64, {"deploy": True}, "folded", []),
         (chain, 4, {}, "groupnorm", ["skipinit"]),  # no residual blocks
         (chain, 4, {"private": True}, "groupnorm", ["skipinit"]),
         (chain, 4, {"deploy": True}, "folded", []),

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import OptionError, RefusedError
+from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
 from normswap.layers.placeholders import Chain
 from normswap.layers.scalars import Scale
+from normswap.surgery import applying
 
 SMALL: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},
@@ -33,6 +36,17 @@ def source(arch: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
     return lived_in(timm.create_model(arch, num_classes=10, **SMALL[arch]), seen), x
+
+
+@functools.cache
+def seen(arch: str) -> Anatomy:
+    return inspection.inspect(source(arch)[0])
+
+
+def with_scalars(arch: str, alpha: str | float) -> nn.Module:
+    planned, draft = step(seen(arch), "skipinit", alpha=alpha)
+    assert draft.refusals == {}
+    return applying.apply_step(source(arch)[0], planned)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -115,7 +129,7 @@ def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
     model, x = source(arch)
     count = len(blocks(model))
     value = count**-0.5 if expected is None else expected
-    reset, matched = swapped(model, "skipinit", alpha=alpha), swapped(model, "skipinit")
+    reset, matched = with_scalars(arch, alpha), with_scalars(arch, "match")
     assert alphas(reset) == pytest.approx([value] * count)
     with torch.no_grad():
         for scale, target in zip(scales(reset), alphas(matched), strict=True):

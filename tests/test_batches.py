@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from normswap.models.calling import Example
 from normswap.reporting import demo, report
 from normswap.storage import checkpoint
 from normswap.surgery import reverification
+from normswap.surgery.conversion import Conversion
 from normswap.surgery.recalibration import recalibrate
 
 SIZE = (3, 24, 24)
@@ -108,6 +110,13 @@ def same(one: nn.Module, two: nn.Module) -> None:
         assert torch.equal(tensor, inner[f"trunk.{name}"]), name
 
 
+@functools.cache
+def plain(to: str, mirrored: int, **options: Any) -> Conversion:
+    """The fit on plain tensors, which every form is compared with, by `lockstep.MIRRORED` and options."""
+    data = batches()
+    return normswap.convert(trunk(), to, inputs=data[0][:2], calibrate=data, **options)
+
+
 FITTED = [("groupnorm", {}), ("groupnorm", {"groups": 2, "steady": 0.0}), ("nf", {})]
 
 
@@ -121,7 +130,7 @@ def test_a_fit_is_that_of_plain_tensors(
         monkeypatch.setattr(lockstep, "MIRRORED", 0)
         options = {**options, "steady": 0.0} if to == "groupnorm" else options
     data = batches()
-    wanted = normswap.convert(trunk(), to, inputs=data[0][:2], calibrate=data, **options)
+    wanted = plain(to, lockstep.MIRRORED, **options)
     calibrate = [given(x) for x in data]
     done = normswap.convert(wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options)
     same(wanted.model, done.model)
@@ -182,15 +191,27 @@ BESIDE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@functools.cache
+def recalibrated() -> Conversion:
+    return recalibrate(trunk(), batches(), size=SIZE)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_statistics_are_those_of_plain_tensors(form: str, beside: str) -> None:
     wrap, given = FORMS[form]
-    wanted = recalibrate(trunk(), batches(), size=SIZE)
+    wanted = recalibrated()
     data = [BESIDE[beside](given(x)) for x in batches()]
     done = recalibrate(wrap(trunk()), data, inputs=given(batches()[0]))
     same(wanted.model, done.model)
     assert done.notes == wanted.notes
+
+
+@functools.cache
+def of_plain_images() -> tuple[nn.Module, nn.Module]:
+    data = [(x, LABELS) for x in batches()]
+    fitted = normswap.convert(trunk(), "groupnorm", size=SIZE, calibrate=data)
+    return fitted.model, recalibrate(trunk(), data, size=SIZE).model
 
 
 IMAGES: dict[str, Any] = {"keywords": Keyword, "a list": Listed}
@@ -200,10 +221,9 @@ IMAGES: dict[str, Any] = {"keywords": Keyword, "a list": Listed}
 def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> None:
     """As those of a folder do on the command line: by name, or as a list, as its forward says."""
     data = [(x, LABELS) for x in batches()]
-    wanted = normswap.convert(trunk(), "groupnorm", size=SIZE, calibrate=data)
-    done = normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data)
-    same(wanted.model, done.model)
-    same(recalibrate(trunk(), data, size=SIZE).model, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
+    fitted, recalibrated = of_plain_images()
+    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data).model)
+    same(recalibrated, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
     assert normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate="noise").report.passed
 
 

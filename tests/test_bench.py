@@ -356,7 +356,6 @@ def two_threads() -> Iterator[Settings]:
 def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings) -> None:
     model = checkpoint.open_model(MODEL)
     made = original(model, network_input.size(model), making(here, two_threads, [1]))
-    made = original(model, network_input.size(model), making(here, two_threads, [1]))
     runtimes.RUNTIMES["eager"].start(made.file("directory"), "directory", two_threads, "")
     assert torch.get_num_threads() == 2
     in_ort: Any = runtimes.RUNTIMES["onnxruntime"].start(made.file("onnx"), "onnx", two_threads, "")

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from crossed import crossed
 from PIL import Image
 from reports import source
 
@@ -63,8 +64,9 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not ins
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@crossed(
+    "dark, width", [False, True], [400, 1400], every=2, ids=lambda one: {False: "light", True: "dark"}.get(one, one)
+)
 def test_renders(written: str, tmp_path: Path, dark: bool, width: int) -> None:
     said, picture = look(written, tmp_path, width, dark=dark)
     assert len(said) == 1, said

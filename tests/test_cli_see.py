@@ -76,7 +76,7 @@ def test_spp_of_fresh_networks(capfd: Capture) -> None:
 
 
 def test_spp_overlays_the_analytic_variance_of_nf_networks(here: Path, capfd: Capture) -> None:
-    random = ("--weights", "random", "--side", "64", "--samples", "1")
+    random = ("--weights", "random", "--arch-arg", "channels=16,32,64,128", "--side", "64", "--samples", "1")
     body = run_json(capfd, "spp", "nf_resnet26", "nf_resnet26", *random, "-o", "a.svg")
     assert list(body["curves"]) == ["nf_resnet26", "nf_resnet26 (2)"]
     assert body["expected"]["nf_resnet26"] == pytest.approx([1.04, 1.08] * 4)
@@ -94,7 +94,7 @@ def test_spp_overlays_the_analytic_variance_of_nf_networks(here: Path, capfd: Ca
         (("spp", *SMALL, "--data", "nowhere"), "nowhere"),
         (("spp", "no_such_net"), "no_such_net"),
         (("spp", "vit_tiny_patch16_224", "--weights", "random"), "size"),
-        (("spp", "vgg11", "--weights", "random"), "no residual blocks"),
+        (("spp", "vgg11", "--weights", "random", "--arch-arg", "mlp_ratio=0.01"), "no residual blocks"),
         (("decay", "resnet18", "--policy", "kim"), "kim2022"),
         (("decay", "resnet18", "--weight-decay", "-1"), "weight_decay"),
         (("decay", "resnet18", "--layer-decay", "2"), "layer_decay"),
@@ -131,10 +131,10 @@ def test_decay_says_who_and_why(capfd: Capture) -> None:
     assert {group["name"]: group["weight_decay"] for group in body["groups"]} == {"decay": 0.05, "no-decay": 0.0}
     assert sum(group["values"] for group in body["groups"]) == 25557032
     assert len(body["parameters"]) == 161
-    assert main(["decay", "resnet50"]) == 0
+    assert main(["decay", *SMALL]) == 0
     assert "gamma_down" in (out := capfd.readouterr().out)
     assert "layer1.0.conv1.weight" not in out
-    assert main(["decay", "resnet50", "--each"]) == 0
+    assert main(["decay", *SMALL, "--each"]) == 0
     assert "layer1.0.conv1.weight" in capfd.readouterr().out
 
 

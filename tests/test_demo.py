@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from normswap.storage import checkpoint
 
 @pytest.fixture(scope="module")
 def result() -> demo.Demo:
-    return demo.run()
+    with pytest.MonkeyPatch.context() as quick:
+        quick.setattr(demo, "_ROUNDS", 1)  # how fast they are is not looked at
+        return demo.run()
 
 
 def test_ships_what_it_promises() -> None:
@@ -78,6 +81,7 @@ def test_a_disagreement_fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         return model
 
     monkeypatch.setattr(checkpoint, "load", off)
+    monkeypatch.setattr(demo, "make_loader", functools.partial(demo.make_loader, samples=64))
     monkeypatch.setattr(demo, "_ROUNDS", 1)
     assert main(["demo"]) == 1
     assert "FAILED" in capfd.readouterr().out

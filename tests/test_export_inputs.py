@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed, sampled
+from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from test_batches import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, resnet, scaled, trunk
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ def one(inputs: Any) -> Any:
     return tuple(one(part) if isinstance(part, dict) else part[:1] for part in inputs)
 
 
-@crossed("form, name", ENDINGS, NETWORKS, every=2)
+@crossed("form, name", ENDINGS, NETWORKS, every=4)
 def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) -> None:
     make, inputs, names, outputs = NETWORKS[name]
     model = make()

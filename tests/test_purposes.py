@@ -60,7 +60,7 @@ def small(arch: str) -> nn.Module:
     return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64))
 
 
-def images(count: int = 48) -> tuple[Tensor, Tensor]:
+def images(count: int = 16) -> tuple[Tensor, Tensor]:
     loader = datasets.make_loader(
         open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=count
     )
@@ -68,7 +68,7 @@ def images(count: int = 48) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def trained_privately(model: nn.Module, steps: int = 5) -> list[float]:
+def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
     """The loss on some real images, before each step under Opacus' own engine."""
     x, y = images()
     ModuleValidator.validate(model.train(), strict=True)
@@ -116,7 +116,7 @@ def test_fused_norms_that_opacus_misses(arch: str) -> None:
         assert losses[-1] < losses[0]
 
 
-@crossed("arch, way", NARROW, WAYS, every=3, ids=named)
+@crossed("arch, way", NARROW, WAYS, every=4, ids=named)
 def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> None:
     """Opacus' gradients of every parameter for every sample, against plain autograd on one sample at a time."""
     to, options = way

@@ -128,13 +128,16 @@ def test_one_part_taken_for_the_other_is_noticed() -> None:
     assert distance(run(model, x), run(harmed, x)) > 1e-3
 
 
-@pytest.mark.parametrize("arch", ["mixnet_s", "levit_128s"])
-def test_there_and_back(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "args", "size"),
+    [("mixnet_s", {}, 64), ("levit_128s", {"img_size": 128, "embed_dim": (32, 64, 96)}, 128)],
+    ids=["mixnet_s", "levit_128s"],
+)
+def test_there_and_back(arch: str, args: dict[str, Any], size: int, tmp_path: Path) -> None:
     """Saved, loaded, trained a little, unfolded: the same function again, with BatchNorms."""
     torch.manual_seed(0)
-    size = 224 if "levit" in arch else 64
     seen = torch.randn(8, 3, size, size, dtype=torch.float64)
-    model, x = lived_in(timm.create_model(arch, num_classes=4), seen), seen[:2]
+    model, x = lived_in(timm.create_model(arch, num_classes=4, **args), seen), seen[:2]
     done = normswap.convert(model, "folded", inputs=x)
     normswap.save(done, tmp_path / "folded")
     again = normswap.load(tmp_path / "folded")
@@ -143,7 +146,7 @@ def test_there_and_back(arch: str, tmp_path: Path) -> None:
         for module in again.modules():
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 module.bias += 0.01
-    back = unfolding.unfold(again)
+    back = unfolding.unfold(again, x)
     assert batchnorms(back) == batchnorms(model)
     assert distance(run(done.model, x), run(back, x)) > 1e-3
     assert distance(run(again, x), run(back, x)) < 1e-10

@@ -235,7 +235,7 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
     order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
     images = torch.cat([pictures for pictures, _ in loader])[order]
     model = zoo_networks.trained(kind)
-    done = conversion.convert(model, "nf", calibrate=list(images[:200].split(50)))
+    done = conversion.convert(model, "nf", calibrate=list(images[:64].split(16)))
     bare = applying.apply_step(model, done.plan.steps[-1])
     with torch.inference_mode():
         said, ours, not_fitted = (one(images[200:]).argmax(1) for one in (model, done.model, bare))

@@ -30,7 +30,9 @@ def lived(build: Callable[..., nn.Module], **options: object) -> nn.Module:
 
 
 def network() -> nn.Module:
-    return lived(models.resnet18)
+    """torchvision's resnet18 with one block for each stage."""
+    torch.manual_seed(0)
+    return lived_in(models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10).eval(), example())
 
 
 @pytest.fixture
@@ -43,7 +45,8 @@ def alone() -> Iterator[None]:
 
 def for_training() -> nn.Module:
     """torchvision's own fusing for quantization-aware training: ConvBnReLU2d keeps a BatchNorm of its own."""
-    model = quantization.resnet18(weights=None, quantize=False, num_classes=10)
+    block = quantization.resnet.QuantizableBasicBlock
+    model = quantization.QuantizableResNet(block, [1, 1, 1, 1], num_classes=10)
     model.train()
     model.fuse_model(is_qat=True)
     return lived_in(model.eval(), example())
@@ -64,7 +67,7 @@ WRAPPED: dict[str, Callable[[], nn.Module]] = {
     "distributed": lambda: nn.parallel.DistributedDataParallel(network()),
     "synchronized": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(network()),
     "channels last": lambda: network().to(memory_format=torch.channels_last),
-    "quantizable": lambda: lived(quantization.mobilenet_v2, quantize=False),
+    "quantizable": lambda: lived(quantization.mobilenet_v2, quantize=False, width_mult=0.25),
     "quantizable, shuffled": lambda: lived(quantization.shufflenet_v2_x0_5, quantize=False),
     "fused for training": for_training,
     "lazy": run_once,
