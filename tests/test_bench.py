@@ -352,6 +352,7 @@ def two_threads() -> Iterator[Settings]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="OpenVINO takes no more threads than there are cores")
 def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings) -> None:
     model = checkpoint.open_model(MODEL)

@@ -202,7 +202,7 @@ def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
 
 @crossed("arch, scheme", ["resnet18", "resnetv2_18"], ["groupnorm", "nf", "centered-weightnorm"], every=2)
 def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
-    model, data = narrow(arch), images(64)
+    model, data = narrow(arch), images(40)
     x = images(8, seed=9)
     results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))

@@ -83,9 +83,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "desk"
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem != "reading")) for page in PAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.usefixtures("desk")
 def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, [block for block in blocks(page) if not block.slow], capfd)

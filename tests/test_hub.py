@@ -109,6 +109,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, s
     assert all(way in str(caught.value) for way in ("--weights random", "local-dir:", "--arch", "HF_ENDPOINT"))
 
 
+@pytest.mark.slow
 def test_hub_from_the_environment(repos: dict[str, Path], tmp_path: Path) -> None:
     code = "import sys; from normswap.models.zoo import open_source; open_source(sys.argv[1]); print('opened')"
     with hub_server(repos) as url:
