@@ -74,7 +74,10 @@ def main() -> None:
         for kind in given.kinds:
             for name in given.rows:
                 run(kind, name, seed)
-                print(kind, name, seed, finished(place(kind, name, seed))[-1], flush=True)
+                rows = finished(place(kind, name, seed))
+                if not rows:
+                    raise SystemExit(f"{kind} {name} {seed} was stopped: the same command goes on with it")
+                print(kind, name, seed, rows[-1], flush=True)
                 head = ["# Recovery by kind of network", "",
                         *circumstances.lines(f"python tests/benchmarks/recover_kinds.py -o {given.output}", "cpu"),
                         said, f"A converted network may be at most {MARGIN} points below BatchNorm.", ""]  # fmt: skip
