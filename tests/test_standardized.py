@@ -10,17 +10,17 @@ import pytest
 import torch
 import zoo_networks
 from lived import batchnorms, distance, lived_in, run
-from timm.layers import ScaledStdConv2d
+from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame
 from torch import Tensor, nn
 
 import normswap
 from normswap import provenance
-from normswap.layers import standardized
-from normswap.layers.standardized import STANDARDIZED, ScaledStdConv1d, ScaledStdConv3d, Standardized
+from normswap.layers import reparametrized, standardized
+from normswap.layers.standardized import STANDARDIZED, ScaledStdConv1d, ScaledStdConv3d
 from normswap.training import filter_means
 
 
-class Ours(Standardized, nn.Conv2d):
+class Ours(standardized.Other, nn.Conv2d):
     """What timm has a class of its own for."""
 
 
@@ -67,7 +67,21 @@ def test_a_weight_is_computed_up_to_its_filters_means(mean: bool) -> None:
     conv, weight = ScaledStdConv3d(2, 3, 3, mean=mean).double(), torch.randn(3, 2, 3, 3, 3, dtype=torch.float64)
     standardized.set_effective(conv, weight)
     wanted = weight if mean else torch.stack([w - w.mean() for w in weight])
-    assert distance(wanted, conv.effective_weight().detach()) < 1e-13
+    assert distance(wanted, reparametrized.effective(conv).detach()) < 1e-13
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_without_its_mean_it_is_timms_module(same: bool) -> None:
+    torch.manual_seed(0)
+    conv = standardized.MeanStdConv2d(4, 6, 3, stride=2, padding=0 if same else 1, same_pad=same)
+    x = torch.randn(2, 4, 10, 10)
+    before = run(conv, x)
+    conv.drop_mean()
+    assert type(conv) is (ScaledStdConv2dSame if same else ScaledStdConv2d)
+    theirs = type(conv)(4, 6, 3, stride=2, padding="same" if same else 1)
+    theirs.load_state_dict(conv.state_dict())
+    assert torch.equal(before, run(conv, x))
+    assert torch.equal(before, run(theirs, x))
 
 
 def trained(kind: str) -> tuple[nn.Module, Tensor]:
@@ -93,10 +107,10 @@ def test_networks_of_other_dimensions(kind: str, conv: type, to: str, tmp_path: 
     assert not any(isinstance(m, STANDARDIZED) for m in plain.modules())
     assert distance(run(model, x), run(plain, x)) < 1e-10
     fitted = normswap.convert(model, to, inputs=x, calibrate=[x[i : i + 2] for i in (0, 2, 4, 6)] * 4)
-    left = [m for m in fitted.model.modules() if isinstance(m, STANDARDIZED) and not standardized.keeps_mean(m)]
+    left = [m for m in fitted.model.modules() if isinstance(m, STANDARDIZED) and not reparametrized.keeps_mean(m)]
     assert left
     for m in left:
-        assert m.effective_weight().flatten(1).sum(1).abs().max() < 1e-10
+        assert reparametrized.effective(m).flatten(1).sum(1).abs().max() < 1e-10
     assert normswap.load(normswap.save(fitted, tmp_path / "fitted"), skeleton=trained(kind)[0])(x).isfinite().all()
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-from torch import nn
 
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
+from normswap.layers.reparametrized import CONVOLUTIONS
 
 _MANY = 2  # concatenations: one joins features at a head as well
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Kind(Enum):

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from timm.layers import pad_same
 from torch import Tensor, nn
 
+from normswap.layers.reparametrized import CONVOLUTIONS
+
 
 def fits(module: nn.Module) -> bool:
     """Whether `patches` knows the layer: convolutions that pad with zeros, and linear maps."""
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if isinstance(module, CONVOLUTIONS):
         return module.padding_mode == "zeros"
     return isinstance(module, nn.Linear)
 

@@ -25,7 +25,8 @@ from normswap.layers import affine
 from normswap.layers.activations import RELU_FUNCTIONS
 from normswap.layers.per_sample import PER_SAMPLE, normalized
 from normswap.layers.placeholders import Vacant
-from normswap.layers.standardized import STANDARDIZED, effective, set_effective
+from normswap.layers.reparametrized import effective
+from normswap.layers.standardized import STANDARDIZED, set_effective
 from normswap.models.modes import Progress, evaluating
 
 PLACES = 64  # sampled per image and layer

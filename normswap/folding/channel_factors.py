@@ -22,10 +22,10 @@ from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear, passes_positive
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
 from normswap.layers.bounded import BoundedReLU
+from normswap.layers.reparametrized import CONVOLUTIONS
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)
 _FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HELD = 0  # the group of all channels whose factor is 1
 
 
@@ -75,7 +75,7 @@ class Channels:
         sources = inputs(node)
         known = [self.of.get(source) for source in sources]
         module = self.traced.module(node)
-        if isinstance(module, (*_CONVS, nn.Linear)) and self._usable(node, module):
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear)) and self._usable(node, module):
             width: int = module.weight.shape[1] * getattr(module, "groups", 1)
             reads = self.of.get(sources[0])
             if reads is None or len(reads) != width:

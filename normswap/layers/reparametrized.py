@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers.own import GAMMA, OwnLayer
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # by their dimensions, from one on
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
 _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
 
@@ -36,6 +37,18 @@ class Gain(OwnLayer):
     def forward(self, weight: Tensor) -> Tensor:
         """(O, I, ...) -> (O, I, ...)"""
         return self.alpha * weight
+
+
+class Standardized(OwnLayer):
+    """A convolution of ours with scaled weight standardization: parameters as timm's `ScaledStdConv2d`, and `mean`, one
+    number per filter (O, 1, ...) that is added to the standardized weight, or None."""
+
+    ROLES = {"mean": "filter_mean"}
+    mean: nn.Parameter | None
+
+    def drop_mean(self) -> None:
+        """Compute without `mean` from now on."""
+        self.mean = None
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
@@ -108,8 +121,8 @@ def is_dressed(module: nn.Module) -> bool:
     if parametrize.is_parametrized(module):
         made: Any = module.parametrizations
         return list(made) == ["weight"] and all(isinstance(part, _KNOWN) for part in made["weight"])
-    if hasattr(module, "effective_weight"):
-        return True  # `standardized.StandardizedConv`, which imports this file
+    if isinstance(module, Standardized):
+        return True
     forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, Shifted)}
     return isinstance(module, (*_STANDARDIZED, TunedConv2d, Shifted)) and type(module).forward in forwards
 
@@ -156,7 +169,7 @@ def plain_class(module: Any) -> Any:
         return nn.Conv2d
     if getattr(module, "same_pad", False):
         return timm_layers.Conv2dSame
-    return next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, kind))
+    return CONVOLUTIONS[module.weight.ndim - 3]
 
 
 def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
@@ -168,11 +181,21 @@ def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
             return module.weight, module.bias
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         return module.weight, shift if module.bias is None else module.bias + shift
-    if hasattr(module, "effective_weight"):
-        return module.effective_weight(), module.bias
-    if issubclass(kind, _STANDARDIZED):
-        gain = (module.gain * module.scale).view(-1) if hasattr(module, "gain") else None
-        flat = module.weight.reshape(1, module.out_channels, -1)
-        flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=module.eps)
-        return flat.reshape_as(module.weight), module.bias
+    if issubclass(kind, (*_STANDARDIZED, Standardized)):
+        return effective(module), module.bias
     return module.weight, module.bias
+
+
+def effective(conv: Any) -> Tensor:
+    """The weight (O, I / groups, ...) that a standardized convolution computes with: timm's formula, with a gain where
+    there is one, and the means where they are kept."""
+    gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, "gain") else None
+    flat = conv.weight.reshape(1, conv.out_channels, -1)
+    flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
+    weight = flat.reshape_as(conv.weight)
+    return weight + conv.mean if keeps_mean(conv) else weight
+
+
+def keeps_mean(module: nn.Module) -> bool:
+    """Whether its filters need not sum to zero."""
+    return isinstance(module, Standardized) and module.mean is not None

@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, pad_same
+from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, pad_same
 from torch import Tensor, nn
 
 from normswap.layers.folded import Folded
-from normswap.layers.own import OwnLayer
+from normswap.layers.reparametrized import Standardized, effective, keeps_mean
 from normswap.layers.seat import Seat
 
 
-class Standardized(OwnLayer):
-    """Scaled weight standardization of a convolution that timm has no class for; `mean` is None or a parameter."""
-
-    ROLES = {"mean": "filter_mean"}
+class Other(Standardized):
+    """Of dimensions that timm has no class for."""
 
     def __init__(self, *args: Any, mean: bool = False, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,29 +33,23 @@ class Standardized(OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """(N, I, ...) -> (N, O, ...)"""
         conv: Any = self
-        return conv._conv_forward(x, self.effective_weight(), conv.bias)  # type: ignore[no-any-return]
-
-    def effective_weight(self) -> Tensor:
-        """The weight it computes with (`reparametrized` asks for it)."""
-        return effective(self)
+        return conv._conv_forward(x, effective(self), conv.bias)  # type: ignore[no-any-return]
 
 
-class ScaledStdConv1d(Standardized, nn.Conv1d):
+class ScaledStdConv1d(Other, nn.Conv1d):
     pass
 
 
-class ScaledStdConv3d(Standardized, nn.Conv3d):
+class ScaledStdConv3d(Other, nn.Conv3d):
     pass
 
 
-OTHERS: dict[type, type[Standardized]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}
+OTHERS: dict[type, type[Other]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}
 STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame, Standardized)
 
 
-class MeanStdConv2d(OwnLayer, ScaledStdConv2d):
+class MeanStdConv2d(Standardized, ScaledStdConv2d):
     """timm's module with one more parameter per filter, `mean` (O, 1, 1, 1), added to the standardized one."""
-
-    ROLES = {"mean": "filter_mean"}
 
     def __init__(self, *args: Any, same_pad: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,29 +60,20 @@ class MeanStdConv2d(OwnLayer, ScaledStdConv2d):
         """(N, I, H, W) -> (N, O, H', W')"""
         if self.same_pad:
             x = pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))
-        return F.conv2d(x, self.effective_weight(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(x, effective(self), self.bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def effective_weight(self) -> Tensor:
-        """The weight it computes with (`reparametrized` asks for it)."""
-        return effective(self)
-
-
-def keeps_mean(module: nn.Module) -> bool:
-    """Whether its filters need not sum to zero."""
-    return isinstance(module, STANDARDIZED) and getattr(module, "mean", None) is not None
-
-
-def effective(conv: Any) -> Tensor:
-    """The weight (O, I / groups, ...) that a standardized convolution uses."""
-    flat, gain = conv.weight.reshape(1, conv.out_channels, -1), (conv.gain * conv.scale).view(-1)
-    weight = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
-    weight = weight.reshape_as(conv.weight)
-    return weight + conv.mean if keeps_mean(conv) else weight
+    def drop_mean(self) -> None:
+        """It is timm's own module then."""
+        same = self.same_pad
+        del self.mean
+        if not same:
+            del self.same_pad
+        self.__class__ = ScaledStdConv2dSame if same else ScaledStdConv2d  # type: ignore[assignment]
 
 
 @torch.no_grad()
 def set_effective(conv: Any, weight: Tensor) -> None:
-    """Let `effective` be `weight`, or, without `mean`, what is left of it without its filters' means."""
+    """Let it compute with `weight`, or, without `mean`, with what is left of it without its filters' means."""
     weight = weight.double()
     every = tuple(range(1, weight.ndim))
     mean = weight.mean(every, keepdim=True)
@@ -107,7 +90,7 @@ class StandardizedConv(Seat):
     @classmethod
     def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, mean: bool, **takes: Any) -> nn.Module:
         conv: Any = Folded.replacing(old, *reads, like=like, **takes)
-        same = type(conv).__name__ == "Conv2dSame"
+        same = isinstance(conv, Conv2dSame)
         args = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride)
         rest = {"dilation": conv.dilation, "groups": conv.groups, "bias": conv.bias is not None,
                 "device": conv.weight.device, "dtype": conv.weight.dtype}  # fmt: skip

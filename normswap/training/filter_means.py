@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame
 from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError
-from normswap.layers.standardized import MeanStdConv2d, keeps_mean
+from normswap.layers.reparametrized import keeps_mean
 from normswap.plan import Plan
 from normswap.training.recipe import Anneal
 
@@ -65,13 +64,7 @@ def drop(model: nn.Module) -> nn.Module:
     if record is None or not layers or any(layer.mean.any() for layer in layers):
         return model
     for layer in layers:
-        if not isinstance(layer, MeanStdConv2d):
-            layer.mean = None
-            continue
-        layer.__class__ = ScaledStdConv2dSame if layer.same_pad else ScaledStdConv2d  # type: ignore[assignment]
-        del layer.mean
-        if not layer.same_pad:
-            del layer.same_pad
+        layer.drop_mean()
     body = json.loads(record.plan.to_json())
     for step in body["steps"]:
         standardizes = False

@@ -17,7 +17,7 @@ from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear
 from normswap.layers import reparametrized
-from normswap.layers.standardized import STANDARDIZED, keeps_mean
+from normswap.layers.standardized import STANDARDIZED
 from normswap.plan import Step
 
 
@@ -42,7 +42,7 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
     seen: set[int] = set()
     for node in traced.nodes:
         module: Any = traced.module(node)
-        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or id(module) in seen:
+        if not isinstance(module, reparametrized.CONVOLUTIONS) or id(module) in seen:
             continue
         seen.add(id(module))
         path, alone = str(node.target), module.groups > 1 and module.weight.shape[1] == 1
@@ -101,4 +101,4 @@ def fit_zero_sum(
 
 
 def _must(path: str, module: nn.Module) -> bool:
-    return isinstance(module, STANDARDIZED) and not keeps_mean(module)
+    return isinstance(module, STANDARDIZED) and not reparametrized.keeps_mean(module)
