@@ -1,13 +1,13 @@
 """int8 of ours against the tools' own int8 of a plain export: top-1 on the 10,000 CIFAR-10 test images.
 
-    python tests/benchmarks/depthwise.py                # once: trains the depthwise network into runs/depthwise
     python tests/benchmarks/int8.py [NAME ...]          # measures what is missing, then writes int8.md
     python tests/benchmarks/int8.py --fresh             # measures all anew; --known: nothing, writes the table only
 
 The same 512 training images calibrate all; nothing is chosen on the test images. `defaults`: what a user gets from
 `onnxruntime.quantization.quantize_static` on timm's ONNX export (preprocessed as its manual says), and from
 `nncf.quantize` on the OpenVINO model of that file; `safe`: the same with 7 bits in the weights and unsigned
-activations, which a CPU without VNNI needs. What was measured is kept in runs/int8.jsonl. Needs ../shared.
+activations, which a CPU without VNNI needs. `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
+What was measured is kept in runs/int8.jsonl. Needs ../shared.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import io
 import logging
+import sys
 import tempfile
 import time
 import warnings
@@ -43,25 +44,41 @@ from normswap.storage.checkpoint import open_model
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
+sys.path.insert(0, str(HERE.parents[1]))
+
+import zoo_networks  # noqa: E402
+
 SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "int8.jsonl"
-NETWORKS = {
-    "mobilenetv2_035": ROOT / "runs" / "depthwise",
+ZOO = ("depthwise", "efficient")
+FOLDERS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": Path(normswap.__file__).parent / "reporting/demo_data",
 }
+NAMES = (*ZOO, *FOLDERS)
 CALIBRATED = 512
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml"}
 HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", "of which the gauge",
         "same answer", "ours took")  # fmt: skip
 
 
+VNNI = {
+    True: "This CPU has VNNI: nothing saturates.",
+    False: "This CPU has no VNNI: `tool, defaults` saturates in ONNX Runtime here, and would not on one that has it.",
+}
+
+
+def vnni() -> bool:
+    """Whether this CPU multiplies bytes without saturating."""
+    return "vnni" in Path("/proc/cpuinfo").read_text()
+
+
 class Case:
     """A network with its images, loaded once."""
 
     def __init__(self, name: str) -> None:
-        self.model: nn.Module = open_model(str(NETWORKS[name])).eval()
+        self.model: nn.Module = zoo_networks.trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
         images = SHARED / "data" / "cifar10"
         self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
         self.test = self._load(images / "test.tar.xz", None)
@@ -176,7 +193,7 @@ def _line(*cells: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*NETWORKS, []])
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []])
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     args = parser.parse_args()
@@ -185,7 +202,7 @@ def main() -> None:
     kept = Kept(KEPT, fresh=args.fresh)
     lines = []
     for runtime in RUNTIMES:
-        for name in args.names or NETWORKS:
+        for name in args.names or NAMES:
             for per_channel in (True, False):
                 line = row(kept, name, runtime, per_channel, args.known)
                 if line is not None:
@@ -199,8 +216,7 @@ def main() -> None:
         "# int8: ours beside the tools' own, top-1 on 10,000 CIFAR-10 test images", "",
         *circumstances.lines("python tests/benchmarks/int8.py", "cpu"),
         f"{versions}. Measured at commit {', '.join(commits)}. The same {CALIBRATED} training images calibrate all. "
-        "What the columns are, `tests/benchmarks/int8.py` says. This CPU has no VNNI: `tool, defaults` saturates in "
-        "ONNX Runtime here, and would not on one that has it.", "",
+        f"What the columns are, `tests/benchmarks/int8.py` says. {VNNI[vnni()]}", "",
         _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
     ]  # fmt: skip
     HERE.with_suffix(".md").write_text("\n".join(text))
