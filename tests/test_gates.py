@@ -126,47 +126,70 @@ def widely(model: nn.Module, row: Row) -> tuple[Step, nn.Module]:
 
 
 @pytest.mark.parametrize("row", EXACT, ids=str)
-def test_rounding_the_float64_result_gives_what_the_step_makes(row: Row) -> None:
-    """Bit for bit, but where a weight is made of others anew: so that one result can be compared in float64 and saved
-    in float32.
-    """
-    model = residual()
+def test_a_result_in_float64_by_parts_is_the_whole_one(row: Row) -> None:
+    """What the step makes was made in float64, and is lent to the network that was made in float32, layer by layer."""
+    model, x = residual(), torch.randn(2, *SIZE)
     step, wide = widely(model, row)
-    own = applying.apply_step(model, step)
-    assert {t.dtype for t in wide.state_dict().values() if t.is_floating_point()} == {torch.float64}
-    rounded = applying.narrowed(wide, model)
-    assert rounded is wide
-    found, x = rounded.state_dict(), torch.randn(2, *SIZE)
-    assert found.keys() == own.state_dict().keys()
-    made_anew = row.scheme in ("weightnorm", "spectralnorm", "nf", "centered-weightnorm")
-    assert distance(run(own, x), run(rounded, x)) <= (1e-5 if made_anew else 0)
-    for name, tensor in own.state_dict().items():
-        assert found[name].dtype == tensor.dtype, name
-        assert made_anew or torch.equal(found[name], tensor), name
+    result, example = applying.apply_step(model, step), running.double(Example((x,)))
+    before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
+    found = running.by_parts(result, example, *applying.doubles(model, result, step))
+    assert found is not None
+    rounded = running.outputs_double(result, example)[""]
+    assert distance(run(wide, x.double()), found[""]) < 1e-14
+    if any(not torch.equal(t, t.float().double()) for t in wide.state_dict().values() if t.is_floating_point()):
+        assert distance(found[""], rounded) > 1e-9
+    now = result.state_dict()
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
 
-def mixed(model: Any) -> None:
-    model.layer1[0].bn1.double()
+class Looking(nn.Module):
+    """Its forward reads a tensor of its convolution by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reach = self.conv.weight.new_ones(()) * self.head.bias.sum()
+        return self.head(self.bn(self.conv(x)).relu().mean((2, 3))) * reach
 
 
-def shared(model: Any) -> None:
-    model.bn1.running_mean, model.layer1[0].bn2.running_mean = torch.randn(64 + 8).split([64, 8])
+class Again(nn.Module):
+    """Its layers run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(2):
+            x = self.bn(self.conv(x)).relu()
+        return x.mean((2, 3))
 
 
-def overflowing(model: Any) -> None:
-    model.layer1[0].bn1.weight.data.fill_(1e30)
-    model.layer1[0].bn1.running_var.fill_(1e-20)
-    model.layer1[0].bn1.eps = 1e-30
-
-
-@pytest.mark.parametrize("harm", [mixed, shared, overflowing])
-def test_where_rounding_gives_something_else_it_says_so(harm: Callable[[Any], None]) -> None:
-    """Several precisions, tensors in one memory, values out of range."""
-    model = residual()
+@pytest.mark.parametrize("kind", [Looking, Again])
+def test_where_parts_say_something_else_the_whole_decides(kind: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = lived_in(kind(), torch.randn(4, *SIZE).double()).float()
     step = widely(model, Row("folded"))[0]
-    assert applying.narrowed(applying.apply_step(model, step, double=True), model) is not None
-    harm(model)
-    assert applying.narrowed(applying.apply_step(model, step, double=True), model) is None
+    result = applying.apply_step(model, step)
+
+    def parts(example: Example) -> Any:
+        return running.by_parts(result, example, *applying.doubles(model, result, step))
+
+    x, made = torch.randn(2, *SIZE), []
+
+    def whole() -> nn.Module:
+        made.append(applying.apply_step(model, step, double=True))
+        return made[0]
+
+    off = {"": torch.full((1, 2 if kind is Looking else 4), 1.0, dtype=torch.float64)}
+    for by in (parts, lambda example: None, lambda example: off):
+        precise = comparison.compare_double(model, whole, x, by)
+        assert precise is not None
+        assert precise.error.relative_l2 < 1e-14
+    assert len(made) >= 2
 
 
 class Scores(nn.Module):

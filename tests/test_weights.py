@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 from small import SMALL, State, same, small
 
 from normswap.errors import SourceError
+from normswap.models import weight_files
 from normswap.models.zoo import hash_tensors, open_source
 
 
@@ -151,3 +154,14 @@ def test_hash_tensors() -> None:
         {("c" if key == "a" else key): value for key, value in base.items()},
     ]
     assert len({digest, *map(hash_tensors, changed)}) == len(changed) + 1
+    for known in (digest, weight_files.hash_in_a_row(base)):
+        assert len(known) == 64
+        assert weight_files.has_hash(base, known)
+        assert not any(weight_files.has_hash(state, known) for state in changed)
+
+
+def test_a_hash_of_before_is_of_all_bytes_in_a_row() -> None:
+    """As the versions made it that wrote directories which are to be read still."""
+    state = {"b": torch.tensor([1.0, -2.0]), "a": torch.tensor(3)}
+    row = b"a|torch.int64|()|" + (3).to_bytes(8, "little") + b"b|torch.float32|(2,)|" + struct.pack("<2f", 1, -2)
+    assert weight_files.hash_in_a_row(state) == hashlib.sha256(row).hexdigest()

@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,37 @@ def some(items: Iterable[str]) -> str:
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the sorted names, dtypes, shapes and raw bytes."""
+    """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take part."""
+    names = sorted(state)
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor() as pool:
+        for name, own in zip(names, pool.map(lambda name: hashlib.sha256(_raw(state[name])), names), strict=True):
+            digest.update(_described(name, state[name]) + own.digest())
+    return digest.hexdigest()
+
+
+def has_hash(state: Mapping[str, Tensor], known: str) -> bool:
+    """Whether these are the tensors that had this hash, perhaps in a file of before."""
+    return any(known == made(state) for made in (hash_tensors, hash_in_a_row))
+
+
+def hash_in_a_row(state: Mapping[str, Tensor]) -> str:
+    """As files of before have it: the raw bytes in the place of each tensor's SHA-256."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # bytes: numpy has no bfloat16
+        digest.update(_described(name, state[name]))
+        digest.update(_raw(state[name]))
     return digest.hexdigest()
+
+
+def _described(name: str, tensor: Tensor) -> bytes:
+    return f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode()
+
+
+def _raw(tensor: Tensor) -> Any:
+    """The bytes: numpy has no bfloat16."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def read(file: Path) -> State:

@@ -6,8 +6,9 @@ the source is never written to, and no tensor that is replaced is ever copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from normswap.graph import copying
 from normswap.layers import affine, placeholders
 from normswap.layers.seat import Seat, seated
 from normswap.plan import Edit, Plan, Step
+
+Newcomers: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -32,8 +35,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
     """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
-    like = next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
-    like = like.double() if double else like
+    like = _like(model).double() if double else _like(model)
     duplicate = to_double if double else copying.duplicate
     memo: dict[int, Any] = {}
     attributes: list[tuple[str, Any]] = []
@@ -57,32 +59,36 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     return result
 
 
-def narrowed(made: nn.Module, model: nn.Module) -> nn.Module | None:
-    """`made`, what one step makes of `model` in float64, rounded in place to the dtype of `model`.
+def _like(model: nn.Module) -> torch.Tensor:
+    return next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
 
-    Bit for bit what the step makes in that dtype, but for layers whose weight is made of other tensors anew: those are
-    nearer to float64 by the last digit, and the vectors of a spectral norm's power iteration may have the other sign.
 
-    Returns:
-        None where that is not what the step makes in that dtype: `model` has several, or tensors that share memory, or
-        a value is out of range.
+def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Newcomers, dict[int, torch.Tensor]]:
+    """What one step put into `result`, in float64 and never rounded to less, to run it without a copy
+    (`running.by_parts`): what makes each of its newcomers anew, and its new parameters by the identity of the old.
     """
-    own = {id(tensor): tensor for tensor in _floats(model)}.values()
-    dtypes = {tensor.dtype for tensor in own}
-    if len(dtypes) != 1 or len({tensor.untyped_storage()._cdata for tensor in own}) < len(own):
-        return None
-    (dtype,) = dtypes
-    for tensor in _floats(made):
-        tensor.data = tensor.data.to(dtype)
-        if not bool(tensor.data.sum().isfinite()):  # faster than a look at each value; at worst it is made anew
-            return None
-    return made
+    like = _like(model).double()
+    kept = {edit.path: edit.depth for edit in step.edits}
+    newcomers: Newcomers = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for edit in step.edits:
+        old = find(model, edit.path, f"step '{step.scheme}'")
+        reads = [find(model, path, f"edit of {edit.path}") for path in edit.reads]
+        if isinstance(old, nn.Module):
+            newcomers[result.get_submodule(_now(edit.path, kept))] = partial(_double, edit, old, reads, like)
+        elif isinstance(value := _newcomer(edit, old, reads, like), torch.Tensor):
+            tensors[id(find(result, _now(edit.path, kept), "the result"))] = value.detach()
+    return newcomers, tensors
 
 
-def _floats(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in copying.tree(model).values():
-        yield from (t for t in (*module._parameters.values(), *module._buffers.values())
-                    if t is not None and t.is_floating_point())  # fmt: skip
+def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor) -> nn.Module:
+    """The newcomer in float64; what it keeps is not in it."""
+    if edit.keep:
+        old = nn.Identity()
+    elif not layer_of(edit).CASTS:
+        old = to_double(old)
+    new: nn.Module = _newcomer(edit, old, reads, like)
+    return new
 
 
 def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:

@@ -20,7 +20,7 @@ from normswap.models.calling import Example, Inputs
 from normswap.models.modes import evaluating
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, keeping
+from normswap.surgery import applying, comparison, fitting, keeping, running
 from normswap.surgery.comparison import Report
 from normswap.surgery.fitting import Batches, Progress
 
@@ -71,12 +71,10 @@ def carry_out(
     batches, described = examples(model, inputs, size, seed, seen)
     exact = schemes.exact(step)
     fitted = fitting.wanted(step, calibrate)
-    if exact:
-        result, precise = _proved(model, step, batches)
-    else:
-        result = applying.apply_step(model, step)
+    result = applying.apply_step(model, step)
+    precise = _precise(model, result, step, batches) if exact else None  # others differ by far more than float32 does
+    if fitted:
         _demand_runs(result, batches[0].first(1), step.scheme)
-        precise = None if fitted else _precise(model, step, batches)  # a fit differs by far more than float32 does
     notes: tuple[str, ...] = ()
     held: list[Example] = []
     if fitted and calibrate is not None:
@@ -84,7 +82,13 @@ def carry_out(
         notes, held = fitting.fit(
             model, result, step, calibrate, form=form, size=batches[0].size, seed=seed, progress=progress
         )
-    report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
+    try:
+        report = comparison.compare(
+            model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described
+        )
+    except VerificationError:
+        _demand_runs(result, batches[0].first(1), step.scheme)
+        raise
     if held:
         report = replace(report, kept=keeping.measured(model, result, held))
     demand(report, step.scheme)
@@ -94,21 +98,11 @@ def carry_out(
     return Conversion(result, origin.plan, report, {}, notes, tuple(applying.renames(model, step)))
 
 
-def _proved(model: nn.Module, step: Step, batches: Sequence[Example]) -> tuple[nn.Module, comparison.Precise | None]:
-    """The result, compared in float64 before it is rounded: nothing is made twice, and nothing larger is ever there."""
-    if not comparison.has_double(model):
-        return applying.apply_step(model, step), None
-    wide = applying.apply_step(model, step, double=True)
-    precise = comparison.compare_double(model, lambda: wide, batches)
-    result = applying.narrowed(wide, model)
-    if result is None:
-        del wide
-        result = applying.apply_step(model, step)
-    return result, precise
+def _precise(model: nn.Module, result: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:
+    def parts(example: Example) -> running.Outputs | None:
+        return running.by_parts(result, example, *applying.doubles(model, result, step))
 
-
-def _precise(model: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:
-    return comparison.compare_double(model, lambda: applying.apply_step(model, step, double=True), batches)
+    return comparison.compare_double(model, lambda: applying.in_double(model, [step]), batches, parts)
 
 
 def examples(

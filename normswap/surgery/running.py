@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from normswap.graph.widening import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import evaluating, with_heads
-from normswap.surgery.applying import to_double
+from normswap.surgery.applying import Newcomers, to_double
 
 Outputs = dict[str, Tensor]
 
@@ -79,34 +79,64 @@ def run_double(model: nn.Module, x: calling.Inputs) -> Tensor:
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
-    """The outputs in float64. Each module gets float64 tensors for the time its forward runs only, so that
-    the whole network never exists twice; where a forward reads another module's tensors, it does.
+    """The outputs in float64, by parts, or, where a forward reads another module's tensors, of a copy."""
+    outputs = by_parts(model, example)
+    if outputs is None:
+        double = to_double(model)
+        outputs = widely(lambda: run(double, example)[0])
+    return outputs
+
+
+def by_parts(
+    model: nn.Module, example: Example, newcomers: Newcomers | None = None, tensors: Mapping[int, Tensor] | None = None
+) -> Outputs | None:
+    """The outputs in float64. Each module gets float64 tensors for the time its forward runs only, so that the whole
+    network never exists twice.
+
+    Args:
+        newcomers, tensors: what is not to be widened but made in float64 (`applying.doubles`).
+
+    Returns:
+        None where dtypes were mixed, or a module calls itself.
     """
     lent: dict[nn.Module, dict[str, Tensor]] = {}
+    ready: dict[int, Tensor] = {}
+
+    def make(module: nn.Module, _args: Any) -> None:
+        assert newcomers is not None
+        made = dict(_tensors(newcomers[module]()))
+        ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
 
     def lend(module: nn.Module, _args: Any) -> None:
-        tensors = {**module._parameters, **module._buffers}
-        lent[module] = {name: t.data for name, t in tensors.items() if t is not None and t.is_floating_point()}
-        for name, tensor in lent[module].items():
-            _hold(module, name, tensor.double())
+        own = {**module._parameters, **module._buffers}
+        floats = {name: t for name, t in own.items() if t is not None and t.is_floating_point()}
+        lent[module] = {name: t.data for name, t in floats.items()}
+        for name, tensor in floats.items():
+            made = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
+            _hold(module, name, tensor.data.double() if made is None else made)
 
     def back(module: nn.Module, *_: Any) -> None:
         for name, tensor in lent.pop(module).items():
             _hold(module, name, tensor)
 
     owners = [module for module in dict.fromkeys(tree(model).values()) if module._parameters or module._buffers]
-    handles = [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
+    handles = [module.register_forward_pre_hook(make) for module in newcomers or {}]
+    handles += [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
     try:
         return widely(lambda: run(model, example)[0])
-    except (RuntimeError, KeyError):  # dtypes were mixed, or a module calls itself
-        pass
+    except (RuntimeError, KeyError):
+        return None
     finally:
         for handle in handles:
             handle.remove()
         for module in list(lent):
             back(module)
-    double = to_double(model)
-    return widely(lambda: run(double, example)[0])
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by their dotted names, those of several names by each."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def widely(work: Callable[[], Outputs]) -> Outputs:

@@ -21,7 +21,7 @@ from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, OutputError, SourceError, first_line
-from normswap.models import zoo
+from normswap.models.weight_files import hash_in_a_row
 from normswap.storage import atomic_write, checkpoint
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
@@ -157,7 +157,7 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     keys = flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)
-    return {"network": zoo.hash_tensors(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
+    return {"network": hash_in_a_row(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
 
 
 def flat(recipe: Recipe) -> dict[str, object]:

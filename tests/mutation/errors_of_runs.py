@@ -166,11 +166,11 @@ ERRORS = (
         OPENING,
     ),
     Planted(
-        "the result is built before the float64 comparison",
-        "normswap/surgery/carrying_out.py",
-        "    wide = applying.apply_step(model, step, double=True)\n",
-        "    early = applying.apply_step(model, step)\n    early.train(early.training)\n"
-        "    wide = applying.apply_step(model, step, double=True)\n",
+        "the result is made in float64 as a whole",
+        "normswap/surgery/running.py",
+        "    lent: dict[nn.Module, dict[str, Tensor]] = {}\n",
+        "    lent: dict[nn.Module, dict[str, Tensor]] = {}\n"
+        "    whole = to_double(model)\n    whole.train(whole.training)\n",
         OPENING,
     ),
     Planted(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -117,37 +118,41 @@ def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float)
     for x, energy in zip(means.chunk(groups, 1), squares.chunk(groups, 1), strict=True):
         size = x.shape[1]
         x = x / len(x) ** 0.5
-        quadratic = x.T @ x  # (C, C), the largest thing here: made once, changed in place
+        quadratic = x.float().T @ x.float()  # (C, C), the largest thing here: made once, and half as large
         flip = quietest(quadratic, x.new_zeros(size))
         fluctuation = (energy.mean(1) - energy.mean()) / len(x) ** 0.5
-        size_of = (energy.mean() * steady / (1 - steady)).sqrt()
-        quadratic *= flip
-        quadratic *= flip[:, None]
-        quadratic += BALANCE * quadratic.diagonal().mean()
-        quadratic *= size_of / size
-        lean = quietest(quadratic, fluctuation @ (x * flip) / 2)
+        size_of = (energy.mean() * steady / (1 - steady)).sqrt().clamp_min(1e-30)
+        balance = BALANCE * float(quadratic.diagonal().mean())
+        lean = quietest(quadratic, fluctuation @ (x * flip) * size / (2 * size_of), flip, balance)
         flips.append(flip)
         leans.append(lean)
-    return Signs(*("".join("+" if sign > 0 else "-" for sign in torch.cat(signs)) for signs in (flips, leans)))
+    return Signs(*("".join("+" if sign > 0 else "-" for sign in torch.cat(signs).tolist()) for signs in (flips, leans)))
 
 
-def quietest(quadratic: Tensor, linear: Tensor) -> Tensor:
-    """Signs t (C,) that make t' A t + 2 b' t small: the best of a few descents that flip one sign at a time."""
+def quietest(quadratic: Tensor, linear: Tensor, flip: Tensor | None = None, balance: float = 0.0) -> Tensor:
+    """Signs t (C,) that make t' B t + 2 b' t small: the best of a few descents that flip one sign at a time.
+
+    Args:
+        quadratic: A (C, C), symmetric; B is A, its rows and columns times `flip`, and `balance` more everywhere.
+        linear: b (C,).
+    """
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(0, 2, (STARTS, len(linear)), generator=generator) * 2.0 - 1
+    starts = (torch.randint(0, 2, (STARTS, len(linear)), generator=generator) * 2.0 - 1).double().numpy()
     squared, along = quadratic.numpy(), linear.numpy()  # many small steps: PyTorch takes several times as long
-    diagonal, least = squared.diagonal(), -1e-12 * squared.trace()
+    turn = np.ones_like(along) if flip is None else flip.numpy()
+    diagonal = squared.diagonal() + balance
+    least = -1e-12 * diagonal.sum()
+    slopes = turn * ((turn * starts).astype(squared.dtype) @ squared) + balance * starts.sum(1, keepdims=True) + along
     best, lowest = along, float("inf")
-    for signs in starts.double().numpy():
-        slope = squared @ signs + along
+    for signs, slope in zip(starts, slopes, strict=True):
         while True:
             gains = diagonal - signs * slope  # a quarter of what flipping each would change
             at = gains.argmin()
             if not gains[at] < least:
                 break
             signs[at] = -signs[at]
-            slope += 2 * signs[at] * squared[at]
-        value = signs @ squared @ signs + 2 * along @ signs
+            slope += 2 * signs[at] * (turn * (turn[at] * squared[at]) + balance)
+        value = signs @ slope + along @ signs
         if value < lowest:
             best, lowest = signs, value
     return torch.from_numpy(best)
