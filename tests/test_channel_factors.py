@@ -100,7 +100,7 @@ CASES: list[tuple[str, Make, int]] = [
 def test_free_channels_and_no_other_can_be_scaled(name: str, make: Make, free: int) -> None:
     """Each group alone by 3: the function stays. That what is held must be is in the counts."""
     model, x = built(make), 3 * images()
-    equalizer = Equalizer(model, [x])
+    equalizer = Equalizer(model, [x], per_channel=False)
     assert equalizer.channels is not None
     assert equalizer.channels.count == 1 + free
     for group in range(1, equalizer.channels.count):
@@ -117,12 +117,12 @@ FREE = {"resnet18": 0.99, "resnetv2_18": 0.8, "mobilenetv2_035": 0.8, "seresnet1
         "regnety_002": 0.7, "ghostnet_100": 0.2, "mobilenetv3_small_100": 0.1, "vgg11_bn": 0.9}  # fmt: skip
 
 
-def equalizer_of(name: str) -> tuple[nn.Module, Equalizer, Tensor]:
+def equalizer_of(name: str, *, per_channel: bool = False) -> tuple[nn.Module, Equalizer, Tensor]:
     """A lived-in network in float64, its folded form's equalizer, and images."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64).double()
     model = lived_in(timm.create_model(name, num_classes=10), x)
-    return model, Equalizer(export_folding.undressed(model, (3, 64, 64)), [x]), x
+    return model, Equalizer(export_folding.undressed(model, (3, 64, 64)), [x], per_channel=per_channel), x
 
 
 FAST = "mobilenetv2_035"
@@ -144,19 +144,19 @@ def test_timm_networks_keep_their_function(name: str) -> None:
 @pytest.mark.parametrize("name", ["mobilenetv2_035", "resnet18", "resnetv2_18", "seresnet18"])
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_every_gauge_keeps_the_function(name: str, per_channel: bool) -> None:
-    model, equalizer, x = equalizer_of(name)
+    model, equalizer, x = equalizer_of(name, per_channel=per_channel)
     for gauge in gauges(per_channel=per_channel):
-        assert distance(run(model, x), run(equalizer.equalized(gauge, per_channel=per_channel), x)) < 1e-11
+        assert distance(run(model, x), run(equalizer.equalized(gauge), x)) < 1e-11
 
 
 def test_a_wrong_gauge_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one reader does not divide by what its input was multiplied by."""
     model, x = built(CASES[2][1]), images()
-    equalizer = Equalizer(model.float(), [x.float()])
+    equalizer = Equalizer(model.float(), [x.float()], per_channel=False)
     assert isinstance(equalizer.channels, Channels)
     equalizer.channels.layers[-1].reads.fill_(HELD)
     with pytest.raises(VerificationError, match="computes something else"):
-        equalizer.equalized(gauges(per_channel=False)[1], per_channel=False)
+        equalizer.equalized(gauges(per_channel=False)[1])
 
 
 def uneven(model: nn.Module) -> nn.Module:
@@ -172,8 +172,8 @@ def uneven(model: nn.Module) -> nn.Module:
 
 def test_a_pair_of_layers_is_levelled_as_in_the_paper() -> None:
     """Equation 11: afterwards r1 = r2 in every channel, up to one factor for all."""
-    equalizer = Equalizer(uneven(built(CASES[0][1])), [images()])
-    twin: Any = equalizer.equalized(gauges(per_channel=False)[1], per_channel=False)
+    equalizer = Equalizer(uneven(built(CASES[0][1])), [images()], per_channel=False)
+    twin: Any = equalizer.equalized(gauges(per_channel=False)[1])
     rows, columns = twin.a.weight.detach().abs().amax((1, 2, 3)), twin.b.weight.detach().abs().amax((0, 2, 3))
     ratio = rows / columns
     assert float((ratio / ratio[0] - 1).abs().max()) < 1e-6
@@ -184,10 +184,10 @@ def test_a_pair_of_layers_is_levelled_as_in_the_paper() -> None:
 def test_what_is_levelled_loses_less(per_channel: bool) -> None:
     """Both layers rounded as int8 does, against the exact network: equalized, at most a tenth of the error."""
     model, x = uneven(built(CASES[0][1])), images(32)
-    equalizer = Equalizer(model, [x])
+    equalizer = Equalizer(model, [x], per_channel=per_channel)
     errors = []
     for gauge in (AS_FOLDED, gauges(per_channel=per_channel)[-1]):
-        twin: Any = equalizer.equalized(gauge, per_channel=per_channel)
+        twin: Any = equalizer.equalized(gauge)
         costs = sensitivity.costs(twin, x, levels=64, per_channel=per_channel)
         errors.append(max(costs.values()))
     assert errors[1] < errors[0] / 10
@@ -199,12 +199,23 @@ def test_bounds_that_no_image_reaches_are_let_go() -> None:
         model.a.weight.mul_(30)  # type: ignore[union-attr,operator]
         model.b.weight.mul_(0.01)  # type: ignore[union-attr,operator]
     x = images()
-    found: Any = Equalizer(model, [x]).equalized(AS_FOLDED, per_channel=False)
+    found: Any = Equalizer(model, [x], per_channel=False).equalized(AS_FOLDED)
     assert isinstance(found.f, nn.Hardtanh)
     assert isinstance(found.g, nn.ReLU)
-    moved: Any = Equalizer(model, [x]).equalized(gauges(per_channel=False)[1], per_channel=False)
+    moved: Any = Equalizer(model, [x], per_channel=False).equalized(gauges(per_channel=False)[1])
     assert isinstance(moved.f, BoundedReLU)
     assert distance(run(model, x), run(moved, x)) < 1e-13
+
+
+def test_with_a_step_per_row_bounds_stay_one_number() -> None:
+    """Runtimes fuse a convolution with one bound for all its channels, and with no other."""
+    model = built(net(lambda m, x: m.c(m.f(m.b(m.g(m.a(x))))), a=conv, g=nn.ReLU, b=conv, f=nn.ReLU6, c=conv))
+    x = images()
+    for gauge in gauges(per_channel=True):
+        twin: Any = Equalizer(model, [x], per_channel=True).equalized(gauge)
+        assert isinstance(twin.f, nn.ReLU6)
+        assert distance(run(model, x), run(twin, x)) < 1e-13
+        assert torch.equal(twin.a.weight, model.a.weight) is (gauge is AS_FOLDED)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("per_channel", [True, False])

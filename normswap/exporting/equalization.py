@@ -67,11 +67,13 @@ class Equalizer:
     Args:
         network: a folded network in float32; it is not changed.
         images: (N, C, H, W) that say how large its activations are.
+        per_channel: each row of the weights will have a step of its own.
     """
 
-    def __init__(self, network: nn.Module, images: Iterable[Tensor]) -> None:
-        self.batches = list(images)
-        self.network = _scalable(network, self.batches[0][:1])
+    def __init__(self, network: nn.Module, images: Iterable[Tensor], *, per_channel: bool) -> None:
+        self.batches, self.per_channel = list(images), per_channel
+        # no runtime fuses bounds that differ, which make a file half as fast; steps by row can do without
+        self.network = as_convolutions(network) if per_channel else _scalable(network, self.batches[0][:1])
         try:
             example = calling.batches(self.batches[0][:1])
             self.channels: Channels | None = Channels(Draft(inspection.inspect(self.network, example)))
@@ -79,15 +81,11 @@ class Equalizer:
             self.channels = None
         self.peaks = _peaks(self.network, self.channels.layers if self.channels else [], self.batches)
 
-    def equalized(self, gauge: Gauge, *, per_channel: bool) -> nn.Module:
-        """A copy in that gauge; the function is what it was, but for bounds (of ReLU6) that no image reaches.
-
-        Args:
-            per_channel: each row of the weights will have a step of its own.
-        """
+    def equalized(self, gauge: Gauge) -> nn.Module:
+        """A copy in that gauge; the function is what it was, but for bounds (of ReLU6) that no image reaches."""
         twin = copy.deepcopy(self.network)
         if self.channels is not None:
-            channel_factors.scale(twin, self.channels, self._factors(gauge, per_channel))
+            channel_factors.scale(twin, self.channels, self._factors(gauge))
             self._prove(twin)
         _settle(twin, self.batches)
         return twin
@@ -98,7 +96,7 @@ class Equalizer:
         """
         checks.check(self.network, torch.no_grad()(lambda x: answer(twin(x))), [(self.batches[0][:_PROOF], None)])
 
-    def _factors(self, gauge: Gauge, per_channel: bool) -> Tensor:
+    def _factors(self, gauge: Gauge) -> Tensor:
         assert self.channels is not None
         logs = torch.zeros(self.channels.count, dtype=torch.float64)
         sizes = {one.path: _magnitudes(self.network.get_submodule(one.path)) for one in self.channels.layers}
@@ -122,9 +120,9 @@ class Equalizer:
                     ask(one.writes, table.amax(1), -1)
                 if gauge.ranges:
                     ask(one.reads, self.peaks[one.path] * logs[one.reads].exp(), -1)
-                if per_channel:
+                if self.per_channel:
                     table = table / table.amax(1, keepdim=True).clamp_min(1e-300)
-                if gauge.columns and not (per_channel and table.shape[1] == 1):
+                if gauge.columns and not (self.per_channel and table.shape[1] == 1):
                     ask(one.reads, channel_factors.columns(table, groups).amax(1), 1)
             logs += wish / votes.clamp_min(1)
             logs[channel_factors.HELD] = 0

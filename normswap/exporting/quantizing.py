@@ -95,7 +95,7 @@ def write(
     say("finding the gauge")
     batches = shipped.prepared(wish.images).split(_BATCH)
     fed = wish.images.split(_even(len(wish.images)) if dynamic else 1)
-    equalizer = Equalizer(shipped.network, batches)
+    equalizer = Equalizer(shipped.network, batches, per_channel=wish.per_channel)
     kept: dict[str, float] = {}
     if wish.sensitive:
         say("rounding each layer alone")
@@ -114,7 +114,7 @@ def write(
             say(f"trying gauge: {trial.gauge.name}, ranges: {trial.ranges}")
             key = trial.gauge, trial.corrected
             if key not in made:
-                twin = equalizer.equalized(trial.gauge, per_channel=wish.per_channel)
+                twin = equalizer.equalized(trial.gauge)
                 if trial.corrected:
                     bias_correction.correct(twin, batches, levels=tool.LEVELS, per_channel=wish.per_channel, keep=kept)
                 made.clear()  # one at a time in memory

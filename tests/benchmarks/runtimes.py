@@ -39,7 +39,7 @@ from normswap.benchmarking.runtimes import Settings
 from normswap.benchmarking.statistics import speedup
 from normswap.benchmarking.subjects import Group, Making, of_model
 from normswap.benchmarking.timing import Row, Say
-from normswap.exporting import checks
+from normswap.exporting import checks, exporter, sidecar
 from normswap.graph import inspection
 from normswap.layers import affine
 from normswap.storage import checkpoint
@@ -95,7 +95,8 @@ def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
     found: list[Row] = []
     folded = {}
     for name in args.models:
-        group = of_model(name, alive(name, args.size), Making(folder / name, settings, args.batch), args.size)
+        making = Making(folder / name, settings, args.batch, exporter.export, sidecar.read)
+        group = of_model(name, alive(name, args.size), making, args.size)
         folded[name] = group.subjects[-1]
         folded[name].plain = True  # torch.fx runs ours, too: its graph drops values sooner than modules do
         for batch in args.batch:
