@@ -1,16 +1,16 @@
 """Two networks marching over the same images, side by side, from one layer to the next.
 
-Where a block begins the one value that later nodes still read is kept, per batch, in files of a temporary folder, and
-each stop goes on from there: little is computed or written twice, and memory does not grow with the images.
+Where they stop, the values that later nodes still read are kept, per batch, in files of a temporary folder, and the
+next stop goes on from there: little is computed or written twice, and memory does not grow with the images.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,10 +21,50 @@ from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
 from normswap.models.calling import Example
 
-Values = dict[str, Any]
+Values: TypeAlias = MutableMapping[str, Any]
 MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves
 SIZE = ""  # the name, among values, of the record that the images follow
-FAR = 48  # nodes that are computed anew at each stop, at most
+
+
+class Shelf(Values):
+    """Values by name; those that lie in files are read when they are asked for.
+
+    Args:
+        files: where each lies, in a dict; those that share memory lie together.
+        held: those in memory.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files, self.held = dict(files), dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.held:
+            found = torch.load(self.files[name], weights_only=False)
+            self.held |= {one: found[one] for one in found if self.files.get(one) == self.files[name]}
+        return self.held[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.held[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self.files.pop(name, None)
+        self.held.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.files, **self.held})
+
+    def __len__(self) -> int:
+        return len({**self.files, **self.held})
+
+    def unwritten(self) -> Iterator[dict[str, Any]]:
+        """Those that are to be written, in one file each time."""
+        shared: dict[object, dict[str, Any]] = {}
+        for name, value in self.held.items():
+            memory = value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else name
+            shared.setdefault(memory, {})[name] = value
+        for together in shared.values():
+            if len({self.files.get(name) for name in together}) > 1 or not together.keys() <= self.files.keys():
+                yield together
 
 
 class Walker:
@@ -68,12 +108,10 @@ class Walker:
                 break
             if node.name not in values:
                 values[node.name] = self._compute(record, node, values)
-        alive = (n.name for n in self.nodes[:end] if n.name in values and self.last.get(n, -1) >= end)
-        return {SIZE: values[SIZE], **{name: values[name] for name in alive}}
-
-    def alive(self, end: int) -> int:
-        """How many values are still read at the node `end` or after it."""
-        return sum(self.last.get(node, -1) >= end for node in self.nodes[:end])
+        alive = {node.name for node in self.nodes[:end] if self.last.get(node, -1) >= end}
+        for name in values.keys() - alive - {SIZE}:
+            del values[name]
+        return values
 
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> Any:
         if node.op == "get_attr":
@@ -120,7 +158,8 @@ class March:
         self, walkers: list[Walker], batches: Iterable[Example], *, mirror: bool = False, needed: int = 2
     ) -> None:
         self.walkers, self.folder = walkers, tempfile.TemporaryDirectory(prefix="normswap-")
-        self.files: list[str] = []
+        self.batches: list[list[dict[str, Path]]] = []  # where the values of each walker lie, batch by batch
+        self.written = 0
         self.images = 0
         self.reached = [0] * len(walkers)
         try:
@@ -132,23 +171,29 @@ class March:
             raise
 
     def _store(self, batches: Iterable[Example], mirror: bool) -> None:
-        forms: dict[str, Example] = {}
+        forms: list[Example] = []
         for i, example in enumerate(batches):
             if not i:
                 self._probe(example.first(1))
             mirror = mirror and example.mirrors
             self.images += example.count
-            self.files.append(f"{i}")
-            forms[self.files[-1]] = example.hollow
-            self._save(self.files[-1], [walker.start(example) for walker in self.walkers])
+            forms.append(example.hollow)
+            self._begin(example)
         if mirror and self.images <= MIRRORED:
-            self.files = [name for file in self.files for name in (file, self._mirrored(file, forms[file]))]
+            straight, self.batches = self.batches, []
+            for files, form in zip(straight, forms, strict=True):
+                self.batches.append(files)
+                self._mirror(files, form)
 
-    def _mirrored(self, file: str, form: Example) -> str:
-        images = (value.flip(-1) for value in self._load(file)[0].values() if isinstance(value, Tensor))
-        example = form.map(lambda _: next(images))
-        self._save(f"{file}-mirrored", [walker.start(example) for walker in self.walkers])
-        return f"{file}-mirrored"
+    def _mirror(self, files: list[dict[str, Path]], form: Example) -> None:
+        images = (value.flip(-1) for value in Shelf(files[0]).values() if isinstance(value, Tensor))
+        self._begin(form.map(lambda _: next(images)))
+
+    def _begin(self, example: Example) -> None:
+        shelves = [Shelf({}) for _ in self.walkers]
+        for walker, shelf in zip(self.walkers, shelves, strict=True):
+            shelf.update(walker.start(example))
+        self.batches.append([self._kept({}, shelf) for shelf in shelves])
 
     @torch.no_grad()
     def _probe(self, example: Example) -> None:
@@ -161,41 +206,58 @@ class March:
     def close(self) -> None:
         self.folder.cleanup()
 
-    def _file(self, name: str) -> Path:
-        return Path(self.folder.name) / f"{name}.pt"
-
-    def _save(self, name: str, values: Any) -> None:
-        torch.save(values, self._file(name))
-
-    def _load(self, name: str) -> Any:
-        return torch.load(self._file(name), weights_only=False)
+    def _kept(self, before: Mapping[str, Path], shelf: Shelf) -> dict[str, Path]:
+        """Where the values lie now: what does not lie there yet is written, and what nobody reads any more removed."""
+        now = dict(shelf.files)
+        for together in shelf.unwritten():
+            self.written += 1
+            file = Path(self.folder.name) / f"{self.written}.pt"
+            torch.save(together, file)
+            now.update(dict.fromkeys(together, file))
+        for file in {*before.values()} - {*now.values()}:
+            file.unlink()
+        return now
 
     @torch.no_grad()
     def stop(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Go on to the given node of each network, which is not run yet; gives each batch's values there."""
+        """Go on to the given node of each network, which is not run yet; gives each batch's values there. Who computes
+        the value of such a node may leave it among them.
+        """
         ends = [walker.index[node] for walker, node in zip(self.walkers, nodes, strict=True)]
-        way = max(end - begin for begin, end in zip(self.reached, ends, strict=True))
-        keep = way > FAR or all(w.alive(end) == 1 for w, end in zip(self.walkers, ends, strict=True))
-        for file in self.files:
-            values = self._load(file)
+        keep = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
+        for i, files in enumerate(self.batches):
+            shelves = [Shelf(own) for own in files]
             try:
-                values = [w.run(v, b, e) for w, v, b, e in zip(self.walkers, values, self.reached, ends, strict=True)]
+                for walker, shelf, begin, end in zip(self.walkers, shelves, self.reached, ends, strict=True):
+                    walker.run(shelf, begin, end)
             except Exception as error:  # a way that only other images take
                 raise misfit(error, "these images take another way through the network than the first") from None
-            if any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all()
-                   for held in values for t in held.values()):  # fmt: skip
-                raise VerificationError("the network gives values that are not finite on the calibration images")
-            if keep and way:
-                self._save(file, values)
-            yield values
+            for own, shelf in zip(files, shelves, strict=True):
+                self._demand_finite(shelf.held[name] for name in shelf.held.keys() - own.keys())
+            yield [*shelves]
+            if keep:
+                self.batches[i] = [self._kept(own, shelf) for own, shelf in zip(files, shelves, strict=True)]
         if keep:
             self.reached = ends
 
+    def _demand_finite(self, values: Iterable[Any]) -> None:
+        """Raises:
+        VerificationError: a tensor among the values has something else in it than numbers.
+        """
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                least, most = value.aminmax()
+                if not (least.isfinite() and most.isfinite()):
+                    raise VerificationError("the network gives values that are not finite on the calibration images")
+
     def spool(self, index: int, rows: tuple[Tensor, ...]) -> None:
         """Put what was drawn from a stop's batch beside the batches, in the place of the last stop's."""
-        self._save(f"spooled-{index}", rows)
+        torch.save(rows, self._spooled(index))
 
     def unspool(self) -> Iterator[tuple[Tensor, ...]]:
         """What was put there, batch by batch."""
-        for index in range(len(self.files)):
-            yield self._load(f"spooled-{index}")
+        for index in range(len(self.batches)):
+            yield torch.load(self._spooled(index), weights_only=False)
+
+    def _spooled(self, index: int) -> Path:
+        return Path(self.folder.name) / f"spooled-{index}.pt"

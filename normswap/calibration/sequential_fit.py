@@ -183,7 +183,7 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
     relaxing = rounds if end.relu and end.alive() else 0
     folds, generator = Folds(), torch.Generator().manual_seed(seed)
     for i, held in enumerate(stop()):
-        own = source(held[0][inputs(stop.theirs)[0].name])
+        own = held[0][stop.theirs.name] = source(held[0][inputs(stop.theirs)[0].name])
         target, offset = end.target(held, own) if end.alive() else (own, own)
         draw, seen = generator.get_state(), held[1][inputs(stop.ours)[0].name]
         x, y = patches(module, seen, target, PLACES, generator)
