@@ -16,9 +16,11 @@ _BLOCKED = {
     "onnx": [*_OURS, "torch", "onnx", "onnxscript"],
     "openvino": [*_OURS, "torch", "onnx", "onnxscript", "onnxruntime", "nncf"],
     "pt2": [*_OURS, "onnx", "onnxruntime"],
+    "pt2 in int8": [*_OURS, "onnx", "onnxruntime", "torchao"],
     "torchscript": [*_OURS, "onnx", "onnxruntime"],
     "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
 }
+_PT2 = "m = torch.export.load(file).module()\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()"
 _RUN = {
     "onnx": "import onnxruntime as ort\n"
     "session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])\n"
@@ -26,8 +28,8 @@ _RUN = {
     "openvino": "import openvino as ov\n"
     "m = ov.Core().compile_model(file, 'CPU', {{'INFERENCE_PRECISION_HINT': 'f32'}})\n"
     "run = lambda x: m(x)['{output}'].copy()",
-    "pt2": "import torch\nm = torch.export.load(file).module()\n"
-    "run = lambda x: m(torch.from_numpy(x)).detach().numpy()",
+    "pt2": f"import torch\n{_PT2}",
+    "pt2 in int8": f"import torch\nimport torch.ao.quantization.fx._decomposed\n{_PT2}",
     "torchscript": "import torch\nm = torch.jit.load(file)\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()",
     "safetensors": "import torch, normswap\nm = normswap.load(file)\nd = next(m.parameters()).dtype\n"
     "run = lambda x: m(torch.from_numpy(x).to(d)).detach().float().numpy()",

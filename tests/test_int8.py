@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import torch
+from alone import run_alone
 from lived import distance
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
 import normswap
 from normswap.cli.app import main
-from normswap.errors import NormswapError, OptionError, VerificationError
-from normswap.exporting import formats, quantizing
+from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
+from normswap.exporting import formats, pt2, quantizing
 from normswap.exporting.equalization import AS_FOLDED
 from normswap.images import datasets, parting
 from normswap.storage.checkpoint import open_model
@@ -61,10 +65,143 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     assert {prop.key for prop in onnx.load(file).metadata_props} >= {"source", "preprocess"}
 
 
+def held(file: Path) -> dict[str, Tensor]:
+    """Tensors of more than one dimension in a pt2 file."""
+    return {name: value for name, value in pt2.load(file).state_dict.items() if value.ndim > 1}
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_a_small_network_in_pt2(batch: int, once: Path) -> None:
+    """The file, run by torch alone in a process without torchao, against the network in float64."""
+    x = pictures(64, 2)
+    with torch.no_grad():
+        expected = small().double()(x.double())
+    assert 1e-4 < distance(expected, run_alone(once, "pt2 in int8", x, batch=batch).double()) < 0.02
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("int8") / "net.pt2"
+    made(file)
+    return file
+
+
+def test_weights_in_pt2(once: Path) -> None:
+    """Integers of 7 bits, of every layer and each of its channels, and nothing of them in fp32 beside that."""
+    weights = held(once)
+    assert sorted(tuple(value.shape) for value in weights.values()) == [
+        (5, 6),
+        (6, 8, 1, 1),
+        (8, 1, 3, 3),
+        (8, 3, 3, 3),
+    ]
+    assert {value.dtype for value in weights.values()} == {torch.int8}
+    assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in weights.values())
+
+
+def test_what_is_written_with_pt2(once: Path) -> None:
+    extra = {"dtype": "", "source": "", "preprocess": ""}
+    torch.ao.quantization.fx._decomposed  # noqa: B018 (`held` has imported it)
+    torch.export.load(once, extra_files=extra)
+    assert extra["dtype"] == "int8"
+    assert json.loads(extra["preprocess"])["input"]["batch"] is None
+    body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
+    assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
+    assert {name.split(", ")[1] for name in body["trials"]} == {"minmax", "histogram"}
+
+
+def test_one_step_per_tensor_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest weight of a layer is 64 steps, most channels are smaller; no table of steps is left."""
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    done = made(tmp_path / "net.pt2", per_channel=False)
+    sizes = [value.int().abs().flatten(1).amax(1) for value in held(tmp_path / "net.pt2").values()]
+    assert len(sizes) == 4
+    assert all(size.max() == 64 and size.min() < 64 for size in sizes)
+    assert done.nodes["quantized_decomposed.dequantize_per_tensor.default"] >= 4
+    assert "quantized_decomposed.dequantize_per_channel.default" not in done.nodes
+    assert done.figures.relative_l2 < 0.02
+
+
+def test_layers_that_stay_in_fp32_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    done = made(tmp_path / "net.pt2", sensitive=2, dynamic_batch=False)
+    weights = held(tmp_path / "net.pt2")
+    kept = {name for name, value in weights.items() if value.dtype == torch.float32}
+    assert kept == {f"network.{path}.weight" for path in done.quantized.fp32}
+    assert (len(kept), len(weights)) == (2, 4)
+    folded = normswap.convert(small(), to="folded", inputs=pictures(2)).model.state_dict()
+    assert all(torch.allclose(value, folded[name[8:]]) for name, value in weights.items() if name in kept)
+
+
+class Upwards(nn.Sequential):
+    """With a layer that torchao leaves as it is."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(6, 5))
+
+
+def test_what_the_quantizer_leaves_is_not_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bias stays, that of the layer before it does not; and it is none of those that are kept from rounding."""
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    network, file = Upwards().eval(), tmp_path / "net.pt2"
+    options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(8, 1), "input_size": (3, 16, 16)}
+    normswap.export(network, file, dtype="int8", **options)
+    state = pt2.load(file).state_dict
+    assert torch.equal(state["network.2.bias"], network[2].bias)
+    assert torch.equal(state["network.2.weight"], network[2].weight)
+    assert not torch.equal(state["network.0.bias"], network[0].bias)
+    done = normswap.export(network, file, dtype="int8", sensitive=3, force=True, **options)
+    assert set(done.quantized.fp32) == {"0", "6"}
+
+
+class Unusual(nn.Module):
+    """A convolution of a class of its own, and layers that are called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.twice = Conv2dSame(3, 6, 3, stride=2), nn.Conv2d(6, 6, 3, padding=1)
+        self.again, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(self.stem(x).relu()).relu()).mean((2, 3))
+        head: Tensor = self.head(self.again(self.again(x).relu()))
+        return head
+
+
+def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(32, 1), "input_size": (3, 16, 16)}
+    done = normswap.export(Unusual().eval(), tmp_path / "net.pt2", dtype="int8", **options)
+    assert {value.dtype for value in held(tmp_path / "net.pt2").values()} == {torch.int8}
+    assert done.nodes["quantized_decomposed.dequantize_per_channel.default"] in (4, 6)
+    assert done.figures.relative_l2 < 0.02
+
+
+def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    with pytest.raises(RefusedError, match=r"^torchao cannot quantize it: .*conv2d.*\.onnx and \.xml$"):
+        normswap.export(network, tmp_path / "net.pt2", dtype="int8", input_size=(3, 16, 16), calibrate=pictures(8),
+                        images=pictures(8))  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchao_says_nothing(tmp_path: Path) -> None:
+    """It logs and warns as it is imported, which is when it is needed."""
+    program = "import sys, test_int8 as t; from pathlib import Path\nassert 'torchao' not in sys.modules\n"
+    program += "t.made(Path(sys.argv[1]))\nassert 'torchao' in sys.modules"
+    command = [sys.executable, "-W", "ignore:::timm", "-c", program, str(tmp_path / "net.pt2")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
 @pytest.mark.parametrize("options", [{"dynamic_batch": False}, {"normalize": True}, {"softmax": True}])
-def test_it_goes_with_other_options(options: dict[str, Any], tmp_path: Path) -> None:
-    done = made(tmp_path / "net.onnx", per_channel=False, **options)
+def test_it_goes_with_other_options(options: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    done = made(tmp_path / f"net.{ending}", per_channel=False, **options)
     assert done.figures.relative_l2 < 0.2
 
 
@@ -85,11 +222,12 @@ def test_openvino_without_int8(dtype: str, tmp_path: Path) -> None:
     assert done.bytes > 2000
 
 
-def test_what_loses_too_much_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["onnx", "pt2"])
+def test_what_loses_too_much_is_not_written(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])  # one trial is enough to be refused
-    monkeypatch.setattr(formats.quantizer("onnx"), "RANGES", ("minmax",))
+    monkeypatch.setattr(formats.quantizer(form), "RANGES", ("minmax",))
     with pytest.raises(VerificationError, match=r"int8 loses .* points of agreement on 64 images, allowed -1"):
-        made(tmp_path / "net.onnx", max_drop=-1.0)
+        made(tmp_path / f"net.{form}", max_drop=-1.0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,7 +235,8 @@ BAD: list[tuple[str, dict[str, Any], type[NormswapError], str]] = [
     ("net.onnx", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"images": None}, OptionError, "int8 needs other images to measure on"),
     ("net.onnx", {"calibrate": []}, OptionError, "no images to calibrate on"),
-    ("net.ts", {}, OptionError, "torchscript is not written in int8: there are onnx, openvino"),
+    ("net.ts", {}, OptionError, "torchscript is not written in int8: there are onnx, openvino, pt2"),
+    ("net.pt2", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"dtype": "fp16"}, OptionError, "fp16 is not calibrated"),
 ]
 
@@ -119,19 +258,25 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
 @pytest.mark.parametrize(("words", "said"), COMMANDS)
-def test_bad_commands(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(DATA), "-o", str(tmp_path / "net.onnx"), *words]) == 2
+def test_bad_commands(
+    words: list[str], said: str, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(DATA), "-o", str(tmp_path / f"net.{ending}"), *words]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert len(error.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "nncf", None)
-    with pytest.raises(OptionError, match=r"openvino in int8 needs the package nncf.*'normswap\[quantize\]'"):
-        made(tmp_path / "net.xml")
+@pytest.mark.parametrize(("name", "package", "form"), [("a.xml", "nncf", "openvino"), ("a.pt2", "torchao", "pt2")])
+def test_a_missing_package_names_its_extra(
+    name: str, package: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(OptionError, match=rf"{form} in int8 needs the package {package}.*'normswap\[quantize\]'"):
+        made(tmp_path / name)
 
 
 def test_the_two_parts_share_no_image() -> None:
@@ -147,10 +292,11 @@ def test_the_two_parts_share_no_image() -> None:
 def test_bench_takes_int8_beside_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and a file that nobody wrote a sidecar for."""
     options = ["--calibrate", TAR, "--samples", "100", "--precision", "int8"]
-    names = [str(tmp_path / name) for name in ("ours.onnx", "ours.xml", "foreign.onnx")]
-    for name in names[:2]:
+    names = [str(tmp_path / name) for name in ("ours.onnx", "ours.xml", "ours.pt2", "foreign.onnx", "foreign.pt2")]
+    for name in names[:3]:
         assert main(["export", str(DATA), "-o", name, *options]) == 0
-    Path(names[2]).write_bytes(Path(names[0]).read_bytes())
+    Path(names[3]).write_bytes(Path(names[0]).read_bytes())
+    Path(names[4]).write_bytes(Path(names[2]).read_bytes())
     capsys.readouterr()
     words = ["--batch", "1", "--runtime", "eager,onnxruntime,openvino", "--seconds", "0.2", "--json"]
     assert main(["bench", str(DATA), *names, *words]) == 0
@@ -158,11 +304,12 @@ def test_bench_takes_int8_beside_fp32(tmp_path: Path, capsys: pytest.CaptureFixt
     found = {(row["form"], row["runtime"]): row["status"] for row in rows}
     assert {key: status for key, status in found.items() if key[0].startswith(("ours", "foreign"))} == {
         ("ours.onnx", "onnxruntime"): "ok", ("ours.onnx", "openvino"): "ok", ("ours.xml", "openvino"): "ok",
-        ("foreign.onnx", "onnxruntime"): "ok", ("foreign.onnx", "openvino"): "ok"}  # fmt: skip
+        ("foreign.onnx", "onnxruntime"): "ok", ("foreign.onnx", "openvino"): "ok",
+        ("ours.pt2", "eager"): "ok", ("foreign.pt2", "eager"): "ok"}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["onnx", "xml"])
+@pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
 def test_the_demo_network_from_end_to_end(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed is what the file does on the images that were left, counted by hand."""
     file = tmp_path / f"net.{ending}"

@@ -24,6 +24,7 @@ from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
 from normswap.models import hub_config, image_processors, kinds, network_input, zoo
+from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
 FACTORY = """
@@ -104,9 +105,11 @@ def hugging_face(place: Path, **config: Any) -> Path:
     """A small classifier of transformers, as save_pretrained writes it, with living statistics."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
+    with quiet():  # it imports torchao, where there is one, and that logs to stderr
+        made = transformers.ResNetForImageClassification
     sizes = {"depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 8, "layer_type": "basic", "num_labels": 4}
     torch.manual_seed(0)
-    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**{**sizes, **config}))
+    model = made(transformers.ResNetConfig(**{**sizes, **config}))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_mean, -0.2, 0.2)

@@ -129,6 +129,8 @@ def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
 
     torch.set_num_threads(settings.threads)
     if kind == "pt2":
+        import torch.ao.quantization.fx._decomposed  # defines the operators of int8
+
         return torch.export.load(file).module().to(settings.device), "fp32"
     if kind == "torchscript":
         return torch.jit.load(file, map_location=settings.device), "fp32"

@@ -254,7 +254,8 @@ def of_file(file: Path, before: Group | None, body: Sidecar | None, side: int | 
 def _foreign_precision(file: Path) -> str | None:
     """int8, if a file that nothing lies beside has a quantizer's operators in it."""
     held = file.read_bytes()
-    return "int8" if b"QuantizeLinear" in held or b"FakeQuantize" in held else None
+    operators = (b"QuantizeLinear", b"FakeQuantize", b"quantized_decomposed")
+    return "int8" if any(operator in held for operator in operators) else None
 
 
 def _unprepared(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:

@@ -153,7 +153,8 @@ def export(
         figures = found["figures"] = _check(order, form.open(aside), images)
         if wish is not None:
             lost = quantizing.demand(figures, wish.max_drop)
-            body["quantization"] = {**asdict(found["quantized"]), "measured": {**asdict(figures), "lost": lost}}
+            measured = {**asdict(figures), "lost": lost}
+            body["quantization"] = {**asdict(found["quantized"]), "measured": measured, "notes": notes}
         found["nodes"] = form.nodes(aside)
         sidecar.write(beside, body)
 

@@ -55,6 +55,7 @@ class Quantizer(Protocol):
     RANGES: tuple[str, ...]  # the first is the usual one
     LEVELS: int  # of the weights on either side of 0
     CORRECTS: bool  # biases, by itself
+    LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.inspection.LINEAR`
 
     def write_int8(
         self,
@@ -81,7 +82,7 @@ class _Row(NamedTuple):
 _FORMATS = {
     "onnx": _Row("onnx_file", (".onnx",), "onnx_int8"),
     "openvino": _Row("openvino_file", (".xml",), "openvino_int8"),
-    "pt2": _Row("pt2", (".pt2",)),
+    "pt2": _Row("pt2", (".pt2",), "pt2_int8"),
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
 }

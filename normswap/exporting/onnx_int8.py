@@ -23,12 +23,14 @@ from normswap.errors import RefusedError, first_line
 from normswap.exporting import onnx_file
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.signature import INPUT
+from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
 NEEDS = ("onnxruntime", "onnx")
 RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
 LEVELS = 64
 CORRECTS = False
+LAYERS = LINEAR
 _MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once
 
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import openvino_file
 from normswap.exporting.exported_module import Shipped
+from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
 NEEDS = ("nncf", "openvino")
 RANGES = ("NNCF's own", "minmax", "histogram")
 LEVELS = 64
 CORRECTS = True
+LAYERS = LINEAR
 
 
 def write_int8(

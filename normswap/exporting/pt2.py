@@ -1,4 +1,5 @@
-"""pt2: a torch.export archive. It needs torch alone: `torch.export.load(file).module()(images)`."""
+"""pt2: a torch.export archive. It needs torch alone: `torch.export.load(file).module()(images)`; in int8 after `import
+torch.ao.quantization.fx._decomposed`, which defines its operators."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 
 from normswap.errors import RefusedError, VerificationError, first_line
@@ -27,12 +29,23 @@ PARTS = ()
 NOTES = {
     "fp16": FP16,
     "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
+    "int8": "import torch.ao.quantization.fx._decomposed before torch.export.load: it defines the operators. The file "
+    "rounds to int8 and computes in fp32, unless it is compiled: it is smaller, not faster",
 }
 
 
 def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
-    """See `formats.Format.write`. The metadata are extra files of the archive."""
+    """See `formats.Format.write`."""
     network = _with_bf16(network) if network.stored != network.dtype else network
+    save(traced(network, x, dynamic=dynamic), file, metadata)
+
+
+def traced(network: nn.Module, x: Given, *, dynamic: bool) -> ExportedProgram:
+    """The network, or what torchao made of it, as torch.export records it on x.
+
+    Raises:
+        RefusedError: it cannot.
+    """
     shapes = batched(len(together(x))) if dynamic else None
     try:
         with quiet(), torch.no_grad():
@@ -44,6 +57,11 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
         node.meta.pop("stack_trace", None)  # the exporting machine's file names
         if node.target is torch.ops.aten._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
             program.graph.erase_node(node)
+    return program
+
+
+def save(program: ExportedProgram, file: Path, metadata: Mapping[str, str]) -> None:
+    """Write it, with the metadata as extra files of the archive."""
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with quiet():
         torch.export.save(program, held, extra_files=dict(metadata))
@@ -83,14 +101,20 @@ def open(file: Path) -> Runs:
     """See `formats.Format.open`."""
     try:
         with quiet():
-            return torch.no_grad()(torch.export.load(file).module())
+            return torch.no_grad()(load(file).module())
     except Exception as error:
         raise VerificationError("torch.export.load does not take it", first_line(error)) from None
 
 
+def load(file: Path) -> ExportedProgram:
+    """The program of a file, whatever its precision. Raises what torch raises."""
+    with quiet():
+        import torch.ao.quantization.fx._decomposed  # defines the operators of int8
+
+        return torch.export.load(file)
+
+
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
-    with quiet():
-        graph = torch.export.load(file).graph
-    called = (str(node.target).removeprefix("aten.") for node in graph.nodes if node.op == "call_function")
+    called = (str(node.target).removeprefix("aten.") for node in load(file).graph.nodes if node.op == "call_function")
     return dict(Counter(called).most_common())

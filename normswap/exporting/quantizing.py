@@ -22,6 +22,7 @@ from normswap.exporting.checks import Figures
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import Format, Runs
+from normswap.graph.inspection import LINEAR
 
 _JUDGED = 256  # calibration images that a trial is judged on
 _BATCH = _RANKED = 64  # images at a time, and those on which layers are rounded alone
@@ -96,13 +97,18 @@ def write(
     batches = shipped.prepared(wish.images).split(_BATCH)
     fed = wish.images.split(_even(len(wish.images)) if dynamic else 1)
     equalizer = Equalizer(shipped.network, batches, per_channel=wish.per_channel)
+    spared = [
+        path for path, module in equalizer.network.named_modules()
+        if isinstance(module, LINEAR) and not isinstance(module, tool.LAYERS)
+    ]  # fmt: skip
     kept: dict[str, float] = {}
     if wish.sensitive:
         say("rounding each layer alone")
         ranked = sensitivity.costs(
             equalizer.network, batches[0][:_RANKED], levels=tool.LEVELS, per_channel=wish.per_channel
         )
-        kept = dict(list(ranked.items())[: wish.sensitive])
+        able = [(path, cost) for path, cost in ranked.items() if path not in spared]
+        kept = dict(able[: wish.sensitive])
     made: dict[tuple[Gauge, bool], Shipped] = {}
     best = (float("inf"), Trial(AS_FOLDED, "", False))
     tried: dict[str, float] = {}
@@ -116,7 +122,9 @@ def write(
             if key not in made:
                 twin = equalizer.equalized(trial.gauge)
                 if trial.corrected:
-                    bias_correction.correct(twin, batches, levels=tool.LEVELS, per_channel=wish.per_channel, keep=kept)
+                    bias_correction.correct(
+                        twin, batches, levels=tool.LEVELS, per_channel=wish.per_channel, keep=[*kept, *spared]
+                    )
                 made.clear()  # one at a time in memory
                 made[key] = shipped.around(twin)
             tool.write_int8(

@@ -46,7 +46,7 @@ class Contents:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the warnings and log lines of the libraries off the terminal: errors say it in one line."""
-    loggers = [logging.getLogger(name) for name in ("timm", "huggingface_hub", "transformers")]
+    loggers = [logging.getLogger(name) for name in ("timm", "huggingface_hub", "transformers", "torch")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -1,0 +1,124 @@
+"""int8 in pt2: torchao's PT2E, on the graph that torch.export makes in fp32.
+
+Activations are unsigned, weights signed. The file rounds both and multiplies in fp32, the same on every CPU. Compiled
+with torchao's passes it multiplies bytes, which saturates on x64 without VNNI; weights of 7 bits cannot reach that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from normswap.errors import RefusedError
+from normswap.exporting import pt2
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import reason
+from normswap.models.weight_files import quiet
+
+NEEDS = ("torchao",)
+RANGES = ("minmax", "histogram")
+LEVELS = 64
+CORRECTS = False
+_KINDS = {torch.ops.aten.conv2d.default: nn.Conv2d, torch.ops.aten.linear.default: nn.Linear}
+LAYERS = tuple(_KINDS.values())
+
+
+def write_int8(
+    network: Shipped,
+    x: Tensor,
+    file: Path,
+    images: Sequence[Tensor],
+    *,
+    ranges: str,
+    per_channel: bool,
+    keep: Sequence[str],
+    dynamic: bool,
+    metadata: Mapping[str, str],
+) -> None:
+    """See `formats.Quantizer.write_int8`."""
+    plain = pt2.traced(network, x, dynamic=dynamic)
+    rounded = quantize(plain, images, ranges=ranges, per_channel=per_channel, keep=keep)
+    pt2.save(pt2.traced(rounded, x, dynamic=dynamic), file, metadata)
+
+
+def quantize(
+    program: ExportedProgram,
+    images: Sequence[Tensor],
+    *,
+    ranges: str = RANGES[0],
+    per_channel: bool = True,
+    keep: Sequence[str] = (),
+) -> fx.GraphModule:
+    """A program in fp32 as a module in int8, to be traced again.
+
+    Args:
+        images: batches (N, C, H, W) as the program takes them.
+        ranges: one of RANGES.
+        per_channel: a step for each output channel of the weights, else one for all.
+        keep: paths of layers that stay in fp32.
+
+    Raises:
+        RefusedError: torchao cannot.
+    """
+    try:
+        with quiet(), torch.no_grad():  # torchao logs as it is imported
+            from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+            from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
+
+            quantizer = X86InductorQuantizer().set_global(_config(ranges, per_channel))
+            for path in keep:
+                quantizer.set_module_name_qconfig(f"network.{path}", None)
+            module = program.module()
+            _name_kinds_(module.graph)
+            watched = prepare_pt2e(module, quantizer)
+            for batch in images:
+                watched(batch)
+            done: fx.GraphModule = convert_pt2e(watched)
+    except Exception as error:  # whatever it raises
+        remedy = "Other quantizers write .onnx and .xml"
+        raise RefusedError("torchao cannot quantize it", reason(error), remedy) from None
+    _drop_unread_(done)
+    return done
+
+
+def _config(ranges: str, per_channel: bool) -> Any:
+    """As X86InductorQuantizer's own, but for the weights' 7 bits and steps as small as the numbers: its least step,
+    2^-12, would leave nothing of a channel that a gauge has made small."""
+    from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
+    from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
+
+    observers = {"minmax": MinMaxObserver, "histogram": HistogramObserver}
+    activations = QuantizationSpec(
+        torch.uint8, observers[ranges], quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine
+    )
+    observer, scheme, axis = (
+        (PerChannelMinMaxObserver, torch.per_channel_symmetric, 0) if per_channel
+        else (MinMaxObserver, torch.per_tensor_symmetric, None)
+    )  # fmt: skip
+    fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
+    weights = QuantizationSpec(
+        torch.int8, fine, quant_min=-LEVELS, quant_max=LEVELS, qscheme=scheme, ch_axis=axis
+    )  # fmt: skip
+    return QuantizationConfig(activations, activations, weights, None)
+
+
+def _name_kinds_(graph: fx.Graph) -> None:
+    """Call each convolution and linear layer one of its own: torchao goes by the class of the module that an operator
+    comes from, passes over subclasses (timm's Conv2dSame) and gives up where a module is called twice."""
+    for node in graph.nodes:
+        if node.target in _KINDS:
+            node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
+
+
+def _drop_unread_(module: fx.GraphModule) -> None:
+    """Take out what the graph does not read: torchao leaves the weights in fp32 beside those in int8."""
+    read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    for name in dict(module.named_parameters(remove_duplicate=False)):
+        if name not in read:
+            owner, _, last = name.rpartition(".")
+            delattr(module.get_submodule(owner), last)
