@@ -107,7 +107,23 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     assert json.loads(extra["preprocess"])["input"]["batch"] is None
     body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
     assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
-    assert {name.split(", ")[1] for name in body["trials"]} == {"minmax", "histogram"}
+    assert {name.partition(", ")[2] for name in body["trials"]} == {"minmax, corrected", "histogram, corrected"}
+    assert len(set(body["trials"].values())) == len(body["trials"])
+
+
+def test_ranges_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """255 steps from the least to the largest number of all images; and weights as small as they like have 64."""
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(formats.quantizer("pt2"), "RANGES", ("minmax",))
+    network, file, x = small(), tmp_path / "net.pt2", pictures(8)
+    network[3].weight.data *= 1e-6
+    normswap.export(network, file, dtype="int8", calibrate=x, images=x, input_size=(3, 16, 16))
+    found = [node.args[1:] for node in pt2.load(file).graph.nodes if "quantize_per_tensor" in node.name]
+    assert all(args[2:] == (0, 255, torch.uint8) for args in found)
+    step, zero = found[0][:2]
+    assert step == pytest.approx(float(x.max() - x.min()) / 255, rel=1e-5)
+    assert zero == round(float(-x.min()) / step)
+    assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in held(file).values())
 
 
 def test_one_step_per_tensor_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

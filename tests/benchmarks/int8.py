@@ -5,8 +5,9 @@
 
 The same 512 training images calibrate all; nothing is chosen on the test images. `defaults`: what a user gets from
 `onnxruntime.quantization.quantize_static` on timm's ONNX export (preprocessed as its manual says), and from
-`nncf.quantize` on the OpenVINO model of that file; `safe`: the same with 7 bits in the weights and unsigned
-activations, which a CPU without VNNI needs. `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
+`nncf.quantize` on the OpenVINO model of that file, and from torchao's PT2E on torch.export's program of timm's network;
+`safe`: the same with 7 bits in the weights and unsigned activations, which a CPU without VNNI needs (torchao's way: 7
+bits in the activations). `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
 What was measured is kept in runs/int8.jsonl. Needs ../shared.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import io
 import logging
@@ -31,10 +33,17 @@ import onnx
 import onnxruntime
 import openvino as ov
 import torch
+import torchao
 from kept import Kept, Row
 from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
+from torchao.quantization.pt2e import MinMaxObserver
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
 
 import normswap
 from normswap.exporting import formats
@@ -58,7 +67,7 @@ FOLDERS = {
 }
 NAMES = (*ZOO, *FOLDERS)
 CALIBRATED = 512
-RUNTIMES = {"onnx": ".onnx", "openvino": ".xml"}
+RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", "of which the gauge",
         "same answer", "ours took")  # fmt: skip
 
@@ -148,7 +157,26 @@ def tool_openvino(case: Case, file: Path, per_channel: bool, safe: bool) -> None
     ov.save_model(nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)), file)
 
 
-TOOLS: dict[str, Callable[[Case, Path, bool, bool], None]] = {"onnx": tool_onnx, "openvino": tool_openvino}
+def tool_pt2(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
+    example, shapes = (case.images[0][:2],), ({0: torch.export.Dim("batch", min=1)},)
+    config = get_default_x86_inductor_quantization_config(reduce_range=safe)
+    if not per_channel:
+        weight = MinMaxObserver.with_args(eps=2**-12)
+        scheme = {"qscheme": torch.per_tensor_symmetric, "ch_axis": None, "observer_or_fake_quant_ctr": weight}
+        config = dataclasses.replace(config, weight=dataclasses.replace(config.weight, **scheme))
+    with quiet(), torch.no_grad():
+        watched = prepare_pt2e(
+            torch.export.export(case.model, example, dynamic_shapes=shapes).module(),
+            X86InductorQuantizer().set_global(config),
+        )
+        for x in case.images:
+            watched(x)
+        torch.export.save(torch.export.export(convert_pt2e(watched), example, dynamic_shapes=shapes), file)
+
+
+TOOLS: dict[str, Callable[[Case, Path, bool, bool], None]] = {
+    "onnx": tool_onnx, "openvino": tool_openvino, "pt2": tool_pt2,
+}  # fmt: skip
 
 
 @functools.cache
@@ -209,7 +237,8 @@ def main() -> None:
                     print(line, flush=True)
                     lines.append(line)
     versions = (
-        f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}"
+        f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}, "
+        f"torchao {torchao.__version__}"
     )
     commits = sorted({row["commit"] for row in kept.rows.values()})
     text = [
