@@ -26,11 +26,12 @@ NAME = "pt2"
 NEEDS = ()
 GRAPH = True
 PARTS = ()
+_HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
 NOTES = {
     "fp16": FP16,
     "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
     "int8": "import torch.ao.quantization.fx._decomposed before torch.export.load: it defines the operators. The file "
-    "rounds to int8 and computes in fp32, unless it is compiled: it is smaller, not faster",
+    "rounds to int8 and computes in fp32, unless the graph is compiled: the file is smaller, not faster",
 }
 
 
@@ -54,7 +55,8 @@ def traced(network: nn.Module, x: Given, *, dynamic: bool) -> ExportedProgram:
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
     _leave_out_ones(program.graph)
     for node in list(program.graph.nodes):
-        node.meta.pop("stack_trace", None)  # the exporting machine's file names
+        for key in _HISTORY:
+            node.meta.pop(key, None)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
             program.graph.erase_node(node)
     return program
