@@ -191,6 +191,39 @@ def test_the_ridge_is_sought_until_the_error_has_risen_twice(
     assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[best]
 
 
+@pytest.mark.parametrize(
+    ("errors", "best", "tried"),
+    [
+        ([3, 2, 1, 2, 3, 4], 2, {1, 2, 3}),
+        ([6, 5, 4, 3, 2, 1], 5, {2, 3, 4, 5}),
+        ([1, 2, 3, 4, 5, 6], 0, {0, 1, 2, 3}),
+        ([0, 9, 3, 2, 4, 1], 3, {2, 3, 4}),
+        ([1, 1, 1, 1, 1, 1], 2, {1, 2, 3}),
+    ],
+)
+def test_of_wide_patches_few_ridges_are_tried(
+    errors: list[float], best: int, tried: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the middle downhill, fitted on the first half and judged on the second."""
+    monkeypatch.setattr(least_squares, "_COSTLY", 5)
+    folds, seen, real = Folds(), [], least_squares.Kernel.of
+    folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
+
+    def watched(covariance: Tensor, ridge: float) -> least_squares.Kernel:
+        seen.append(least_squares.RIDGES.index(ridge))
+        return real(covariance, ridge)
+
+    def told(weight: Tensor, asked: slice, own: Any, other: Any, known: Any) -> float:
+        assert (own, other) == (folds.halves[0], folds.halves[1])
+        return errors[seen[-1]]
+
+    monkeypatch.setattr(least_squares.Kernel, "of", watched)
+    monkeypatch.setattr(least_squares, "_error", told)
+    assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[best]
+    *trials, last = seen
+    assert (len(trials), {*trials}, last) == (len(tried), tried, best)
+
+
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
 def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     model = narrow(arch).double()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from normswap.graph.copying import duplicate, twin
+from normswap.copying import duplicate, twin
 
 
 class Holder(nn.Module):

@@ -22,7 +22,7 @@ LONGEST = 320
 TERMINAL = {"typer", "rich", "click"}
 # From the ground up. Each room may import those before it; those of one line know nothing of each other.
 ORDER = (
-    ("errors",), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",), ("images",),
+    ("errors", "copying"), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",), ("images",),
     ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
     ("training", "exporting", "benchmarking", "reporting"), ("cli",),
 )  # fmt: skip

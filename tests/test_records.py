@@ -18,9 +18,9 @@ from tiny import ONE, C, bn, conv, net
 from torch import Tensor, nn
 
 import normswap
+from normswap.copying import twin
 from normswap.errors import NormswapError, TraceError
 from normswap.graph import inspection
-from normswap.graph.copying import twin
 from normswap.graph.spelling import after
 from normswap.graph.widening import Widening
 from normswap.layers import affine, unknown_norms

@@ -8,7 +8,8 @@ the algebra.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _BLOCK = 1024  # rows
 _WIDE = 128  # numbers in a patch, from which on half the products are worth sparing
 _ASKED = 128  # targets that the ridge is chosen by
+_COSTLY = 1024  # numbers in a patch, from which on few ridges are tried
 
 
 @dataclass
@@ -224,22 +226,42 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, like: Fit | 
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: bool) -> float:
-    """Tried from the smallest on, until the error has risen twice."""
+    """Tried from the smallest on, until the error has risen twice; of patches so wide that factors cost minutes, from
+    the middle on downhill, fitted on the first half only.
+    """
     if not all(half.count > 1 for half in halves):
         return RIDGES[0]
     asked = slice(None, None, max(prior.shape[1] // _ASKED, 1))
     known = [half.covariances() for half in halves]
-    errors: list[float] = []
-    for ridge in RIDGES:
-        error = 0.0
-        for one, other in ((0, 1), (1, 0)):
+    costly = prior.shape[2] >= _COSTLY
+
+    @functools.cache
+    def error(at: int) -> float:
+        total = 0.0
+        for one, other in ((0, 1),) if costly else ((0, 1), (1, 0)):
             covariance, cross, _ = known[one]
-            weight = Kernel.of(covariance, ridge).weights(cross[:, asked], prior[:, asked], zero_sum=zero_sum)
-            error += _error(weight, asked, halves[one], halves[other], known[other])
-        errors.append(error)
+            weight = Kernel.of(covariance, RIDGES[at]).weights(cross[:, asked], prior[:, asked], zero_sum=zero_sum)
+            total += _error(weight, asked, halves[one], halves[other], known[other])
+        return total
+
+    return RIDGES[_downhill(error, len(RIDGES)) if costly else _first_valley(error, len(RIDGES))]
+
+
+def _downhill(error: Callable[[int], float], count: int) -> int:
+    at = (count - 1) // 2
+    for step in (1, -1):
+        while 0 <= at + step < count and error(at + step) < error(at):
+            at += step
+    return at
+
+
+def _first_valley(error: Callable[[int], float], count: int) -> int:
+    errors: list[float] = []
+    for at in range(count):
+        errors.append(error(at))
         if len(errors) > 2 and errors[-1] > errors[-2] > errors[-3]:
             break
-    return RIDGES[min(range(len(errors)), key=errors.__getitem__)]
+    return min(range(len(errors)), key=errors.__getitem__)
 
 
 def _bias(weight: Tensor, moments: Moments, asked: slice = slice(None)) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from normswap.graph.copying import tree
+from normswap.copying import tree
 from normswap.graph.spelling import (
     Attribute,
     after,

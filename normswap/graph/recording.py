@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from normswap.copying import tree, twin
 from normswap.errors import TraceError, first_line
-from normswap.graph.copying import tree, twin
 from normswap.graph.recorder import Recorder
 from normswap.graph.tracing import Traced, inputs
 from normswap.graph.widening import Widening

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap import copying
 from normswap.errors import RefusedError
 from normswap.layers import affine, reparametrized
 from normswap.layers.seat import Linearity, Seat
@@ -124,7 +125,7 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     memo: dict[int, Any] = {id(old.weight): parameter}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)
-    new = copy.deepcopy(old, memo)
+    new: Any = copying.duplicate(old, memo)
     if old.bias is None and bias is not None:
         new.bias = nn.Parameter(bias.to(dtype), requires_grad=grad)
-    return new.to(dtype)
+    return new.to(dtype)  # type: ignore[no-any-return]

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from normswap import copying
 from normswap.errors import PlanError, first_line
-from normswap.graph import copying
 from normswap.layers import affine, placeholders
 from normswap.layers.seat import Seat, seated
 from normswap.plan import Edit, Plan, Step

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import tree
 from normswap.errors import VerificationError, first_line
-from normswap.graph.copying import tree
 from normswap.graph.widening import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors

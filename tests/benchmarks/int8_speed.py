@@ -40,7 +40,7 @@ from normswap.exporting import checks, exporter, sidecar
 from normswap.models import zoo
 
 NETWORKS = ("resnet50", "resnetv2_50", "nf_resnet50", "mobilenetv2_100")
-IMAGES, SIDE = 64, 224
+IMAGES, SIDE = 16, 224  # speed does not ask what the ranges are
 RUNTIMES = {"onnxruntime": "onnx", "openvino": "openvino"}
 HEAD = ("network", "runtime", "batch", "timm eager, ms", "compiled, ms", "fp32, ms", "tool's int8, ms", "ours int8, ms",
         "ours / fp32", "quartiles", "ours / tool's", "ours / eager")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted_error import Planted
 
-TARGETS = ("tests/test_targets.py",)
+TARGETS, CALIBRATE = ("tests/test_targets.py",), ("tests/test_calibrate.py",)
 FIT, LEAST = "normswap/calibration/sequential_fit.py", "normswap/calibration/least_squares.py"
 NORMS, GAUGE = "normswap/layers/per_sample.py", "normswap/schemes/parts/steady_gauge.py"
 
@@ -29,7 +29,9 @@ ERRORS = (
     Planted("the ridge is chosen on the half that it was fitted on", LEAST,
             "_error(weight, asked, halves[one], halves[other], known[other])",
             "_error(weight, asked, halves[one], halves[one], known[one])", TARGETS),
-    Planted("the largest ridge", LEAST, "return RIDGES[min(", "return RIDGES[max(", TARGETS),
+    Planted("the largest ridge", LEAST, "return min(range(len(errors))", "return max(range(len(errors))", TARGETS),
+    Planted("uphill", LEAST, "error(at + step) < error(at)", "error(at + step) > error(at)", CALIBRATE),
+    Planted("wide patches are tried as all others", LEAST, "prior.shape[2] >= _COSTLY", "False", CALIBRATE),
     Planted("the constants' square is v steady", NORMS, "steady / (1 - steady)).sqrt()", "steady).sqrt()", TARGETS),
     Planted("the constants' square is v steady, on images", GAUGE, "float(energy.mean()) * steady / (1 - steady)",
             "float(energy.mean()) * steady", TARGETS),
