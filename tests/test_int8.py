@@ -65,6 +65,42 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     assert {prop.key for prop in onnx.load(file).metadata_props} >= {"source", "preprocess"}
 
 
+def largest(file: Path) -> set[int]:
+    """The largest whole number in each tensor of int8 weights."""
+    if file.suffix == ".pt2":
+        return {int(value.int().abs().max()) for value in held(file).values()}
+    if file.suffix == ".onnx":
+        found = [onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer
+                 if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]  # fmt: skip
+    else:
+        import openvino as ov
+
+        constants = (op for op in ov.Core().read_model(file).get_ops() if op.get_type_name() == "Constant")
+        found = [
+            op.data for op in constants if op.get_element_type() == ov.Type.i8 and op.data.ndim < 5
+        ]  # not by groups
+    return {int(abs(values.astype(int)).max()) for values in found}
+
+
+@pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
+@pytest.mark.parametrize(("bits", "levels"), [(7, {63, 64}), (8, {127})])
+def test_weights_have_the_bits_that_are_asked_for(ending: str, bits: int, levels: set[int], tmp_path: Path) -> None:
+    done = made(tmp_path / f"net.{ending}", weight_bits=bits)
+    assert largest(done.file) <= levels
+    assert done.quantized.weight_bits == bits
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"weight_bits": 9}, "weights of 9 bits: there are 7 and 8"),
+    ({"weight_bits": 8, "dtype": "fp32", "calibrate": None}, "fp32 is not calibrated"),
+])  # fmt: skip
+def test_bits_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dtype": "int8", **options}
+    with pytest.raises(OptionError, match=said):
+        normswap.export(small(), tmp_path / "net.onnx", input_size=(3, 16, 16), **given)
+    assert not any(tmp_path.iterdir())
+
+
 def held(file: Path) -> dict[str, Tensor]:
     """Tensors of more than one dimension in a pt2 file."""
     return {name: value for name, value in pt2.load(file).state_dict.items() if value.ndim > 1}

@@ -85,6 +85,7 @@ def export(
     images: Batches | None = None,
     calibrate: Batches | None = None,
     per_channel: bool = True,
+    weight_bits: int = formats.SAFE_BITS,
     sensitive: int = 0,
     max_drop: float | None = None,
     force: bool = False,
@@ -113,6 +114,8 @@ def export(
             batches of such inputs, by default those.
         calibrate: for int8: other batches, which set ranges, gauge and biases.
         per_channel: int8 weights have a step for each output channel, else one for all.
+        weight_bits: of int8 weights: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits
+            (x64 with VNNI, ARM with dot products).
         sensitive: so many layers, those that int8 costs most, stay in fp32.
         max_drop: points of top-1 (without labels: of agreement) that int8 may lose on `images`; None: any.
         force: replace a file that exists.
@@ -129,7 +132,7 @@ def export(
     start = time.perf_counter()
     order = accepted(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax, inputs)
     claim(order.file, format, dtype, force=force)
-    wish = _wish(order, calibrate, images, per_channel, sensitive, max_drop)
+    wish = _wish(order, calibrate, images, per_channel, weight_bits, sensitive, max_drop)
     beside = sidecar.place(order.file)
     made = order.signature.answers(order.source, order.traced_on)
     say("folding")
@@ -188,24 +191,27 @@ def _wish(
     calibrate: Batches | None,
     images: Batches | None,
     per_channel: bool,
+    weight_bits: int,
     sensitive: int,
     max_drop: float | None,
 ) -> Wish | None:
     """What is wanted of int8; None where something else is."""
     if order.dtype != "int8":
-        if calibrate is not None or sensitive or max_drop is not None:
+        if calibrate is not None or sensitive or max_drop is not None or weight_bits != formats.SAFE_BITS:
             raise OptionError(f"{order.dtype} is not calibrated", remedy="Choose int8, or leave its options out")
         return None
     if calibrate is None or images is None:
         what = "images to calibrate on" if calibrate is None else "other images to measure on"
         raise OptionError(f"int8 needs {what}", remedy="Give --calibrate DATA")
+    if weight_bits not in formats.LEVELS:
+        raise OptionError(f"weights of {weight_bits} bits", f"there are {' and '.join(map(str, formats.LEVELS))}")
     form = order.signature.form
     if form.kwargs or form.listed:
         raise OptionError("int8 is for networks that take images as one tensor, by position", "this one does not")
     batches = [order.raw(x) for x, _ in _pairs(calibrate)]
     if not batches:
         raise OptionError("no images to calibrate on")
-    return Wish(torch.cat(batches), per_channel, sensitive, max_drop)
+    return Wish(torch.cat(batches), per_channel, weight_bits, sensitive, max_drop)
 
 
 def preprocessing(model: nn.Module, size: Sequence[int] | None) -> sidecar.Body:

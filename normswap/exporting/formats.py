@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
 Given: TypeAlias = "Tensor | tuple[Tensor, ...]"  # what goes into a network: one tensor, or several
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
+LEVELS = {7: 64, 8: 127}  # of int8 weights on either side of 0, by their bits, as the runtimes' tools have them
+SAFE_BITS = 7  # x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
 
@@ -53,7 +55,6 @@ class Quantizer(Protocol):
 
     NEEDS: tuple[str, ...]  # packages
     RANGES: tuple[str, ...]  # the first is the usual one
-    LEVELS: int  # of the weights on either side of 0
     CORRECTS: bool  # biases, by itself
     LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.inspection.LINEAR`
 
@@ -66,11 +67,14 @@ class Quantizer(Protocol):
         *,
         ranges: str,
         per_channel: bool,
+        bits: int,
         keep: Sequence[str],
         dynamic: bool,
         metadata: Mapping[str, str],
     ) -> None:
-        """Write `network` in int8, with ranges from `images`; the layers at the paths of `keep` stay in fp32."""
+        """Write `network` in int8, with ranges from `images` and weights of 7 or 8 bits; the layers at the paths of
+        `keep` stay in fp32.
+        """
 
 
 class _Row(NamedTuple):

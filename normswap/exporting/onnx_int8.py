@@ -1,7 +1,7 @@
 """int8 in ONNX: onnxruntime.quantization's QDQ, on an ONNX file in fp32.
 
 Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime multiplies such pairs by an instruction that
-saturates at 16 bits; weights of 7 bits cannot reach that, and are the same on every CPU.
+saturates at 16 bits; weights of 7 bits cannot reach that, and are the same on every CPU; those of 8 bits are finer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import onnx_file
 from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import SAFE_BITS
 from normswap.exporting.signature import INPUT
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
 NEEDS = ("onnxruntime", "onnx")
 RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
-LEVELS = 64
 CORRECTS = False
 LAYERS = LINEAR
 _MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once
@@ -42,6 +42,7 @@ def write_int8(
     *,
     ranges: str,
     per_channel: bool,
+    bits: int,
     keep: Sequence[str],
     dynamic: bool,
     metadata: Mapping[str, str],
@@ -50,7 +51,7 @@ def write_int8(
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         plain = Path(folder) / "plain.onnx"
         onnx_file.write(network, x, plain, dynamic=dynamic, metadata=metadata)
-        quantize(plain, file, images, ranges=ranges, per_channel=per_channel, keep=keep)
+        quantize(plain, file, images, ranges=ranges, per_channel=per_channel, bits=bits, keep=keep)
 
 
 def quantize(
@@ -60,7 +61,7 @@ def quantize(
     *,
     ranges: str = RANGES[0],
     per_channel: bool = True,
-    reduced: bool = True,
+    bits: int = SAFE_BITS,
     keep: Sequence[str] = (),
 ) -> None:
     """Write `plain`, an ONNX file in fp32, to `file` in int8.
@@ -69,7 +70,7 @@ def quantize(
         images: batches (N, C, H, W) as the file takes them.
         ranges: one of RANGES.
         per_channel: a step for each output channel of the weights, else one for all.
-        reduced: weights of 7 bits.
+        bits: of the weights.
         keep: paths of layers that stay in fp32.
     """
     import onnx
@@ -87,7 +88,7 @@ def quantize(
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
                 model, file, _Reader(images), quant_format=QuantFormat.QDQ, per_channel=per_channel,
-                reduce_range=reduced, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+                reduce_range=bits < 8, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
                 calibrate_method=methods[ranges], nodes_to_exclude=spared, extra_options={"CalibPercentile": 99.99},
             )  # fmt: skip
     except Exception as error:  # whatever the tool and the runtime raise

@@ -1,7 +1,7 @@
 """int8 in OpenVINO: NNCF, on the model in fp32.
 
-NNCF corrects biases by itself. Weights have 7 bits where a CPU without VNNI would saturate (`OverflowFix`), so that the
-file computes the same on every CPU.
+NNCF corrects biases by itself. Weights of 7 bits have those where a CPU without VNNI would saturate (`OverflowFix`;
+depthwise ones would not), so that the file computes the same on every CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import openvino_file
 from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import SAFE_BITS
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
 NEEDS = ("nncf", "openvino")
 RANGES = ("NNCF's own", "minmax", "histogram")
-LEVELS = 64
 CORRECTS = True
 LAYERS = LINEAR
 
@@ -36,13 +36,19 @@ def write_int8(
     *,
     ranges: str,
     per_channel: bool,
+    bits: int,
     keep: Sequence[str],
     dynamic: bool,
     metadata: Mapping[str, str],
 ) -> None:
     """See `formats.Quantizer.write_int8`."""
     model = quantize(
-        openvino_file.graph(network, x, dynamic=dynamic), images, ranges=ranges, per_channel=per_channel, keep=keep
+        openvino_file.graph(network, x, dynamic=dynamic),
+        images,
+        ranges=ranges,
+        per_channel=per_channel,
+        bits=bits,
+        keep=keep,
     )
     openvino_file.save(model, file, metadata)
 
@@ -53,6 +59,7 @@ def quantize(
     *,
     ranges: str = RANGES[0],
     per_channel: bool = True,
+    bits: int = SAFE_BITS,
     keep: Sequence[str] = (),
 ) -> Any:
     """An OpenVINO model in int8.
@@ -61,6 +68,7 @@ def quantize(
         images: batches (N, C, H, W) as the model takes them.
         ranges: one of RANGES.
         per_channel: a step for each output channel of the weights, else one for all.
+        bits: of the weights.
         keep: paths of layers that stay in fp32.
 
     Raises:
@@ -73,7 +81,7 @@ def quantize(
 
         estimators = {"minmax": Sets.MINMAX, "histogram": Sets.HISTOGRAM}
         advanced = nncf.AdvancedQuantizationParameters(
-            overflow_fix=OverflowFix.ENABLE,
+            overflow_fix=OverflowFix.ENABLE if bits < 8 else OverflowFix.DISABLE,
             weights_quantization_params=QuantizationParameters(per_channel=per_channel),
             **({"activations_range_estimator_params": estimators[ranges]} if ranges in estimators else {}),
         )

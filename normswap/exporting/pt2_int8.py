@@ -17,12 +17,11 @@ from torch.export import ExportedProgram
 from normswap.errors import RefusedError
 from normswap.exporting import pt2
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import reason
+from normswap.exporting.formats import LEVELS, SAFE_BITS, reason
 from normswap.models.weight_files import quiet
 
 NEEDS = ("torchao",)
 RANGES = ("minmax", "histogram")
-LEVELS = 64
 CORRECTS = False
 _KINDS = {torch.ops.aten.conv2d.default: nn.Conv2d, torch.ops.aten.linear.default: nn.Linear}
 LAYERS = tuple(_KINDS.values())
@@ -36,13 +35,14 @@ def write_int8(
     *,
     ranges: str,
     per_channel: bool,
+    bits: int,
     keep: Sequence[str],
     dynamic: bool,
     metadata: Mapping[str, str],
 ) -> None:
     """See `formats.Quantizer.write_int8`."""
     plain = pt2.traced(network, x, dynamic=dynamic)
-    rounded = quantize(plain, images, ranges=ranges, per_channel=per_channel, keep=keep)
+    rounded = quantize(plain, images, ranges=ranges, per_channel=per_channel, bits=bits, keep=keep)
     pt2.save(pt2.traced(rounded, x, dynamic=dynamic), file, metadata)
 
 
@@ -52,6 +52,7 @@ def quantize(
     *,
     ranges: str = RANGES[0],
     per_channel: bool = True,
+    bits: int = SAFE_BITS,
     keep: Sequence[str] = (),
 ) -> fx.GraphModule:
     """A program in fp32 as a module in int8, to be traced again.
@@ -60,6 +61,7 @@ def quantize(
         images: batches (N, C, H, W) as the program takes them.
         ranges: one of RANGES.
         per_channel: a step for each output channel of the weights, else one for all.
+        bits: of the weights.
         keep: paths of layers that stay in fp32.
 
     Raises:
@@ -70,7 +72,7 @@ def quantize(
             from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
             from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
-            quantizer = X86InductorQuantizer().set_global(_config(ranges, per_channel))
+            quantizer = X86InductorQuantizer().set_global(_config(ranges, per_channel, LEVELS[bits]))
             for path in keep:
                 quantizer.set_module_name_qconfig(f"network.{path}", None)
             module = program.module()
@@ -86,8 +88,8 @@ def quantize(
     return done
 
 
-def _config(ranges: str, per_channel: bool) -> Any:
-    """As X86InductorQuantizer's own, but for the weights' 7 bits and steps as small as the numbers: its least step,
+def _config(ranges: str, per_channel: bool, levels: int) -> Any:
+    """As X86InductorQuantizer's own, but for the weights' levels and steps as small as the numbers: its least step,
     2^-12, would leave nothing of a channel that a gauge has made small."""
     from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
@@ -102,7 +104,7 @@ def _config(ranges: str, per_channel: bool) -> Any:
     )  # fmt: skip
     fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
     weights = QuantizationSpec(
-        torch.int8, fine, quant_min=-LEVELS, quant_max=LEVELS, qscheme=scheme, ch_axis=axis
+        torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=scheme, ch_axis=axis
     )  # fmt: skip
     return QuantizationConfig(activations, activations, weights, None)
 

@@ -21,7 +21,7 @@ from normswap.exporting import bias_correction, formats, sensitivity
 from normswap.exporting.checks import Figures
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import Format, Runs
+from normswap.exporting.formats import LEVELS, SAFE_BITS, Format, Runs
 from normswap.graph.inspection import LINEAR
 
 _JUDGED = 256  # calibration images that a trial is judged on
@@ -49,14 +49,21 @@ class Wish:
     Args:
         images: (N, C, H, W), to calibrate on, as the file takes them.
         per_channel: weights with a step per output channel, else one per tensor.
+        weight_bits: one of LEVELS.
         sensitive: so many layers stay in fp32, those that cost most.
         max_drop: points of top-1 (without labels: of agreement) that the file may lose; None: any.
     """
 
     images: Tensor
     per_channel: bool = True
+    weight_bits: int = SAFE_BITS
     sensitive: int = 0
     max_drop: float | None = None
+
+    @property
+    def levels(self) -> int:
+        """Of the weights on either side of 0, as the runtimes' tools have them."""
+        return LEVELS[self.weight_bits]
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def write(
     if wish.sensitive:
         say("rounding each layer alone")
         ranked = sensitivity.costs(
-            equalizer.network, batches[0][:_RANKED], levels=tool.LEVELS, per_channel=wish.per_channel
+            equalizer.network, batches[0][:_RANKED], levels=wish.levels, per_channel=wish.per_channel
         )
         able = [(path, cost) for path, cost in ranked.items() if path not in spared]
         kept = dict(able[: wish.sensitive])
@@ -123,13 +130,13 @@ def write(
                 twin = equalizer.equalized(trial.gauge)
                 if trial.corrected:
                     bias_correction.correct(
-                        twin, batches, levels=tool.LEVELS, per_channel=wish.per_channel, keep=[*kept, *spared]
+                        twin, batches, levels=wish.levels, per_channel=wish.per_channel, keep=[*kept, *spared]
                     )
                 made.clear()  # one at a time in memory
                 made[key] = shipped.around(twin)
             tool.write_int8(
                 made[key], x, aside, fed, ranges=trial.ranges, per_channel=wish.per_channel,
-                keep=[*kept], dynamic=dynamic, metadata=metadata,
+                bits=wish.weight_bits, keep=[*kept], dynamic=dynamic, metadata=metadata,
             )  # fmt: skip
             error = _error(shipped, form.open(aside), fed)
             tried[f"{trial.gauge.name}, {trial.ranges}{', corrected' if trial.corrected else ''}"] = error
@@ -144,9 +151,15 @@ def write(
             attempt(best[1]._replace(ranges=ranges))
         _move(chosen, file, form.PARTS)
     trial = best[1]
-    bits = round(math.log2(2 * tool.LEVELS))
     return Quantized(
-        len(wish.images), trial.gauge.name, trial.ranges, trial.corrected, wish.per_channel, bits, kept, tried
+        len(wish.images),
+        trial.gauge.name,
+        trial.ranges,
+        trial.corrected,
+        wish.per_channel,
+        wish.weight_bits,
+        kept,
+        tried,
     )
 
 

@@ -67,9 +67,10 @@ FOLDERS = {
 }
 NAMES = (*ZOO, *FOLDERS)
 CALIBRATED = 512
+OURS = {"ours": 7, "ours, 8 bits": 8}
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
-HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", "of which the gauge",
-        "same answer", "ours took")  # fmt: skip
+HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", "ours, 8 bits",
+        "of which the gauge", "same answer", "ours took")  # fmt: skip
 
 
 VNNI = {
@@ -113,10 +114,10 @@ def _share(right: Tensor) -> float:
     return 100 * float(right.double().mean())
 
 
-def ours(case: Case, file: Path, runtime: str, per_channel: bool) -> Row:
+def ours(case: Case, file: Path, per_channel: bool, bits: int) -> Row:
     done = normswap.export(
         case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1], per_channel=per_channel,
-        dynamic_batch=True, force=True,
+        weight_bits=bits, dynamic_batch=True, force=True,
     )  # fmt: skip
     assert done.quantized is not None
     return {"gauge": done.quantized.gauge, "trials": done.quantized.trials}
@@ -190,8 +191,8 @@ def made(name: str, runtime: str, per_channel: bool, which: str) -> Row:
     how: Row = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         file = Path(folder) / f"net{RUNTIMES[runtime]}"
-        if which == "ours":
-            how = ours(case, file, runtime, per_channel)
+        if which in OURS:
+            how = ours(case, file, per_channel, OURS[which])
         else:
             TOOLS[runtime](case, file, per_channel, which == "safe")
         seconds = time.perf_counter() - start
@@ -201,7 +202,7 @@ def made(name: str, runtime: str, per_channel: bool, which: str) -> Row:
 def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> str | None:
     """A line of the table; None where something of it is not measured, and only what is `known` is wanted."""
     step = "channel" if per_channel else "tensor"
-    keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", "ours")}
+    keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", *OURS)}
     if known and not all(key in kept.rows for key in ((name,), *keys.values())):
         return None
     source = kept.get((name,), lambda: {"top1": _share(opened(name).answers == opened(name).labels)})
@@ -210,7 +211,8 @@ def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> 
     mine = found["ours"]
     return _line(
         f"`{name}`", runtime, step, f"{source['top1']:.2f}", f"{found['defaults']['top1']:.2f}",
-        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", mine["gauge"], f"{mine['same']:.2f} %",
+        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", f"{found['ours, 8 bits']['top1']:.2f}",
+        mine["gauge"], f"{mine['same']:.2f} %",
         f"{mine['seconds']:.0f} s",
     )  # fmt: skip
 
