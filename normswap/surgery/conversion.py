@@ -45,10 +45,14 @@ def drafts(
     Raises:
         OptionError, RefusedError: as `draft`.
     """
-    for scheme, given in route.legs(inspection.inspect(model), to, options, purpose, measured=measured):
-        step, sketch = _draft(inspection.inspect(model), scheme, given)
-        yield step, sketch
-        model = provenance.attach(applying.apply_step(model, step), carrying_out.record(model, step))
+    seen = inspection.inspect(model)
+    before: Step | None = None
+    for scheme, given in route.legs(seen, to, options, purpose, measured=measured):
+        if before:
+            model = provenance.attach(applying.apply_step(model, before), carrying_out.record(model, before))
+            seen = inspection.inspect(model)
+        before, sketch = _draft(seen, scheme, given)
+        yield before, sketch
 
 
 def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:

@@ -1,5 +1,6 @@
 """int8 of ours against the tools' own int8 of a plain export: top-1 on the 10,000 CIFAR-10 test images.
 
+    python tests/benchmarks/depthwise.py                # for mobilenetv2_035: trains it into runs/depthwise
     python tests/benchmarks/int8.py [NAME ...]          # measures what is missing, then writes int8.md
     python tests/benchmarks/int8.py --fresh             # measures all anew; --known: nothing, writes the table only
 
@@ -61,11 +62,12 @@ SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "int8.jsonl"
 ZOO = ("depthwise", "efficient")
 FOLDERS = {
+    "mobilenetv2_035": ROOT / "runs" / "depthwise",
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": Path(normswap.__file__).parent / "reporting/demo_data",
 }
-NAMES = (*ZOO, *FOLDERS)
+NAMES = (*ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir()))
 CALIBRATED = 512
 OURS = {"ours": 7, "ours, 8 bits": 8}
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}

@@ -29,6 +29,7 @@ import onnxruntime
 import openvino as ov
 import runtimes
 import torch
+from kept import Kept
 
 import normswap
 from normswap.benchmarking import timing
@@ -39,8 +40,9 @@ from normswap.benchmarking.timing import Row
 from normswap.exporting import checks, exporter, sidecar
 from normswap.models import zoo
 
+KEPT = Path(__file__).resolve().parents[2] / "runs" / "int8_speed.jsonl"
 NETWORKS = ("resnet50", "resnetv2_50", "nf_resnet50", "mobilenetv2_100")
-IMAGES, SIDE = 16, 224  # speed does not ask what the ranges are
+IMAGES = 16  # to calibrate on: speed does not ask what the ranges are
 RUNTIMES = {"onnxruntime": "onnx", "openvino": "openvino"}
 HEAD = ("network", "runtime", "batch", "timm eager, ms", "compiled, ms", "fp32, ms", "tool's int8, ms", "ours int8, ms",
         "ours / fp32", "quartiles", "ours / tool's", "ours / eager")  # fmt: skip
@@ -49,11 +51,11 @@ HEAD = ("network", "runtime", "batch", "timm eager, ms", "compiled, ms", "fp32, 
 def group(name: str, folder: Path, settings: Settings, batches: Sequence[int]) -> Group:
     """timm's network, the folded one, and the files in int8."""
     folder.mkdir()
-    model = runtimes.alive(name, SIDE)
+    model = runtimes.alive(name, 224)
     found = of_model(name, model, Making(folder / "made", settings, batches, exporter.export, sidecar.read))
     config = zoo.data_config(model)
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
-    *given, measured = checks.pictures((3, SIDE, SIDE), mean, std, count=IMAGES + 16).split(16)
+    *given, measured = checks.pictures(found.size, mean, std, count=IMAGES + 16).split(16)
     case = SimpleNamespace(model=model, images=given)
     for runtime, form in RUNTIMES.items():
         ours, tools = (folder / f"{who}-int8{int8.RUNTIMES[form]}" for who in ("ours", "tool"))
@@ -88,28 +90,36 @@ def main() -> None:
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each contender, all rounds together")
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept in runs/int8_speed.jsonl")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     settings = Settings("cpu", "fp32", False, len(os.sched_getaffinity(0)))
-    rows: list[Row] = []
+    kept = Kept(KEPT, fresh=args.fresh)
     with tempfile.TemporaryDirectory() as name:
         for network in args.names:
+            if (network,) in kept.rows:
+                continue
             groups = [group(network, Path(name) / network, settings, args.batch)]
-            rows += timing.run(
+            rows = timing.run(
                 groups, settings, Path(name), batches=args.batch, wanted=("eager", "compile", *RUNTIMES),
                 timing=timing.Timing(args.rounds, args.seconds), say=lambda what: print(what, file=sys.stderr),
             )  # fmt: skip
+            failed = [f"- {network}, {r.form} in {r.runtime}: {r.status}: {r.reason}"
+                      for r in rows if r.status not in ("ok", "skipped")]  # fmt: skip
+            kept.add((network,), lines=[*lines(rows)], failed=failed)
     vnni = "VNNI" if int8.vnni() else "no VNNI"
     versions = f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}"
-    failed = [r for r in rows if r.status not in ("ok", "skipped")]
+    commits = ", ".join(sorted({row["commit"] for row in kept.rows.values()}))
     text = [
         "# int8: how fast", "",
         *circumstances.lines(f"python tests/benchmarks/int8_speed.py {' '.join(sys.argv[1:])}", "cpu"),
-        f"{settings.threads} threads, {vnni}; {versions}. {SIDE} x {SIDE} pixels, {IMAGES} images to calibrate on.", "",
-        _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines(rows), "",
-        *(f"- {r.network}, {r.form} in {r.runtime}: {r.status}: {r.reason}" for r in failed),
+        f"{settings.threads} threads, {vnni}; {versions}; measured at commit {commits}. Each network at its own size, "
+        f"{IMAGES} images to calibrate on.", "",
+        _line(*HEAD), f"{'|---' * len(HEAD)}|",
+        *(line for network in args.names for line in kept.rows[(network,)]["lines"]), "",
+        *(line for network in args.names for line in kept.rows[(network,)]["failed"]),
     ]  # fmt: skip
     args.output.write_text("\n".join(text).rstrip() + "\n")
 
