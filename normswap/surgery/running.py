@@ -104,7 +104,8 @@ def by_parts(
 
     def make(module: nn.Module, _args: Any) -> None:
         assert newcomers is not None
-        made = dict(_tensors(newcomers[module]()))
+        with torch._C.DisableTorchFunction():  # as it is made elsewhere: what is cast there is cast
+            made = dict(_tensors(newcomers[module]()))
         ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
 
     def lend(module: nn.Module, _args: Any) -> None:
