@@ -222,7 +222,10 @@ def test_readme_says_what_the_table_says(sentence: str) -> None:
     assert sentence.format(*CLAIMS[sentence]()) in README
 
 
-@pytest.mark.parametrize("name", ["kinds.md", "convert.md", "int8.md", "int8_speed.md", "planted.md", "robot_policy.md"])
+TABLES = ("kinds.md", "convert.md", "int8.md", "int8_speed.md", "planted.md", "robot_policy.md")
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_tables_say_what_they_were_made_with(name: str) -> None:
     head = text(name)
     assert re.search(r"^Command: `python tests/\S+\.py", head, re.M)
