@@ -151,7 +151,8 @@ def quietest(quadratic: Tensor, linear: Tensor, flip: Tensor | None = None, bala
             if not gains[at] < least:
                 break
             signs[at] = -signs[at]
-            slope += 2 * signs[at] * (turn * (turn[at] * squared[at]) + balance)
+            row = squared[at] if flip is None else turn * (turn[at] * squared[at])
+            slope += 2 * signs[at] * (row + balance)
         value = signs @ slope + along @ signs
         if value < lowest:
             best, lowest = signs, value
