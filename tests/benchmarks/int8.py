@@ -69,9 +69,10 @@ FOLDERS = {
 }
 NAMES = (*ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir()))
 CALIBRATED = 512
-OURS = {"ours": 7, "ours, 8 bits": 8}
+FINE = "ours, 8 bits"
+OURS = {"ours": 7, FINE: 8}
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
-HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", "ours, 8 bits",
+HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", FINE,
         "of which the gauge", "same answer", "ours took")  # fmt: skip
 
 
@@ -205,15 +206,17 @@ def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> 
     """A line of the table; None where something of it is not measured, and only what is `known` is wanted."""
     step = "channel" if per_channel else "tensor"
     keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", *OURS)}
+    if known and keys[FINE] not in kept.rows:
+        del keys[FINE]
     if known and not all(key in kept.rows for key in ((name,), *keys.values())):
         return None
     source = kept.get((name,), lambda: {"top1": _share(opened(name).answers == opened(name).labels)})
     found = {which: kept.get(key, functools.partial(made, name, runtime, per_channel, which))
              for which, key in keys.items()}  # fmt: skip
-    mine = found["ours"]
+    mine, fine = found["ours"], found.get(FINE)
     return _line(
         f"`{name}`", runtime, step, f"{source['top1']:.2f}", f"{found['defaults']['top1']:.2f}",
-        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", f"{found['ours, 8 bits']['top1']:.2f}",
+        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", f"{fine['top1']:.2f}" if fine else "",
         mine["gauge"], f"{mine['same']:.2f} %",
         f"{mine['seconds']:.0f} s",
     )  # fmt: skip
