@@ -55,7 +55,9 @@ def group(name: str, folder: Path, settings: Settings, batches: Sequence[int]) -
     found = of_model(name, model, Making(folder / "made", settings, batches, exporter.export, sidecar.read))
     config = zoo.data_config(model)
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
-    *given, measured = checks.pictures(found.size, mean, std, count=IMAGES + 16).split(16)
+    # ranges that hold for noise, too, on which every contender is checked
+    images = torch.cat([checks.pictures(found.size, mean, std, count=IMAGES), torch.randn(IMAGES, *found.size)])
+    *given, measured = images[torch.randperm(len(images))].split(16)
     case = SimpleNamespace(model=model, images=given)
     for runtime, form in RUNTIMES.items():
         ours, tools = (folder / f"{who}-int8{int8.RUNTIMES[form]}" for who in ("ours", "tool"))
