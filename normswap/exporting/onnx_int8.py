@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from normswap.errors import RefusedError, first_line
-from normswap.exporting import onnx_file
+from normswap.exporting import onnx_arranging, onnx_file
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import SAFE_BITS
 from normswap.exporting.signature import INPUT
@@ -78,6 +78,7 @@ def quantize(
 
     methods = {"minmax": CalibrationMethod.MinMax, "percentile": CalibrationMethod.Percentile}
     model = onnx.load(plain)
+    onnx_arranging.arrange(model)
     names = {f"network.{path}.weight" for path in keep}
     spared = [node.name for node in model.graph.node if names.intersection(node.input)]
     images = images if ranges == "minmax" else _few(images, model.graph)
