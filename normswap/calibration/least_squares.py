@@ -18,7 +18,7 @@ from torch import Tensor
 
 Covariances = tuple[Tensor, Tensor, Tensor]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-_BLOCK = 1024  # rows
+_BLOCK = 4096  # rows
 _WIDE = 128  # numbers in a patch, from which on half the products are worth sparing
 _ASKED = 128  # targets that the ridge is chosen by
 _COSTLY = 1024  # numbers in a patch, from which on few ridges are tried
@@ -33,7 +33,8 @@ class Moments:
         x, y: sums, (G, f) and (G, o).
         xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
         x0, y0: the point; the first batch's means.
-        waiting: rows that are not in xx yet, about the point.
+        waiting: rows (G, n, f) and (G, n, o) about the point that are not in xx and xy yet.
+        aiming: whether the inputs of all that comes are in x and xx already.
     """
 
     count: int
@@ -44,7 +45,8 @@ class Moments:
     yy: Tensor
     x0: Tensor
     y0: Tensor
-    waiting: list[Tensor] = field(default_factory=list)
+    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    aiming: bool = False
 
     @classmethod
     def like(cls, x: Tensor, y: Tensor) -> Moments:
@@ -57,35 +59,31 @@ class Moments:
         return cls(0, xs, ys, xx, xy, yy, x.mean(1), y.mean(1))
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in a batch of rows."""
-        self.count += x.shape[1]
+        """Take in a batch of rows (G, n, f) and their targets (G, n, o)."""
         x = _about(x, self.x0)
-        self.x += x.sum(1, dtype=torch.float64)
-        self.waiting.append(x)
-        if sum(rows.shape[1] for rows in self.waiting) >= _BLOCK:
+        if not self.aiming:
+            self.count += x.shape[1]
+            self.x += x.sum(1, dtype=torch.float64)
+        y = _about(y, self.y0).to(x.dtype)
+        self.y += y.sum(1, dtype=torch.float64)
+        self.yy += y.square().sum(1, dtype=torch.float64)
+        self.waiting.append((x, y))
+        if sum(rows.shape[1] for rows, _ in self.waiting) >= _BLOCK:
             self._flush()
-        self._aim(x, y)
-
-    def aim(self, x: Tensor, y: Tensor) -> None:
-        """Take in targets of rows whose inputs were taken in before."""
-        self._aim(_about(x, self.x0), y)
 
     def aimless(self) -> Moments:
-        """The same inputs, and no targets yet."""
+        """The same inputs, which will be given again, and no targets yet."""
         self._flush()
         y, xy, yy = (torch.zeros_like(sums) for sums in (self.y, self.xy, self.yy))
-        return replace(self, y=y, xy=xy, yy=yy, waiting=[])
+        return replace(self, y=y, xy=xy, yy=yy, waiting=[], aiming=True)
 
     def _flush(self) -> None:
         if self.waiting:
-            self.xx += _squared(torch.cat(self.waiting, 1))
+            x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True))
+            if not self.aiming:
+                self.xx += _squared(x)
+            self.xy += y.transpose(1, 2) @ x
             self.waiting.clear()
-
-    def _aim(self, x: Tensor, y: Tensor) -> None:
-        y = _about(y, self.y0).to(x.dtype)
-        self.y += y.sum(1, dtype=torch.float64)
-        self.xy += y.transpose(1, 2) @ x
-        self.yy += y.square().sum(1, dtype=torch.float64)
 
     def __add__(self, other: Moments) -> Moments:
         names = ("count", "x", "y", "xx", "xy", "yy")
@@ -106,6 +104,7 @@ class Moments:
 
     def cross(self) -> Tensor:
         """B of y with x, (G, o, f)."""
+        self._flush()
         return self.xy / self.count - (self.y / self.count)[:, :, None] * (self.x / self.count)[:, None, :]
 
 
@@ -140,7 +139,7 @@ class Folds:
         other = Folds([half.aimless() for half in self.halves])
         for x, y in batches:
             for half, own, target in other._dealt(x, y):
-                half.aim(own, target)
+                half.add(own, target)
         return other
 
     def _dealt(self, x: Tensor, y: Tensor) -> Iterator[tuple[Moments, Tensor, Tensor]]:

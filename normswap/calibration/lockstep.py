@@ -7,64 +7,21 @@ next stop goes on from there: little is computed or written twice, and memory do
 from __future__ import annotations
 
 import itertools
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from normswap.calibration.checked_batches import checked, misfit
+from normswap.calibration.shelf import Shelf, Slip, Store, Values
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
 from normswap.models.calling import Example
 
-Values: TypeAlias = MutableMapping[str, Any]
-MIRRORED = 1000  # so many images are shown in a mirror, too; more are enough by themselves
+MIRRORED = 500  # so many images are shown in a mirror, too; to more it adds nothing
 SIZE = ""  # the name, among values, of the record that the images follow
-
-
-class Shelf(Values):
-    """Values by name; those that lie in files are read when they are asked for.
-
-    Args:
-        files: where each lies, in a dict; those that share memory lie together.
-        held: those in memory.
-    """
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self.files, self.held = dict(files), dict[str, Any]()
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.held:
-            found = torch.load(self.files[name], weights_only=False)
-            self.held |= {one: found[one] for one in found if self.files.get(one) == self.files[name]}
-        return self.held[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.held[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        self.files.pop(name, None)
-        self.held.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.files, **self.held})
-
-    def __len__(self) -> int:
-        return len({**self.files, **self.held})
-
-    def unwritten(self) -> Iterator[dict[str, Any]]:
-        """Those that are to be written, in one file each time."""
-        shared: dict[object, dict[str, Any]] = {}
-        for name, value in self.held.items():
-            memory = value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else name
-            shared.setdefault(memory, {})[name] = value
-        for together in shared.values():
-            if len({self.files.get(name) for name in together}) > 1 or not together.keys() <= self.files.keys():
-                yield together
 
 
 class Walker:
@@ -157,10 +114,11 @@ class March:
     def __init__(
         self, walkers: list[Walker], batches: Iterable[Example], *, mirror: bool = False, needed: int = 2
     ) -> None:
-        self.walkers, self.folder = walkers, tempfile.TemporaryDirectory(prefix="normswap-")
-        self.batches: list[list[dict[str, Path]]] = []  # where the values of each walker lie, batch by batch
-        self.written = 0
+        self.walkers, self.store = walkers, Store()
+        self.batches: list[list[dict[str, Slip]]] = []  # where the values of each walker lie, batch by batch
+        self.spooled: dict[int, Slip] = {}
         self.images = 0
+        self.shown = 0  # with the mirror images
         self.reached = [0] * len(walkers)
         try:
             self._store(batches, mirror)
@@ -179,21 +137,23 @@ class March:
             self.images += example.count
             forms.append(example.hollow)
             self._begin(example)
+        self.shown = self.images
         if mirror and self.images <= MIRRORED:
+            self.shown *= 2
             straight, self.batches = self.batches, []
-            for files, form in zip(straight, forms, strict=True):
-                self.batches.append(files)
-                self._mirror(files, form)
+            for slips, form in zip(straight, forms, strict=True):
+                self.batches.append(slips)
+                self._mirror(slips, form)
 
-    def _mirror(self, files: list[dict[str, Path]], form: Example) -> None:
-        images = (value.flip(-1) for value in Shelf(files[0]).values() if isinstance(value, Tensor))
+    def _mirror(self, slips: list[dict[str, Slip]], form: Example) -> None:
+        images = (value.flip(-1) for value in Shelf(self.store, slips[0]).values() if isinstance(value, Tensor))
         self._begin(form.map(lambda _: next(images)))
 
     def _begin(self, example: Example) -> None:
-        shelves = [Shelf({}) for _ in self.walkers]
+        shelves = [Shelf(self.store, {}) for _ in self.walkers]
         for walker, shelf in zip(self.walkers, shelves, strict=True):
             shelf.update(walker.start(example))
-        self.batches.append([self._kept({}, shelf) for shelf in shelves])
+        self.batches.append([shelf.keep({}) for shelf in shelves])
 
     @torch.no_grad()
     def _probe(self, example: Example) -> None:
@@ -204,19 +164,7 @@ class March:
                 raise misfit(error) from None
 
     def close(self) -> None:
-        self.folder.cleanup()
-
-    def _kept(self, before: Mapping[str, Path], shelf: Shelf) -> dict[str, Path]:
-        """Where the values lie now: what does not lie there yet is written, and what nobody reads any more removed."""
-        now = dict(shelf.files)
-        for together in shelf.unwritten():
-            self.written += 1
-            file = Path(self.folder.name) / f"{self.written}.pt"
-            torch.save(together, file)
-            now.update(dict.fromkeys(together, file))
-        for file in {*before.values()} - {*now.values()}:
-            file.unlink()
-        return now
+        self.store.close()
 
     @torch.no_grad()
     def stop(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
@@ -225,18 +173,18 @@ class March:
         """
         ends = [walker.index[node] for walker, node in zip(self.walkers, nodes, strict=True)]
         keep = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
-        for i, files in enumerate(self.batches):
-            shelves = [Shelf(own) for own in files]
+        for i, slips in enumerate(self.batches):
+            shelves = [Shelf(self.store, own) for own in slips]
             try:
                 for walker, shelf, begin, end in zip(self.walkers, shelves, self.reached, ends, strict=True):
                     walker.run(shelf, begin, end)
             except Exception as error:  # a way that only other images take
                 raise misfit(error, "these images take another way through the network than the first") from None
-            for own, shelf in zip(files, shelves, strict=True):
+            for own, shelf in zip(slips, shelves, strict=True):
                 self._demand_finite(shelf.held[name] for name in shelf.held.keys() - own.keys())
             yield [*shelves]
             if keep:
-                self.batches[i] = [self._kept(own, shelf) for own, shelf in zip(files, shelves, strict=True)]
+                self.batches[i] = [shelf.keep(own) for own, shelf in zip(slips, shelves, strict=True)]
         if keep:
             self.reached = ends
 
@@ -252,12 +200,11 @@ class March:
 
     def spool(self, index: int, rows: tuple[Tensor, ...]) -> None:
         """Put what was drawn from a stop's batch beside the batches, in the place of the last stop's."""
-        torch.save(rows, self._spooled(index))
+        if index in self.spooled:
+            self.store.free(self.spooled.pop(index))
+        self.spooled[index] = self.store.put(rows)
 
     def unspool(self) -> Iterator[tuple[Tensor, ...]]:
         """What was put there, batch by batch."""
         for index in range(len(self.batches)):
-            yield torch.load(self._spooled(index), weights_only=False)
-
-    def _spooled(self, index: int) -> Path:
-        return Path(self.folder.name) / f"spooled-{index}.pt"
+            yield tuple(self.store.read(self.spooled[index]))

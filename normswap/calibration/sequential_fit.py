@@ -29,7 +29,10 @@ from normswap.layers.reparametrized import effective
 from normswap.layers.standardized import STANDARDIZED, set_effective
 from normswap.models.modes import Progress, evaluating
 
-PLACES = 64  # sampled per image and layer
+PLACES = 64  # sampled per image and layer, at most
+# Rows that all images together give, and for each number in a patch: that number over the rows is the share by which
+# the fit's squared error exceeds the least there is.
+ROWS, FAN = 2**15, 12
 
 
 @torch.no_grad()
@@ -181,16 +184,17 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
     weight = (effective(source) if isinstance(source, STANDARDIZED) else source.weight).detach()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1)
     relaxing = rounds if end.relu and end.alive() else 0
+    places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // stop.march.shown))
     folds, generator = Folds(), torch.Generator().manual_seed(seed)
     for i, held in enumerate(stop()):
         own = held[0][stop.theirs.name] = source(held[0][inputs(stop.theirs)[0].name])
         target, offset = end.target(held, own) if end.alive() else (own, own)
         draw, seen = generator.get_state(), held[1][inputs(stop.ours)[0].name]
-        x, y = patches(module, seen, target, PLACES, generator)
+        x, y = patches(module, seen, target, places, generator)
         folds.add(x, y)
         if relaxing:
             generator.set_state(draw)
-            _, d = patches(module, seen, offset, PLACES, generator)
+            _, d = patches(module, seen, offset, places, generator)
             stop.march.spool(i, (x, y, d))
     fit = regress(folds, prior, zero_sum=zero_sum)
     for _ in range(relaxing):

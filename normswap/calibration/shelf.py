@@ -1,0 +1,154 @@
+"""Values in files of a temporary folder, read when they are asked for.
+
+A file that holds nothing any more is written over, for a page that the system has at hand takes a tenth of the time of
+a new one. So plain tensors are written as their bytes, without a frame that says how long they are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Values: TypeAlias = MutableMapping[str, Any]
+Form: TypeAlias = tuple[torch.dtype, torch.Size, torch.device]
+
+
+@dataclass(frozen=True, eq=False)
+class Slip:
+    """Where something lies.
+
+    Args:
+        forms: of plain tensors, one behind the other; None: what torch.save wrote.
+    """
+
+    file: Path
+    forms: tuple[Form, ...] | None = None
+
+
+class Store:
+    """A temporary folder of files that are used again."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="normswap-")
+        self.made = 0
+        self.spare: dict[Path, int] = {}  # files that hold nothing any more, and their lengths
+
+    def put(self, tensors: Sequence[Tensor]) -> Slip:
+        """Write plain tensors."""
+        rows = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        wanted = sum(tensor.nbytes for tensor in rows)
+        # the shortest that is long enough; else the longest
+        file = min(self.spare, key=lambda one: (self.spare[one] < wanted, abs(self.spare[one] - wanted)), default=None)
+        if file is None:
+            file = self._new()
+            file.touch()
+        else:
+            del self.spare[file]
+        with file.open("r+b") as opened:
+            for tensor in rows:
+                opened.write(_bytes(tensor))
+        return Slip(file, tuple((tensor.dtype, tensor.shape, tensor.device) for tensor in tensors))
+
+    def put_anything(self, value: Any) -> Slip:
+        """Write whatever torch.save takes, views of the same memory as such."""
+        file = self._new()
+        torch.save(value, file)
+        return Slip(file)
+
+    def read(self, slip: Slip) -> Any:
+        """What was put: a list of tensors, or anything."""
+        if slip.forms is None:
+            return torch.load(slip.file, weights_only=False)
+        found = []
+        with slip.file.open("rb") as opened:
+            for dtype, shape, device in slip.forms:
+                tensor = torch.empty(shape, dtype=dtype)
+                opened.readinto(_bytes(tensor))
+                found.append(tensor.to(device))
+        return found
+
+    def free(self, slip: Slip) -> None:
+        """It is not read any more."""
+        if slip.forms is None:
+            slip.file.unlink()
+        else:
+            self.spare[slip.file] = slip.file.stat().st_size
+
+    def close(self) -> None:
+        self.folder.cleanup()
+
+    def _new(self) -> Path:
+        self.made += 1
+        return Path(self.folder.name) / str(self.made)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
+
+
+class Shelf(Values):
+    """Values by name; those that lie in files are read when they are asked for.
+
+    Args:
+        slips: where each lies, in a dict or, a tensor, in a list of one; those that share memory lie together.
+        held: those in memory.
+    """
+
+    def __init__(self, store: Store, slips: Mapping[str, Slip]) -> None:
+        self.store, self.slips, self.held = store, dict(slips), dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.held:
+            slip = self.slips[name]
+            found = self.store.read(slip)
+            together = {name: found[0]} if slip.forms else found
+            self.held |= {one: together[one] for one in together if self.slips.get(one) is slip}
+        return self.held[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.held[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self.slips.pop(name, None)
+        self.held.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.slips, **self.held})
+
+    def __len__(self) -> int:
+        return len({**self.slips, **self.held})
+
+    def keep(self, before: Mapping[str, Slip]) -> dict[str, Slip]:
+        """Where the values lie now that lay in `before`: what is new is written, what nobody reads any more is gone."""
+        now = dict(self.slips)
+        gone = {*before.values()} - {*now.values()}
+        for slip in gone:
+            self.store.free(slip)
+        for together in self._unwritten():
+            slip = self._put(together)
+            now.update(dict.fromkeys(together, slip))
+        for slip in {*before.values()} - {*now.values()} - gone:
+            self.store.free(slip)
+        return now
+
+    def _unwritten(self) -> Iterator[dict[str, Any]]:
+        """Those that are to be written, together what shares memory."""
+        shared: dict[object, dict[str, Any]] = {}
+        for name, value in self.held.items():
+            memory = value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else name
+            shared.setdefault(memory, {})[name] = value
+        for together in shared.values():
+            if len({self.slips.get(name) for name in together}) > 1 or not together.keys() <= self.slips.keys():
+                yield together
+
+    def _put(self, together: dict[str, Any]) -> Slip:
+        (first, *more) = together.values()
+        if not more and type(first) is Tensor and first.layout == torch.strided and first.is_contiguous():
+            return self.store.put([first])
+        return self.store.put_anything(together)
