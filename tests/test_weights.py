@@ -141,9 +141,21 @@ def test_bad_file(tmp_path: Path, state: State, case: str) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def by_hand(state: State) -> str:
+    """The hash, tensor by tensor."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        raw = state[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+        shape = tuple(state[name].shape)
+        digest.update(f"{name}|{state[name].dtype}|{shape}|".encode() + hashlib.sha256(raw).digest())
+    return digest.hexdigest()
+
+
 def test_hash_tensors() -> None:
     base = {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3), "e": torch.ones(0)}
+    base["large"] = large = torch.arange(2.0**16)
     digest = hash_tensors(base)
+    assert digest == by_hand(base)
     assert digest == hash_tensors(dict(reversed(base.items())))
     assert digest == hash_tensors({**base, "a": torch.arange(4.0).reshape(2, 2).T.T.reshape(4)})
     changed: list[State] = [
@@ -151,6 +163,8 @@ def test_hash_tensors() -> None:
         {**base, "a": torch.arange(4.0).double()},
         {**base, "b": torch.full((2,), 1.0078125, dtype=torch.bfloat16)},
         {**base, "n": torch.tensor(4)},
+        {**base, "large": large.index_fill(0, torch.tensor(7), 0.0)},
+        {**base, "large": large.reshape(2, -1)},
         {("c" if key == "a" else key): value for key, value in base.items()},
     ]
     assert len({digest, *map(hash_tensors, changed)}) == len(changed) + 1

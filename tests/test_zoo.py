@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from safetensors.torch import save_file
 from small import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
@@ -112,6 +113,15 @@ def test_safetensors_file(folder: Path, state: State) -> None:
     assert same(model, state)
     assert origin(model).arch == Arch("resnet18", {**ARGS, "num_classes": 10})
     assert origin(model).source == str(file)
+    assert origin(model).sha256 == hash_tensors(state)
+
+
+def test_the_hash_is_of_the_network_s_tensors_not_of_the_file_s(folder: Path, state: State) -> None:
+    file = folder / "half.safetensors"
+    save_file({name: t.half() if t.is_floating_point() else t for name, t in state.items()}, file)
+    model = open_source(str(file), **SMALL)
+    assert model.state_dict()["conv1.weight"].dtype == torch.float32
+    assert origin(model).sha256 == hash_tensors(model.state_dict())
 
 
 def _densenet(num_classes: int) -> nn.Module:

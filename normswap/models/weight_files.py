@@ -31,6 +31,7 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model
 _PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
 _SHOWN = 5
+_LARGE = 2**17  # bytes
 
 State = dict[str, Tensor]
 
@@ -68,12 +69,19 @@ def some(items: Iterable[str]) -> str:
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take part."""
-    names = sorted(state)
     digest = hashlib.sha256()
     with ThreadPoolExecutor() as pool:
-        for name, own in zip(names, pool.map(lambda name: hashlib.sha256(_raw(state[name])), names), strict=True):
-            digest.update(_described(name, state[name]) + own.digest())
+        # the large ones first, and those only: what is small takes less time than another thread takes to begin
+        large = sorted((name for name in state if state[name].nbytes > _LARGE), key=lambda name: -state[name].nbytes)
+        begun = {name: pool.submit(_own_hash, state[name]) for name in large}
+        for name in sorted(state):
+            own = begun[name].result() if name in begun else _own_hash(state[name])
+            digest.update(_described(name, state[name]) + own)
     return digest.hexdigest()
+
+
+def _own_hash(tensor: Tensor) -> bytes:
+    return hashlib.sha256(_raw(tensor)).digest()
 
 
 def has_hash(state: Mapping[str, Tensor], known: str) -> bool:

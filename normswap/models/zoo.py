@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
@@ -90,10 +91,12 @@ def open_source(
     trained = file is None and weights == "pretrained"
     wanted = Wanted(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
-        return _filled(undrawn(lambda: kind.load().build(name, wanted), lambda built: built.model), file)
+        return _filled(lambda: kind.load().build(name, wanted), file)
     built = kind.load().build(name, wanted)
-    model = built.pretrained() if trained else built.model
-    return _carry(built, model, built.source, built.notes if trained else (), trained=trained)
+    if not trained:
+        return _carry(built, built.model, built.source, (), None)
+    model = built.pretrained()
+    return _carry(built, model, built.source, built.notes, hash_tensors(model.state_dict()))
 
 
 def _parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
@@ -129,18 +132,26 @@ def _demand_name(file: Path, weights: str, arch: str | None) -> str:
     return arch
 
 
-def _filled(built: Built, file: Path) -> nn.Module:
+def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """The network with the tensors of a file, strictly."""
     found = read_wrapped(file)
-    load_into(built.model, found.state, str(file), {})
-    return _carry(built, built.model, str(file.resolve()), found.notes, trained=True)
+    with ThreadPoolExecutor(1) as beside:
+        hashed = beside.submit(hash_tensors, found.state)
+        built = undrawn(build, lambda built: built.model)
+        load_into(built.model, found.state, str(file), {})
+    state = built.model.state_dict()
+    sha256 = hashed.result() if _layout(state) == _layout(found.state) else hash_tensors(state)
+    return _carry(built, built.model, str(file.resolve()), found.notes, sha256)
 
 
-def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], *, trained: bool) -> nn.Module:
+def _layout(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
+
+
+def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], sha256: str | None) -> nn.Module:
     """Let the model carry its origin, and let timm see the same preprocessing."""
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **built.seen}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)  # plain attributes, as timm sets them
-    sha256 = hash_tensors(model.state_dict()) if trained else None
     record = Provenance(built.arch, source, sha256, built.seen, notes=notes)
     return provenance.attach(model, record)
 
