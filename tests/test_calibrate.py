@@ -17,7 +17,7 @@ from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
-from normswap.calibration import least_squares, sampling, sequential_fit
+from normswap.calibration import least_squares, lockstep, sampling, sequential_fit
 from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
@@ -120,8 +120,10 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
             assert abs(v.sum(0)).max() < 1e-10
 
 
-def test_blocks_in_float32_are_as_good_as_float64() -> None:
-    """Wide patches (NumPy's product), far from zero, in batches that fill blocks unevenly."""
+@pytest.mark.parametrize("block", [500, least_squares._BLOCK])
+def test_blocks_in_float32_are_as_good_as_float64(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide patches (NumPy's product), far from zero, in batches that fill blocks unevenly or not at all."""
+    monkeypatch.setattr(least_squares, "_BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(200, 200, generator=generator)
     batches = [100 + torch.randn(40, 1, 9, 200, generator=generator) @ mixing for _ in range(8)]
@@ -138,6 +140,12 @@ def test_blocks_in_float32_are_as_good_as_float64() -> None:
     one, two = (least_squares.regress(folds, torch.zeros_like(truth)) for folds in (narrow, wide))
     assert one.ridge == two.ridge
     assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
+    again = narrow.retargeted((x, x[..., :5].square()) for x in batches).total()
+    targets = rows[..., :5].square().flatten(0, 2)
+    cross = (targets - targets.mean(0)).T @ torch.from_numpy(own) / len(own)
+    assert torch.equal(again.covariances()[0], narrow.total().covariances()[0])
+    assert (again.cross()[0] - cross).norm() <= 1e-5 * cross.norm()
+    assert torch.allclose(again.means()[1][0], targets.mean(0))
 
 
 def test_what_float32_left_below_zero_is_lifted() -> None:
@@ -307,6 +315,32 @@ def test_memory_does_not_hold_the_images() -> None:
     held = sum(t.numel() for half in folds.halves for t in vars(half).values() if isinstance(t, Tensor))
     assert folds.total().count == 5 * 8 * 4
     assert held == 2 * (2 * 9 + 2 * 3 + 81 + 27 + 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mirrored", "drawn"),
+    [
+        (10**6, 500, {64}),  # at most, of an image
+        (256, 500, {41, 32}),  # 4 images and their mirror images
+        (256, 3, {64}),
+        (0, 500, {41, 3}),  # 12 of each number in a patch: of 27, and of 2
+    ],
+)  # fmt: skip
+def test_as_many_places_are_drawn_as_all_images_need(
+    rows: int, mirrored: int, drawn: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def patches(layer: nn.Module, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> Any:
+        asked.add(count)
+        return sampling.patches(layer, x, y, count, generator)
+
+    monkeypatch.setattr(sequential_fit, "patches", patches)
+    monkeypatch.setattr(sequential_fit, "ROWS", rows)
+    monkeypatch.setattr(lockstep, "MIRRORED", mirrored)
+    model = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 1)).eval()
+    sequential_fit.refit(model, copy.deepcopy(model), [torch.randn(2, 3, 16, 16) for _ in range(2)])
+    assert asked == drawn
 
 
 def with_nan() -> list[Tensor]:

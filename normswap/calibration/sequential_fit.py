@@ -206,7 +206,9 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
 def _relaxed(x: Tensor, y: Tensor, offset: Tensor, scale: Tensor, fit: Fit) -> Tensor:
     """Targets (N, G, p, o) that ask for nothing where the ReLU hides it: z' = z if z > 0 else min(0, ours)."""
     groups, out, _ = fit.weight.shape
-    ours = x @ fit.weight.to(x).transpose(1, 2) + fit.bias.to(x)[:, None]
+    rows = x.transpose(0, 1).flatten(1, 2)  # by group: else the weights would be copied for each image
+    ours = torch.baddbmm(fit.bias.to(x)[:, None], rows, fit.weight.to(x).transpose(1, 2))
+    ours = ours.unflatten(1, (len(x), -1)).transpose(0, 1)
     s = scale.expand(groups * out).reshape(groups, 1, out).to(x)
     wanted = s * y + offset
     wanted = torch.where(wanted > 0, wanted, (s * ours + offset).clamp_max(0))
