@@ -138,7 +138,7 @@ def mobilenet() -> tuple[str, ...]:
     found: list[str] = []
     for runtime in ("onnx", "openvino"):
         (row,) = (
-            r for r in table("int8_without_vnni.md")
+            r for r in table("int8.md")
             if (r["network"], r["runtime"], r["step per"]) == ("mobilenetv2_035", runtime, "tensor")
         )  # fmt: skip
         found += [row["fp32"]] * (runtime == "onnx") + [row["tool, defaults"], row["tool, safe"], row["ours"]]
