@@ -82,6 +82,10 @@ def test_a_shelf_reads_what_is_asked_for_and_writes_what_is_new(store: Store) ->
     assert now.keys() == {"whole", "part", "size", "turned", "new"}
     assert now["whole"] is slips["whole"]  # it lies there; what is done to it in memory is not kept
     assert len(files(store)) == len({*now.values()})  # "new" lies where "plain" lay
+    half = Shelf(store, now)
+    del half["part"]
+    assert half["whole"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert "part" not in half
     last = Shelf(store, now)
     assert "plain" not in last
     assert len(last) == 5

@@ -154,6 +154,7 @@ def by_hand(state: State) -> str:
 def test_hash_tensors() -> None:
     base = {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3), "e": torch.ones(0)}
     base["large"] = large = torch.arange(2.0**16)
+    base["larger"] = torch.arange(2.0**17)
     digest = hash_tensors(base)
     assert digest == by_hand(base)
     assert digest == hash_tensors(dict(reversed(base.items())))

@@ -41,7 +41,7 @@ class Store:
 
     def put(self, tensors: Sequence[Tensor]) -> Slip:
         """Write plain tensors."""
-        rows = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        rows = [tensor.detach().cpu() for tensor in tensors]
         wanted = sum(tensor.nbytes for tensor in rows)
         # the shortest that is long enough; else the longest
         file = min(self.spare, key=lambda one: (self.spare[one] < wanted, abs(self.spare[one] - wanted)), default=None)

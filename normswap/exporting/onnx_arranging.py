@@ -62,8 +62,7 @@ class _Graph:
         if total is None or total.op_type != "Add" or self.readers[total.output[0]] < 2:
             return
         name = f"{total.output[0]}_alone"
-        one, two = total.input  # the other way round: else the runtime finds that both are the same
-        self.nodes.insert(self._at(relu), _node("Add", [two, one], name, f"{total.name}_alone"))
+        self.nodes.insert(self._at(relu), _node("Add", [*total.input], name, f"{total.name}_alone"))
         self.readers[total.output[0]] -= 1
         relu.input[0] = name
 
