@@ -192,6 +192,26 @@ def test_where_parts_say_something_else_the_whole_decides(kind: Callable[[], nn.
     assert len(made) >= 2
 
 
+class Adapted(nn.Linear):
+    """A linear layer with another one inside, which runs first."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.low = nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.low(x)
+        return super().forward(x) + low
+
+
+def test_linear_layers_inside_each_other_have_their_own_weights_in_float64() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 5), Adapted(), nn.Linear(5, 3)), torch.randn(4, 5)
+    found = running.by_parts(model, running.double(Example((x,))))
+    assert found is not None
+    assert distance(run(copy.deepcopy(model).double(), x.double()), found[""]) < 1e-14
+
+
 class Scores(nn.Module):
     """The pixels are the scores; a weight, for a network should have one."""
 
