@@ -52,10 +52,9 @@ class _Graph:
         self.makers.update({between: relu, end: pool})
         at, then = self._at(pool), self._at(relu)
         self.nodes[at], self.nodes[then] = relu, pool
-        for value in self.proto.value_info:
-            if value.name == between and start in self.shapes:
-                self.proto.value_info.remove(value)
-                break
+        self.shapes[between] = self.shapes.get(start, [])
+        for value in [one for one in self.proto.value_info if one.name == between]:  # it has another shape now
+            self.proto.value_info.remove(value)
 
     def sum_of_its_own(self, relu: Any) -> None:
         total = self.makers.get(relu.input[0])
