@@ -108,6 +108,11 @@ class Moments:
         return self.xy / self.count - (self.y / self.count)[:, :, None] * (self.x / self.count)[:, None, :]
 
 
+def by_group(rows: Tensor) -> Tensor:
+    """The rows (N, G, p, f) of N images as (G, N p, f)."""
+    return rows.transpose(0, 1).flatten(1, 2)
+
+
 def _about(rows: Tensor, point: Tensor) -> Tensor:
     """Rows (G, n, f) less the point (G, f), in float32 at least."""
     rows = rows if rows.dtype == torch.float64 else rows.float()
@@ -130,7 +135,7 @@ class Folds:
     def add(self, x: Tensor, y: Tensor) -> None:
         """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
         if not self.halves:
-            self.halves = [Moments.like(*(rows.transpose(0, 1).flatten(1, 2) for rows in (x, y))) for _ in range(2)]
+            self.halves = [Moments.like(by_group(x), by_group(y)) for _ in range(2)]
         for half, own, target in self._dealt(x, y):
             half.add(own, target)
 
@@ -145,7 +150,7 @@ class Folds:
     def _dealt(self, x: Tensor, y: Tensor) -> Iterator[tuple[Moments, Tensor, Tensor]]:
         for i, half in enumerate(self.halves):
             if x[i::2].numel():
-                yield half, x[i::2].transpose(0, 1).flatten(1, 2), y[i::2].transpose(0, 1).flatten(1, 2)
+                yield half, by_group(x[i::2]), by_group(y[i::2])
 
     def total(self) -> Moments:
         return self.halves[0] + self.halves[1]

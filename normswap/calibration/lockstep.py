@@ -137,9 +137,7 @@ class March:
             self.images += example.count
             forms.append(example.hollow)
             self._begin(example)
-        self.shown = self.images
         if mirror and self.images <= MIRRORED:
-            self.shown *= 2
             straight, self.batches = self.batches, []
             for slips, form in zip(straight, forms, strict=True):
                 self.batches.append(slips)
@@ -150,6 +148,7 @@ class March:
         self._begin(form.map(lambda _: next(images)))
 
     def _begin(self, example: Example) -> None:
+        self.shown += example.count
         shelves = [Shelf(self.store, {}) for _ in self.walkers]
         for walker, shelf in zip(self.walkers, shelves, strict=True):
             shelf.update(walker.start(example))

@@ -17,7 +17,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
-from normswap.calibration.least_squares import Fit, Folds, regress
+from normswap.calibration.least_squares import Fit, Folds, by_group, regress
 from normswap.calibration.lockstep import March, Values, Walker, walkers
 from normswap.calibration.sampling import fits, patches
 from normswap.graph.tracing import Traced, inputs, is_add
@@ -206,8 +206,8 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
 def _relaxed(x: Tensor, y: Tensor, offset: Tensor, scale: Tensor, fit: Fit) -> Tensor:
     """Targets (N, G, p, o) that ask for nothing where the ReLU hides it: z' = z if z > 0 else min(0, ours)."""
     groups, out, _ = fit.weight.shape
-    rows = x.transpose(0, 1).flatten(1, 2)  # by group: else the weights would be copied for each image
-    ours = torch.baddbmm(fit.bias.to(x)[:, None], rows, fit.weight.to(x).transpose(1, 2))
+    # by group: else the weights would be copied for each image
+    ours = torch.baddbmm(fit.bias.to(x)[:, None], by_group(x), fit.weight.to(x).transpose(1, 2))
     ours = ours.unflatten(1, (len(x), -1)).transpose(0, 1)
     s = scale.expand(groups * out).reshape(groups, 1, out).to(x)
     wanted = s * y + offset

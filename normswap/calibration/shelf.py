@@ -126,15 +126,13 @@ class Shelf(Values):
 
     def keep(self, before: Mapping[str, Slip]) -> dict[str, Slip]:
         """Where the values lie now that lay in `before`: what is new is written, what nobody reads any more is gone."""
-        now = dict(self.slips)
-        gone = {*before.values()} - {*now.values()}
-        for slip in gone:
+        unwritten = [*self._unwritten()]
+        written = {name for together in unwritten for name in together}
+        now = {name: slip for name, slip in self.slips.items() if name not in written}
+        for slip in {*before.values()} - {*now.values()}:  # first, so that what is new can lie there
             self.store.free(slip)
-        for together in self._unwritten():
-            slip = self._put(together)
-            now.update(dict.fromkeys(together, slip))
-        for slip in {*before.values()} - {*now.values()} - gone:
-            self.store.free(slip)
+        for together in unwritten:
+            now.update(dict.fromkeys(together, self._put(together)))
         return now
 
     def _unwritten(self) -> Iterator[dict[str, Any]]:

@@ -89,7 +89,7 @@ def quantize(
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
                 model, file, _Reader(images), quant_format=QuantFormat.QDQ, per_channel=per_channel,
-                reduce_range=bits < 8, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+                reduce_range=bits == SAFE_BITS, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
                 calibrate_method=methods[ranges], nodes_to_exclude=spared, extra_options={"CalibPercentile": 99.99},
             )  # fmt: skip
     except Exception as error:  # whatever the tool and the runtime raise

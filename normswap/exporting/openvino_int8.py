@@ -43,13 +43,9 @@ def write_int8(
 ) -> None:
     """See `formats.Quantizer.write_int8`."""
     model = quantize(
-        openvino_file.graph(network, x, dynamic=dynamic),
-        images,
-        ranges=ranges,
-        per_channel=per_channel,
-        bits=bits,
+        openvino_file.graph(network, x, dynamic=dynamic), images, ranges=ranges, per_channel=per_channel, bits=bits,
         keep=keep,
-    )
+    )  # fmt: skip
     openvino_file.save(model, file, metadata)
 
 
@@ -81,7 +77,7 @@ def quantize(
 
         estimators = {"minmax": Sets.MINMAX, "histogram": Sets.HISTOGRAM}
         advanced = nncf.AdvancedQuantizationParameters(
-            overflow_fix=OverflowFix.ENABLE if bits < 8 else OverflowFix.DISABLE,
+            overflow_fix=OverflowFix.ENABLE if bits == SAFE_BITS else OverflowFix.DISABLE,
             weights_quantization_params=QuantizationParameters(per_channel=per_channel),
             **({"activations_range_estimator_params": estimators[ranges]} if ranges in estimators else {}),
         )

@@ -152,15 +152,9 @@ def write(
         _move(chosen, file, form.PARTS)
     trial = best[1]
     return Quantized(
-        len(wish.images),
-        trial.gauge.name,
-        trial.ranges,
-        trial.corrected,
-        wish.per_channel,
-        wish.weight_bits,
-        kept,
+        len(wish.images), trial.gauge.name, trial.ranges, trial.corrected, wish.per_channel, wish.weight_bits, kept,
         tried,
-    )
+    )  # fmt: skip
 
 
 def demand(figures: Figures, most: float | None) -> float:

@@ -40,8 +40,11 @@ def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *
     way: list[Leg] = [("estimate", part)] if others else []
     if target.on_branches and any(_ends_in_a_factor(chosen, block) for block in chosen.part()):
         way.append(("folded", part))
-    some = bool(alive or others)
-    if target.starts_from is not None and not some and any(chosen.takes_part(path) for path in sites(chosen)):
+    if (
+        target.starts_from is not None
+        and not (alive or others)
+        and any(chosen.takes_part(path) for path in sites(chosen))
+    ):
         way.append((target.starts_from, part))
     if not (others and to == "batchnorm" and not alive and not options.get("ghost_batch")):
         way.append((to, options))

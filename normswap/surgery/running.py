@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from normswap.copying import tree
 from normswap.errors import VerificationError, first_line
-from normswap.graph.inspection import LINEAR
 from normswap.graph.widening import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
@@ -102,7 +101,6 @@ def by_parts(
     """
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
-    desk = _Desk()
 
     def make(module: nn.Module, _args: Any) -> None:
         assert newcomers is not None
@@ -116,10 +114,7 @@ def by_parts(
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
             made = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
-            if made is None:
-                alone = name == "weight" and isinstance(module, LINEAR) and not module._modules
-                made = desk.double(tensor.data) if alone else tensor.data.double()
-            _hold(module, name, made)
+            _hold(module, name, tensor.data.double() if made is None else made)
 
     def back(module: nn.Module, *_: Any) -> None:
         for name, tensor in lent.pop(module).items():
@@ -137,22 +132,6 @@ def by_parts(
             handle.remove()
         for module in list(lent):
             back(module)
-
-
-class _Desk:
-    """Memory for the weight of one linear layer in float64: fresh pages for each would take longer than the cast.
-
-    No two of them run at once where none has children, and what they give is never a view of their weight.
-    """
-
-    def __init__(self) -> None:
-        self.room = torch.empty(0, dtype=torch.float64)
-
-    def double(self, tensor: Tensor) -> Tensor:
-        size = tensor.numel()
-        if self.room.numel() < size or self.room.device != tensor.device:
-            self.room = torch.empty(size, dtype=torch.float64, device=tensor.device)
-        return self.room[:size].view(tensor.shape).copy_(tensor)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -61,10 +61,10 @@ class Int8:
     weight_bits: Annotated[
         int,
         typer.Option(
-            min=7, max=8, metavar="7|8",
+            min=min(formats.LEVELS), max=max(formats.LEVELS), metavar="|".join(map(str, formats.LEVELS)),
             help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
         ),
-    ] = 7  # fmt: skip
+    ] = formats.SAFE_BITS  # fmt: skip
     sensitive: Annotated[
         int, typer.Option(min=0, metavar="N", help="For int8: keep the N layers in fp32 that it costs most.")
     ] = 0
