@@ -90,7 +90,12 @@ def test_a_shelf_reads_what_is_asked_for_and_writes_what_is_new(store: Store) ->
     assert "plain" not in last
     assert len(last) == 5
     assert torch.equal(last["new"], torch.zeros(4))
+    last["view"] = last["new"][:2]
+    shared = last.keep(now)
+    assert shared["new"] is shared["view"]  # it is written again, and does not lie where it lay
+    assert now["new"].file in store.spare
+    last = Shelf(store, shared)
     for name in [*last]:
         del last[name]
-    assert last.keep(now) == {}
+    assert last.keep(shared) == {}
     assert len(store.spare) == len(files(store)) == 1  # plain tensors' files wait, the others are gone
