@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +124,8 @@ def _squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x
-    return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
+    with np.errstate(over="ignore", invalid="ignore"):  # `Kernel.of` says what is not finite
+        return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from normswap.calibration.least_squares import Fit, Folds, by_group, regress
 from normswap.calibration.lockstep import March, Values, Walker, walkers
 from normswap.calibration.sampling import fits, patches
+from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine
 from normswap.layers.activations import RELU_FUNCTIONS
@@ -63,7 +64,7 @@ def refit(
         progress: called after each layer with the layers done and their total.
 
     Raises:
-        SourceError: unusable or too few images.
+        SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
     with evaluating(source, result):
         pair, examples = walkers(batches, source, result)
@@ -76,13 +77,21 @@ def refit(
                 if isinstance(module, PER_SAMPLE):
                     _fit_norm(module, source.get_submodule(path), stop, end)
                 else:
-                    _fit_linear(
-                        module, source.get_submodule(path), stop, end, seed + done, zero_sum(path, module), rounds
-                    )
+                    try:
+                        _fit_linear(
+                            module, source.get_submodule(path), stop, end, seed + done, zero_sum(path, module), rounds
+                        )
+                    except torch.linalg.LinAlgError as error:
+                        raise _too_large(path, error) from None
                 if progress is not None:
                     progress(done + 1, len(stops))
         finally:
             march.close()
+
+
+def _too_large(path: str, error: Exception) -> SourceError:
+    why = f"{error}: on these images, what reaches it overflows when it is squared"
+    return SourceError(f"{path} cannot be fitted", why, "Are these the network's trained weights, and its images?")
 
 
 @dataclass(frozen=True)

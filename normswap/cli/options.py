@@ -71,8 +71,11 @@ class Opening:
         words = [str(word) for flag, value in given if value is not None for word in (flag, value)]
         return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
 
-    def open(self, name: str) -> nn.Module:
+    def open(self, name: str, *, mapped: bool = False) -> nn.Module:
         """The network of that name.
+
+        Args:
+            mapped: see `zoo.open_source`.
 
         Raises:
             SourceError, OptionError: it cannot be had.
@@ -80,7 +83,7 @@ class Opening:
         args = dict(_pair(text) for text in self.arch_arg or [])
         return open_model(
             name, weights=self.weights_of(name), arch=self.arch, arch_args=args,
-            num_classes=self.num_classes, in_chans=self.in_chans, trust_factory=self.trust_factory,
+            num_classes=self.num_classes, in_chans=self.in_chans, trust_factory=self.trust_factory, mapped=mapped,
         )  # fmt: skip
 
 

@@ -22,20 +22,23 @@ _DRAWS_TOO = frozenset((
 class _Undrawn(TorchFunctionMode):
     """Parameters get zeros for random values; everything else is made as ever, and it is noted if it was drawn."""
 
-    drew = False
+    def __init__(self, zeros: bool) -> None:
+        super().__init__()
+        self.zeros, self.drew = zeros, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DRAWS:
             tensor = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(tensor, nn.Parameter):
-                tensor.data.zero_()
+                if self.zeros:
+                    tensor.data.zero_()
                 return tensor
         self.drew = self.drew or name in _DRAWS or name in _DRAWS_TOO
         return func(*args, **(kwargs or {}))
 
 
-def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
+def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module], *, zeros: bool = True) -> _T:
     """What `build` gives, its network's parameters not drawn: for one whose every parameter is then loaded, strictly.
 
     What a state dict does not hold may be random, too, and has to be the same each time: where there is such a thing,
@@ -43,8 +46,10 @@ def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
 
     Args:
         network: finds the network in what `build` gives.
+        zeros: parameters that are not drawn are zero; else they hold whatever their memory held, which is never touched
+            if they get other memory.
     """
-    with _Undrawn() as watch:
+    with _Undrawn(zeros) as watch:
         built = build()
     return build() if _holds_more(network(built), watch.drew) else built
 

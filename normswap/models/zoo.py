@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
 from normswap.models import kinds, network_input
 from normswap.models.building import Built, Wanted
 from normswap.models.hub_config import per_channel
+from normswap.models.mapped_weights import same_layout, take
 from normswap.models.undrawn import undrawn
 from normswap.models.weight_files import SUFFIXES, hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
@@ -67,6 +68,7 @@ def open_source(
     num_classes: int | None = None,
     in_chans: int | None = None,
     trust_factory: bool = True,
+    mapped: bool = False,
 ) -> nn.Module:
     """The network that `source` names, in eval mode on the CPU, carrying its Provenance.
 
@@ -80,6 +82,8 @@ def open_source(
         num_classes: another head than the source's; for a weights file, the head it has.
         in_chans: another number of input channels; for a weights file, the number it has.
         trust_factory: a factory may be imported; false where the name was read from a file.
+        mapped: parameters may be the pages of a safetensors file, not copies of them. It takes half the time, and
+            nobody may write to that file, rather than replace it, while the network lives.
 
     Raises:
         SourceError: the source cannot be found, read, understood or built.
@@ -91,7 +95,7 @@ def open_source(
     trained = file is None and weights == "pretrained"
     wanted = Wanted(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
-        return _filled(lambda: kind.load().build(name, wanted), file)
+        return _filled(lambda: kind.load().build(name, wanted), file, mapped=mapped)
     built = kind.load().build(name, wanted)
     if not trained:
         return _carry(built, built.model, built.source, (), None)
@@ -132,20 +136,17 @@ def _demand_name(file: Path, weights: str, arch: str | None) -> str:
     return arch
 
 
-def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
+def _filled(build: Callable[[], Built], file: Path, *, mapped: bool) -> nn.Module:
     """The network with the tensors of a file, strictly."""
     found = read_wrapped(file)
     with ThreadPoolExecutor(1) as beside:
         hashed = beside.submit(hash_tensors, found.state)
-        built = undrawn(build, lambda built: built.model)
-        load_into(built.model, found.state, str(file), {})
+        built = undrawn(build, lambda built: built.model, zeros=False)
+        if not (mapped and file.suffix == ".safetensors" and take(built.model, found.state)):
+            load_into(built.model, found.state, str(file), {})
     state = built.model.state_dict()
-    sha256 = hashed.result() if _layout(state) == _layout(found.state) else hash_tensors(state)
+    sha256 = hashed.result() if same_layout(state, found.state) else hash_tensors(state)
     return _carry(built, built.model, str(file.resolve()), found.notes, sha256)
-
-
-def _layout(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
 
 
 def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], sha256: str | None) -> nn.Module:

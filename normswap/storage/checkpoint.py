@@ -47,11 +47,13 @@ def open_model(
     in_chans: int | None = None,
     trust_factory: bool = False,
     named: bool = True,
+    mapped: bool = False,
 ) -> nn.Module:
     """Any MODEL: what `zoo.open_source` opens, a directory that `save` wrote, or a file that `write_file` wrote.
 
     Args:
-        trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
+        trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported; mapped:
+            as in `zoo.open_source`.
 
     Raises:
         SourceError: it cannot be found, read or understood.
@@ -70,7 +72,7 @@ def open_model(
         return load(ours, trust_factory=trust_factory)
     return zoo.open_source(
         source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans,
-        trust_factory=named or trust_factory,
+        trust_factory=named or trust_factory, mapped=mapped,
     )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ def ours(arch: str, file: Path, out: Path, to: str) -> None:
     from normswap.storage import checkpoint
     from normswap.surgery.conversion import convert
 
-    checkpoint.save(convert(checkpoint.open_model(str(file), arch=arch), to), out / "converted")
+    source = checkpoint.open_model(str(file), arch=arch, mapped=True)  # as the command does it
+    checkpoint.save(convert(source, to), out / "converted")
 
 
 def child(which: str, arch: str, file: Path, to: str) -> None:
@@ -42,6 +43,10 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
     if which == "ours":
         import normswap.storage.checkpoint
         import normswap.surgery.conversion  # noqa: F401
+        from normswap import schemes
+
+        schemes.names()  # finds those of other packages
+        schemes.get(to)
 
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
         start, cpu = time.perf_counter(), time.process_time()

@@ -138,7 +138,7 @@ def run(
         checkpoint.claim(place, force=force)
     if plan is not None and plan.exists() and not force:
         raise OutputError(f"{plan} exists", remedy="Give another --plan, or --force to replace it")
-    net = opening.open(model)
+    net = opening.open(model, mapped=fitting.calibrate is None)  # a fit takes so long that somebody may write the file
     told = _expected(net, wanted) if given is None and fitting.calibrate in (None, "noise") else None
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:

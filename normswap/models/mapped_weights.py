@@ -1,0 +1,40 @@
+"""The tensors of a weights file as a network's own, where loading would do no more than copy them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_WAYS = ("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict", "set_extra_state")
+_HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def take(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Let the tensors of `model` be those of `state`, not copies of them.
+
+    Returns:
+        False, and nothing is done, where loading would do more than copy: cast, rename, or what a module does itself.
+    """
+    own = model.state_dict(keep_vars=True)
+    if not same_layout(state, own) or any(_loads_itself(module) for module in model.modules()):
+        return False
+    for name, tensor in own.items():
+        tensor.data = state[name]  # who else holds the parameter sees it, too
+    return True
+
+
+def same_layout(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    """Whether both have the same names, dtypes and shapes."""
+    return _layout(one) == _layout(two)
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether a state dict passes through code that is not torch's on its way into the module, or out of it."""
+    ways = (getattr(module, name).__module__ for name in _WAYS)
+    return any(not way.startswith("torch.nn.modules.") for way in ways) or any(getattr(module, name) for name in _HOOKS)
+
+
+def _layout(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
