@@ -560,7 +560,8 @@ def test_many_descents_find_the_quietest_signs(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(10):
         half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
         values = (every @ half.T).square().sum(1) + 2 * every @ linear
-        assert torch.equal(steady_signs.quietest(half.T @ half, linear), every[values.argmin()])
+        found = torch.from_numpy(steady_signs.quietest((half.T @ half).numpy(), linear.numpy()))
+        assert torch.equal(found, every[values.argmin()])
 
 
 def test_signs_are_the_quietest() -> None:
@@ -570,9 +571,51 @@ def test_signs_are_the_quietest() -> None:
     for _ in range(5):
         half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
         values = ((every @ half.T).square().sum(1) + 2 * every @ linear).sort().values
-        found = steady_signs.quietest(half.T @ half, linear)
+        found = torch.from_numpy(steady_signs.quietest((half.T @ half).numpy(), linear.numpy()))
         value = (half @ found).square().sum() + 2 * linear @ found
         assert values[0] - 1e-9 <= value <= values[20]
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.5, 10.0])
+def test_no_single_flip_is_quieter(balance: float) -> None:
+    torch.manual_seed(0)
+    for _ in range(5):
+        half, linear = torch.randn(8, 30, dtype=torch.float64), 3 * torch.randn(30, dtype=torch.float64)
+        flip = torch.randn(30, dtype=torch.float64).sign()
+        given = ((half.T @ half).numpy(), linear.numpy(), flip.numpy(), balance)
+        found = torch.from_numpy(steady_signs.quietest(*given))
+        every = torch.cat([found[None], found * (1 - 2 * torch.eye(30, dtype=torch.float64))])
+        values = (every * flip @ half.T).square().sum(1) + balance * every.sum(1).square() + 2 * every @ linear
+        assert values[0] <= values.min() + 1e-9
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_signs_and_constants_make_a_groups_statistics_fluctuate_least(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    """Against all 2^6 of either, from the definition: how mean and variance of a group differ between images."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(steady_signs, "STARTS", 512)  # each of the 64 is among them
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(6)] for i in range(64)], dtype=torch.float64)
+    means = torch.randn(40, 6 * groups, dtype=torch.float64) + 1
+    squares, var = means.square() * torch.rand(40, 1) + 1, torch.rand(6 * groups) + 0.5
+    found = steady_signs._signs(means, squares, var, groups, 0.3)
+    flips, leans = (
+        torch.tensor([1.0 if sign == "+" else -1.0 for sign in text]) for text in (found.flips, found.leans)
+    )
+    scale = (var / squares.mean(0)).sqrt()
+    for i in range(groups):
+        part = slice(6 * i, 6 * i + 6)
+        x, energy = means[:, part] * scale[part], (squares * scale.square())[:, part].mean(1)
+        flip, lean = flips[part].double(), leans[part].double()
+        assert (x @ flip).var() <= (x @ every.T).var(0).min() * (1 + 1e-5)
+        size = (energy.mean() * 0.3 / 0.7).sqrt()
+
+        def fluctuation(signs: Tensor, x: Tensor = x * flip, energy: Tensor = energy, size: Tensor = size) -> Tensor:
+            unbalanced = steady_signs.BALANCE * x.var(0).mean() * signs.sum(-1).square()
+            return (energy[:, None] + size / 3 * x @ signs.T).var(0) + (size / 3).square() * unbalanced
+
+        assert fluctuation(lean[None])[0] <= fluctuation(every).min() * (1 + 1e-5)
 
 
 def test_a_network_without_images_gets_alternating_constants() -> None:

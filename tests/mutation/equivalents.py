@@ -47,7 +47,6 @@ EQUIVALENTS = (
     Reason("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
     Reason("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
     Reason("schemes/parts/per_sample_norms.py", "range(1, channels + 2)", "no number divides a smaller one"),
-    Reason("schemes/parts/steady_signs.py", "slope += 2 / signs[at]", "one divided by a sign is the sign"),
     Reason("surgery/conversion.py", "if len(legs) != 1 else calibrate", "every way has a leg"),
     Reason(
         "folding/residual_stream.py", "if norm is None and axis", "no LayerNorm is None, and streams have their axes"

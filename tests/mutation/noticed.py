@@ -49,7 +49,7 @@ NOTICED = (
     Noticed("graph/recording.py", "if not node.op in", "tests/test_records.py::test_fold_is_exact_or_refused"),
     Noticed("graph/inspection.py", "if len(parts) > 2 and",
             "tests/test_anatomy.py::test_stages_by_the_paths_of_blocks"),
-    Noticed("schemes/parts/steady_signs.py", "2 + along @ signs",
+    Noticed("schemes/parts/steady_signs.py", "gains).sum() - linear @ signs",
             "tests/test_calibrate.py::test_many_descents_find_the_quietest_signs"),
     Noticed("schemes/groupnorm.py", "isinstance(groups, bool) and",
             "tests/test_calibrate.py::test_options_are_checked"),

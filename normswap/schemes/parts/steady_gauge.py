@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -70,7 +71,7 @@ def gauge(means: Tensor, squares: Tensor, groups: int, steady: float) -> tuple[T
     means = means - means.mean(0)
     signs, offsets = [], []
     for x, energy in zip(means.chunk(groups, 1), squares.chunk(groups, 1), strict=True):
-        sign = quietest(x.T @ x / len(x), x.new_zeros(x.shape[1]))
+        sign = torch.from_numpy(quietest((x.T @ x / len(x)).numpy(), np.zeros(x.shape[1])))
         size = x.shape[1] * float(energy.mean()) * steady / (1 - steady)
         offsets.append(_constants(x * sign, energy.mean(1) - energy.mean(), size))
         signs.append(sign)

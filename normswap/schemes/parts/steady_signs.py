@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +67,7 @@ def pink(count: int, size: tuple[int, int, int], seed: int) -> Tensor:
 
 
 Seen = tuple[Tensor, Tensor]
+Numbers = npt.NDArray[Any]
 
 
 @torch.no_grad()
@@ -109,27 +111,32 @@ def _sizes(size: tuple[int, ...]) -> list[Any]:
 
 
 def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float) -> Signs:
-    scale = (
-        var.double().cpu() / squares.mean(0).clamp_min(1e-30)
-    ).sqrt()  # noise is not what the network was trained on
-    means, squares = means * scale, squares * scale.square()
-    means = means - means.mean(0)
-    flips, leans = [], []
-    for x, energy in zip(means.chunk(groups, 1), squares.chunk(groups, 1), strict=True):
-        size = x.shape[1]
-        x = x / len(x) ** 0.5
-        quadratic = x.float().T @ x.float()  # (C, C), the largest thing here: made once, and half as large
-        flip = quietest(quadratic, x.new_zeros(size))
-        fluctuation = (energy.mean(1) - energy.mean()) / len(x) ** 0.5
-        size_of = (energy.mean() * steady / (1 - steady)).sqrt().clamp_min(1e-30)
-        balance = BALANCE * float(quadratic.diagonal().mean())
-        lean = quietest(quadratic, fluctuation @ (x * flip) * size / (2 * size_of), flip, balance)
-        flips.append(flip)
-        leans.append(lean)
-    return Signs(*("".join("+" if sign > 0 else "-" for sign in torch.cat(signs).tolist()) for signs in (flips, leans)))
+    # in NumPy: many small steps, for which PyTorch takes several times as long
+    x, energy, known = means.numpy(), squares.numpy(), var.double().cpu().numpy()
+    scale = np.sqrt(known / energy.mean(0).clip(1e-30))  # noise is not what the network was trained on
+    x, energy = x * scale, energy * scale**2
+    x = (x - x.mean(0)) / len(x) ** 0.5
+    parts = zip(np.split(x, groups, 1), np.split(energy, groups, 1), strict=True)
+    found = [_of_group(own, theirs, steady) for own, theirs in parts]
+    return Signs(*("".join(np.where(np.concatenate(signs) > 0, "+", "-")) for signs in zip(*found, strict=True)))
 
 
-def quietest(quadratic: Tensor, linear: Tensor, flip: Tensor | None = None, balance: float = 0.0) -> Tensor:
+def _of_group(x: Numbers, energy: Numbers, steady: float) -> tuple[Numbers, Numbers]:
+    """The signs of a group's channels, and those of their constants.
+
+    Args:
+        x: each image's means about those of all images, over the root of their number (N, C); energy: mean squares.
+    """
+    narrow = x.astype(np.float32)
+    quadratic = narrow.T @ narrow  # (C, C), the largest thing here: made once, and half as large
+    flip = quietest(quadratic, np.zeros(x.shape[1]))
+    fluctuation = (energy.mean(1) - energy.mean()) / len(x) ** 0.5
+    size = max(float(energy.mean()) * steady / (1 - steady), 1e-60) ** 0.5
+    balance = BALANCE * float(quadratic.diagonal().mean(dtype=np.float64))
+    return flip, quietest(quadratic, fluctuation @ (x * flip) * x.shape[1] / (2 * size), flip, balance)
+
+
+def quietest(quadratic: Numbers, linear: Numbers, flip: Numbers | None = None, balance: float = 0.0) -> Numbers:
     """Signs t (C,) that make t' B t + 2 b' t small: the best of a few descents that flip one sign at a time.
 
     Args:
@@ -138,22 +145,25 @@ def quietest(quadratic: Tensor, linear: Tensor, flip: Tensor | None = None, bala
     """
     generator = torch.Generator().manual_seed(0)
     starts = (torch.randint(0, 2, (STARTS, len(linear)), generator=generator) * 2.0 - 1).double().numpy()
-    squared, along = quadratic.numpy(), linear.numpy()  # many small steps: PyTorch takes several times as long
-    turn = np.ones_like(along) if flip is None else flip.numpy()
-    diagonal = squared.diagonal() + balance
-    least = -1e-12 * diagonal.sum()
-    slopes = turn * ((turn * starts).astype(squared.dtype) @ squared) + balance * starts.sum(1, keepdims=True) + along
-    best, lowest = along, float("inf")
+    turn = np.ones_like(linear) if flip is None else flip
+    diagonal = quadratic.diagonal().astype(np.float64) + balance
+    least = -1e-12 * diagonal.sum() / 2
+    slopes = turn * ((turn * starts).astype(quadratic.dtype) @ quadratic)
+    slopes += balance * starts.sum(1, keepdims=True) + linear
+    best, lowest = linear, float("inf")
+    step = np.empty_like(quadratic[0])
     for signs, slope in zip(starts, slopes, strict=True):
-        while True:
-            gains = diagonal - signs * slope  # a quarter of what flipping each would change
-            at = gains.argmin()
-            if not gains[at] < least:
-                break
-            signs[at] = -signs[at]
-            row = squared[at] if flip is None else turn * (turn[at] * squared[at])
-            slope += 2 * signs[at] * (row + balance)
-        value = signs @ slope + along @ signs
+        gains = (diagonal - signs * slope) / 2  # an eighth of what flipping each would change
+        turned, balanced = (turn * signs).astype(quadratic.dtype), balance * signs
+        while (gain := gains[at := gains.argmin()]) < least:
+            np.multiply(turned, quadratic[at], out=step)
+            (np.add if turned[at] > 0 else np.subtract)(gains, step, out=gains)
+            if balance:
+                (np.add if signs[at] > 0 else np.subtract)(gains, balanced, out=gains)
+            gains[at] = -gain
+            for own in (signs, turned, balanced):
+                own[at] = -own[at]
+        value = (diagonal - 2 * gains).sum() + linear @ signs
         if value < lowest:
             best, lowest = signs, value
-    return torch.from_numpy(best)
+    return best
