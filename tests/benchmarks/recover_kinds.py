@@ -29,9 +29,10 @@ ROWS = {
     "bn": ("cifar10_recover_bn", ()),
     "groupnorm": ("cifar10_recover_groupnorm", ()),
     "groupnorm --steady 0.75": ("cifar10_recover_groupnorm", ("convert.options.steady=0.75",)),
+    "groupnorm --steady 0.5": ("cifar10_recover_groupnorm", ("convert.options.steady=0.5",)),
     "nf": ("cifar10_recover_nf", ()),
 }
-ON = ("depthwise", "dense", "plain")
+ON = ("depthwise", "dense", "plain", "plain_norm_after")
 WORK = ROOT / "runs" / "recover_kinds"
 
 
