@@ -72,12 +72,7 @@ def _copy(
                 memo[id(tensor)] = own(tensor, memo)
         ahead += [child for child in module._modules.values() if child is not None]
     for module, shell in fresh:
-        shell.__dict__.update(
-            {
-                name: value if type(value) in _ATOMS else _copied(value, memo, whole)
-                for name, value in vars(module).items()
-            }
-        )
+        shell.__dict__.update({name: _copied(value, memo, whole) for name, value in vars(module).items()})
     copied: nn.Module = memo[id(model)]
     return copied
 

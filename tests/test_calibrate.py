@@ -143,6 +143,7 @@ def test_blocks_in_float32_are_as_good_as_float64(block: int, monkeypatch: pytes
     again = narrow.retargeted((x, x[..., :5].square()) for x in batches).total()
     targets = rows[..., :5].square().flatten(0, 2)
     cross = (targets - targets.mean(0)).T @ torch.from_numpy(own) / len(own)
+    assert torch.equal(again.covariances()[0], narrow.total().covariances()[0])
     covariance = again.covariances()[0][0].numpy()
     assert np.abs(covariance - own.T @ own / len(own)).max() <= 1e-6 * np.abs(covariance).max()
     assert (again.cross()[0] - cross).norm() <= 1e-5 * cross.norm()

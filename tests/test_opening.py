@@ -119,6 +119,19 @@ class Shuffled(nn.Module):
         self.register_buffer("order", torch.empty(32).uniform_().argsort(), persistent=False)
 
 
+class Hidden(nn.Linear):
+    """Its bias is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.weight.data.copy_(state_dict[f"{prefix}weight"])
+
+
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -143,6 +156,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "a random buffer": lambda: Noisy(False),
     "a random attribute": lambda: Noisy(True),
     "a random order": Shuffled,
+    "a hidden parameter": Hidden,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ gradient, no labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,24 +75,28 @@ def refit(
             for done, (theirs, ours, path, module) in enumerate(stops):
                 end = End.of(pair, theirs, ours, streams)
                 stop = Stop(march, theirs, ours)
-                if isinstance(module, PER_SAMPLE):
-                    _fit_norm(module, source.get_submodule(path), stop, end)
-                else:
-                    try:
+                with _named(path):
+                    if isinstance(module, PER_SAMPLE):
+                        _fit_norm(module, source.get_submodule(path), stop, end)
+                    else:
                         _fit_linear(
                             module, source.get_submodule(path), stop, end, seed + done, zero_sum(path, module), rounds
                         )
-                    except torch.linalg.LinAlgError as error:
-                        raise _too_large(path, error) from None
                 if progress is not None:
                     progress(done + 1, len(stops))
         finally:
             march.close()
 
 
-def _too_large(path: str, error: Exception) -> SourceError:
-    why = f"{error}: on these images, what reaches it overflows when it is squared"
-    return SourceError(f"{path} cannot be fitted", why, "Are these the network's trained weights, and its images?")
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Say which layer it was that cannot be fitted."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        why = f"{error}: on these images, what reaches it overflows when it is squared"
+        remedy = "Are these the network's trained weights, and its images?"
+        raise SourceError(f"{path} cannot be fitted", why, remedy) from None
 
 
 @dataclass(frozen=True)

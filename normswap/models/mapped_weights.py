@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_WAYS = ("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict", "set_extra_state")
+# BatchNorm's and InstanceNorm's own ways to load say something of old files, and copy
+_TORCHS = (nn.Module.state_dict, nn.Module._save_to_state_dict, nn.Module.load_state_dict, nn.Module.set_extra_state,
+           nn.Module._load_from_state_dict, nn.BatchNorm2d._load_from_state_dict,
+           nn.InstanceNorm2d._load_from_state_dict)  # fmt: skip
 _HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
@@ -32,8 +35,8 @@ def same_layout(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 
 def _loads_itself(module: nn.Module) -> bool:
     """Whether a state dict passes through code that is not torch's on its way into the module, or out of it."""
-    ways = (getattr(module, name).__module__ for name in _WAYS)
-    return any(not way.startswith("torch.nn.modules.") for way in ways) or any(getattr(module, name) for name in _HOOKS)
+    ways = (getattr(getattr(module, way.__name__), "__func__", None) for way in _TORCHS)
+    return any(way not in _TORCHS for way in ways) or any(getattr(module, name) for name in _HOOKS)
 
 
 def _layout(state: Mapping[str, Tensor]) -> dict[str, Any]:

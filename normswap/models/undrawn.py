@@ -55,7 +55,10 @@ def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module], *, zero
 
 
 def _holds_more(model: nn.Module, drew: bool) -> bool:
-    """Whether there are tensors that a state dict leaves out: floating-point, or, if anything was drawn, any."""
+    """Whether a state dict leaves out a parameter, another floating-point tensor or, if anything was drawn, any."""
+    held = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    if any(id(parameter) not in held for parameter in model.parameters()):
+        return True
     for module in model.modules():
         left_out = [module._buffers[name] for name in module._non_persistent_buffers_set]
         plain = [value for value in vars(module).values() if isinstance(value, Tensor)]

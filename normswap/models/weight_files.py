@@ -38,10 +38,15 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a weights file holds: the tensors by name, and what was taken off to get at them."""
+    """What a weights file holds: the tensors by name, and what was taken off to get at them.
+
+    Args:
+        pages: whether the tensors are pages of the file, none of which two of them share.
+    """
 
     state: State
     notes: tuple[str, ...]
+    pages: bool
 
 
 @contextmanager
@@ -121,13 +126,14 @@ def read_wrapped(file: Path) -> Contents:
     """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
-    content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    pages = file.suffix == ".safetensors"
+    content = _read_safetensors(file) if pages else _read_pickle(file)
     inner, wrappers = _unwrap(content, file)
     state, prefixes = _clean(inner, file)
     check_finite(state, str(file))
     found = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
     found += [f"names without '{prefix}'" for prefix in prefixes]
-    return Contents(state, (f"{file}: taken are {', '.join(found)}",) if found else ())
+    return Contents(state, (f"{file}: taken are {', '.join(found)}",) if found else (), pages)
 
 
 def _read_safetensors(file: Path) -> State:

@@ -142,7 +142,7 @@ def _filled(build: Callable[[], Built], file: Path, *, mapped: bool) -> nn.Modul
     with ThreadPoolExecutor(1) as beside:
         hashed = beside.submit(hash_tensors, found.state)
         built = undrawn(build, lambda built: built.model, zeros=False)
-        if not (mapped and file.suffix == ".safetensors" and take(built.model, found.state)):
+        if not (mapped and found.pages and take(built.model, found.state)):
             load_into(built.model, found.state, str(file), {})
     state = built.model.state_dict()
     sha256 = hashed.result() if same_layout(state, found.state) else hash_tensors(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,10 +102,10 @@ def by_parts(
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
 
+    @_unseen  # as it is made elsewhere: what is cast there is cast
     def make(module: nn.Module, _args: Any) -> None:
         assert newcomers is not None
-        with torch._C.DisableTorchFunction():  # as it is made elsewhere: what is cast there is cast
-            made = dict(_tensors(newcomers[module]()))
+        made = dict(_tensors(newcomers[module]()))
         ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
 
     @_unseen
@@ -138,9 +137,8 @@ def by_parts(
 
 
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """`work` without anybody who looks at torch's functions, which takes longer than it does."""
+    """`work` without anybody who looks at torch's functions, which may take longer than it does."""
 
-    @functools.wraps(work)
     def alone(*args: Any) -> None:
         with torch._C.DisableTorchFunction():
             work(*args)

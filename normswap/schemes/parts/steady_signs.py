@@ -154,6 +154,7 @@ def quietest(quadratic: Numbers, linear: Numbers, flip: Numbers | None = None, b
     step = np.empty_like(quadratic[0])
     for signs, slope in zip(starts, slopes, strict=True):
         gains = (diagonal - signs * slope) / 2  # an eighth of what flipping each would change
+        # kept as signs turn, not made anew: these steps take most of the time
         turned, balanced = (turn * signs).astype(quadratic.dtype), balance * signs
         while (gain := gains[at := gains.argmin()]) < least:
             np.multiply(turned, quadratic[at], out=step)
