@@ -212,6 +212,23 @@ def test_linear_layers_inside_each_other_have_their_own_weights_in_float64() -> 
     assert distance(run(copy.deepcopy(model).double(), x.double()), found[""]) < 1e-14
 
 
+def test_what_the_making_of_a_layer_rounds_stays_rounded() -> None:
+    """The layer is made while a forward runs in which all is widened."""
+    model, x = nn.Sequential(nn.Linear(5, 5)), torch.randn(4, 5, dtype=torch.float64)
+    weight = torch.randn(5, 5, dtype=torch.float64)
+
+    def made() -> nn.Module:
+        layer = nn.Linear(5, 5).double()
+        layer.weight.data = weight.to(torch.float32).double()
+        layer.bias.data = torch.full((5,), 0.5, dtype=torch.float32).double() / 3
+        return layer
+
+    found = running.by_parts(model, Example((x,)), {model[0]: made})
+    assert found is not None
+    wanted = x.numpy() @ weight.numpy().astype("float32").astype("float64").T + 0.5 / 3
+    assert distance(torch.from_numpy(wanted), found[""]) < 1e-14
+
+
 class Scores(nn.Module):
     """The pixels are the scores; a weight, for a network should have one."""
 
