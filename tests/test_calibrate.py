@@ -251,7 +251,8 @@ def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
 def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
     model, data = narrow(arch), images(40)
     x = images(8, seed=9)
-    results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3) for _ in range(2)]
+    options = {"steady": 0.5} if scheme == "groupnorm" else {}  # the more of it, the less there is to repair
+    results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3, **options) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))
     step = results[0].plan.steps[-1]
     unfitted = applying.apply_step(model, step)

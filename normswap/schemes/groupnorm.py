@@ -32,13 +32,14 @@ def plan(
     *,
     groups: Annotated[int, "N"] = 1,
     group_size: Annotated[int, "N"] = 0,
-    steady: Annotated[float, "SHARE"] = 0.5,
+    steady: Annotated[float, "SHARE"] = 0.9,
 ) -> Draft:
     """Args:
     groups: of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so.
     group_size: instead: so many channels to a group (robot policies take 16); 0: `groups` says it.
     steady: the share of a group's variance that is the same in every sample, by constants of one size in its channels.
-        The more, the less a sample's statistics move its output: keeps more, normalizes less. 0: the plain norm.
+        The more, the less a sample's statistics move its output: keeps more, normalizes less: one of d times the usual
+        deviation is divided by sqrt(SHARE + (1 - SHARE) d^2) times the usual. 0: the plain norm.
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise OptionError(f"--groups {groups} is not a whole number >= 1")

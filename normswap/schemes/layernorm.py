@@ -15,7 +15,7 @@ from normswap.schemes.groupnorm import fit, pattern
 from normswap.schemes.parts.per_sample_norms import dress_per_sample
 
 
-def plan(anatomy: Anatomy, *, steady: Annotated[float, "SHARE"] = 0.5) -> Draft:
+def plan(anatomy: Anatomy, *, steady: Annotated[float, "SHARE"] = 0.9) -> Draft:
     """Args:
     steady: as in `groupnorm`.
     """

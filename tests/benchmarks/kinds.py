@@ -1,6 +1,6 @@
 """What conversions keep of every kind of network, before any training.
 
-    python tests/benchmarks/kinds.py [KIND ...] [--samples none 100 1000] [--draws 1]
+    python tests/benchmarks/kinds.py [KIND ...] [--samples none 100 1000] [--draws 3]
 
 The trained networks of tests/data/zoo (tests/benchmarks/kinds_zoo.py). Kept: the result's accuracy on the test images
 as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +30,43 @@ from normswap.errors import NormswapError
 from normswap.graph.inspection import inspect
 from normswap.surgery import conversion
 
-WAYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("groupnorm", {}, ("none", "100", "1000")),
-    ("groupnorm", {"group_size": 16}, ("none", "100", "1000")),
-    ("groupnorm", {"steady": 0.75}, ("none", "100", "1000")),
-    ("nf", {}, ("100", "1000")),
-    ("layernorm", {}, ("100",)),
-    ("centered-weightnorm", {}, ("100", "1000")),
-    ("folded", {}, ("none",)),
-    ("frozen-bn", {}, ("none",)),
-    ("weightnorm", {}, ("none",)),
+
+@dataclass(frozen=True)
+class Way:
+    """A conversion with its options, the images it is measured with, and how often those are drawn.
+
+    Drawn once are schemes that compute what another one does.
+    """
+
+    scheme: str
+    options: dict[str, Any]
+    samples: tuple[str, ...]
+    draws: int = 1
+
+    def __str__(self) -> str:
+        return " ".join([self.scheme, *(f"--{name.replace('_', '-')} {v}" for name, v in self.options.items())])
+
+
+WAYS = (
+    Way("groupnorm", {}, ("none", "100", "1000"), 3),
+    Way("groupnorm", {"group_size": 16}, ("none", "100", "1000"), 3),
+    Way("nf", {}, ("100", "1000"), 3),
+    Way("groupnorm", {"steady": 0.5}, ("none", "1000")),
+    Way("layernorm", {}, ("100",)),
+    Way("centered-weightnorm", {}, ("100", "1000")),
+    Way("folded", {}, ("none",)),
+    Way("frozen-bn", {}, ("none",)),
+    Way("weightnorm", {}, ("none",)),
 )
 SAMPLES = ("none", "100", "1000")  # images to calibrate on
 TABLE = Path(__file__).with_name("kinds.md")
 RESULTS = ROOT / "runs" / "kinds"
-OTHERS = {"vit": (("folded", {}, ("none",)), ("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
+OTHERS = {"vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
 
 
-def called(scheme: str, options: dict[str, Any]) -> str:
-    return " ".join([scheme, *(f"--{name.replace('_', '-')} {value}" for name, value in options.items())])
-
-
-def result(kind: str, scheme: str, options: dict[str, Any], samples: str, draw: int) -> Path:
+def result(kind: str, way: Way, samples: str, draw: int) -> Path:
     """Where a converted network is kept."""
-    return RESULTS / f"{kind} {called(scheme, options)} {samples} {draw}.pt"
+    return RESULTS / f"{kind} {way} {samples} {draw}.pt"
 
 
 @torch.inference_mode()
@@ -61,7 +74,7 @@ def outputs(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([model(part) for part in images.split(250)])
 
 
-def measure(kind: str, scheme: str, options: dict[str, Any], samples: str, draw: int) -> Row:
+def measure(kind: str, way: Way, samples: str, draw: int) -> Row:
     """One row: `why` it was refused, or what was kept."""
     model, (images, labels) = trained(kind), of_kind(kind, "test")
     pictures = of_kind(kind, "train")[0]
@@ -71,12 +84,12 @@ def measure(kind: str, scheme: str, options: dict[str, Any], samples: str, draw:
         data = list(pictures[first : first + int(samples)].split(50))
     start = time.perf_counter()
     try:
-        done = conversion.convert(model, scheme, calibrate=data, inputs=images[:8], seed=draw, **options)
+        done = conversion.convert(model, way.scheme, calibrate=data, inputs=images[:8], seed=draw, **way.options)
     except NormswapError as error:
         return {"why": str(error)}
     seconds = time.perf_counter() - start
     before, after = outputs(model, images), outputs(done.model, images)
-    place = result(kind, scheme, options, samples, draw)
+    place = result(kind, way, samples, draw)
     place.parent.mkdir(parents=True, exist_ok=True)
     torch.save(done.model, place)
     held = done.report.kept
@@ -185,22 +198,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--samples", nargs="*", default=list(SAMPLES), help="images to calibrate on")
-    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--draws", type=int, default=3, help="at most, of calibration images")
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "kinds.jsonl", fresh=given.fresh)
     todo = [
-        (kind, scheme, options, samples, draw)
+        (kind, way, samples, draw)
+        for draw in range(given.draws)
         for samples in given.samples
         for place in range(len(WAYS))  # one way for all kinds, then the next
         for kind in given.kinds or KINDS
-        for scheme, options, sizes in OTHERS.get(kind, WAYS)[place : place + 1]
-        for draw in range(given.draws if samples != "none" else 1)
-        if samples in sizes and (DATA / f"{kind}.json").is_file()
+        for way in OTHERS.get(kind, WAYS)[place : place + 1]
+        if samples in way.samples
+        if draw < (way.draws if samples != "none" else 1)
+        if (DATA / f"{kind}.json").is_file()
     ]
-    for kind, scheme, options, samples, draw in todo:
-        key = (kind, called(scheme, options), samples, str(draw))
-        row = kept.get(key, lambda: measure(kind, scheme, options, samples, draw))  # noqa: B023
+    for kind, way, samples, draw in todo:
+        key = (kind, str(way), samples, str(draw))
+        row = kept.get(key, lambda: measure(kind, way, samples, draw))  # noqa: B023
         print(key, {name: row[name] for name in ("after", "agreement", "why") if name in row}, flush=True)
     TABLE.write_text(table(kept))
 
