@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -625,6 +626,43 @@ def test_a_network_without_images_gets_alternating_constants() -> None:
     step, _ = conversion.draft(inspection.inspect(flat), "layernorm")
     assert [edit.args["leans"] for edit in step.edits] == ["+-+-+-"] * 2
     assert all(not module._forward_pre_hooks for module in flat.modules())
+
+
+CONVS: dict[int, tuple[Any, Any]] = {
+    1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)
+}  # fmt: skip
+SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 70), (20, 64)), ((5, 40, 9), (5, 32, 9))]
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["any size", "its own size only"])
+@pytest.mark.parametrize(("sides", "small"), SIGNALS)
+def test_signs_are_tried_on_noise_of_the_size_that_was_recorded(
+    sides: tuple[int, ...], small: tuple[int, ...], only: bool
+) -> None:
+    torch.manual_seed(0)
+    conv, norm = CONVS[len(sides)]
+    head = nn.Linear(8 * math.prod(sides), 2) if only else nn.Identity()
+    model = nn.Sequential(conv(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.Flatten(), head).eval()
+    anatomy, shapes = inspection.inspect(model, torch.randn(2, 3, *sides)), []
+    with model[0].register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[2:]))):
+        found = steady_signs.choose(anatomy, {"1": 1}, 0.5)["1"]
+    assert shapes[-2:] == [sides if only else small] * 2
+    assert set(found.flips) == set(found.leans) == {"+", "-"}
+    assert found != steady_signs.alternating(8, 1)
+
+
+@pytest.mark.parametrize("sides", [(32,), (24, 20), (12, 10, 8)])
+def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
+    found = steady_signs.pink(4000, (2, *sides), 0).double()
+    assert float(found.std()) == pytest.approx(1, rel=1e-4)
+    power = np.square(np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))).mean((0, 1))
+    frequency = np.sqrt(sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij")))
+    flat = (power * np.square(frequency)).ravel()[1:]
+    assert flat.min() > 0.85 * flat.max()
+    assert power.flat[0] * max(sides) ** -2 == pytest.approx(flat.mean(), rel=0.1)
+    one, two = found.movedim(1, 0).flatten(1)
+    # of the first's own noise a the others have a share: sqrt(0.8) a + sqrt(0.2) b, the first both of a
+    assert float(torch.corrcoef(torch.stack([one, two]))[0, 1]) == pytest.approx(1.2 / 1.8**0.5, rel=0.02)
 
 
 class Batches(nn.Module):

@@ -10,7 +10,7 @@ image. That is seen well enough on noise with the spectrum of natural images, 1/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from normswap.graph.inspection import Anatomy
-from normswap.models import network_input
-from normswap.models.calling import Example
+from normswap.graph.tracing import Traced
 from normswap.models.modes import evaluating
 
-COUNT, BATCH, LARGEST = 64, 32, 64  # images of noise, and their largest side
+COUNT, BATCH = 64, 32  # images of noise
+LARGEST = {1: 4096, 2: 64, 3: 32}  # their largest side, by its dimensions
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
 STARTS = 2
 
@@ -51,17 +51,21 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
         steady: the share of a group's variance that the constants make.
     """
     modules = anatomy.traced.modules
-    seen = _observe(modules[""], anatomy.traced.form, {path: modules[path] for path in groups})
+    seen = _observe(anatomy.traced, {path: modules[path] for path in groups})
     return {path: _signs(*seen[path], modules[path].running_var, groups[path], steady) for path in seen}
 
 
-def pink(count: int, size: tuple[int, int, int], seed: int) -> Tensor:
-    """Images (N, C, H, W) of unit variance whose amplitude falls as 1/f and whose colours go together."""
-    chans, height, width = size
-    white = torch.randn(count, chans, height, width, generator=torch.Generator().manual_seed(seed))
-    frequency = (torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width).square()).sqrt()
-    frequency[0, 0] = 1 / max(height, width)
-    images = torch.fft.irfft2(torch.fft.rfft2(white) / frequency, s=(height, width))
+def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
+    """Images (N, C, H, W), signals (N, C, L) or clips of unit variance whose amplitude falls as 1/f and whose colours
+    go together.
+    """
+    chans, *sides = size
+    white = torch.randn(count, chans, *sides, generator=torch.Generator().manual_seed(seed))
+    places = tuple(range(2, 2 + len(sides)))
+    along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
+    frequency = torch.stack(torch.meshgrid(*along, indexing="ij")).square().sum(0).sqrt()
+    frequency.view(-1)[0] = 1 / max(sides)
+    images = torch.fft.irfftn(torch.fft.rfftn(white, dim=places) / frequency, s=sides, dim=places)
     images = 0.8**0.5 * images[:, :1] + 0.2**0.5 * images
     return images / images.std()
 
@@ -71,7 +75,7 @@ Numbers = npt.NDArray[Any]
 
 
 @torch.no_grad()
-def _observe(model: nn.Module, form: Example, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
+def _observe(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
     """Per norm, what reaches it about its running mean: each image's means and mean squares, (N, C); maybe nothing."""
     found: dict[str, list[Seen]] = {}
 
@@ -85,16 +89,16 @@ def _observe(model: nn.Module, form: Example, norms: Mapping[str, nn.Module]) ->
 
         return hook
 
+    model = traced.modules[""]
     like = next(p for p in model.parameters() if p.is_floating_point())
-    sizes = _sizes(network_input.size(model))  # before the spies are there: it may run the network
     handles = [norm.register_forward_pre_hook(spy(path)) for path, norm in norms.items()]
     try:
         with evaluating(model):
-            for size in sizes:
+            for size in _sizes(traced):
                 found.clear()
                 try:
                     for i in range(COUNT // BATCH):
-                        form.of(pink(BATCH, size, i).to(like)).call(model)
+                        traced.form.of(pink(BATCH, size, i).to(like)).call(model)
                     break
                 except Exception:  # whatever the network raises: not of that size, or it takes no images at all
                     found.clear()
@@ -105,9 +109,12 @@ def _observe(model: nn.Module, form: Example, norms: Mapping[str, nn.Module]) ->
     return {path: pair for path, pair in seen.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
 
 
-def _sizes(size: tuple[int, ...]) -> list[Any]:
-    """Sizes to try: small ones cost less."""
-    return [(size[0], *(min(side, LARGEST) for side in size[1:])), size] if len(size) == 3 else []
+def _sizes(traced: Traced) -> list[list[int]]:
+    """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
+    shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
+    channels, *sides = shape if traced.form.listed else shape[1:]
+    largest = LARGEST.get(len(sides))
+    return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
 
 
 def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float) -> Signs:
