@@ -628,7 +628,7 @@ def test_a_network_without_images_gets_alternating_constants() -> None:
     assert all(not module._forward_pre_hooks for module in flat.modules())
 
 
-CONVS: dict[int, tuple[Any, Any]] = {
+LAYERS: dict[int, tuple[Any, Any]] = {
     1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)
 }  # fmt: skip
 SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 70), (20, 64)), ((5, 40, 9), (5, 32, 9))]
@@ -640,7 +640,7 @@ def test_signs_are_tried_on_noise_of_the_size_that_was_recorded(
     sides: tuple[int, ...], small: tuple[int, ...], only: bool
 ) -> None:
     torch.manual_seed(0)
-    conv, norm = CONVS[len(sides)]
+    conv, norm = LAYERS[len(sides)]
     head = nn.Linear(8 * math.prod(sides), 2) if only else nn.Identity()
     model = nn.Sequential(conv(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.Flatten(), head).eval()
     anatomy, shapes = inspection.inspect(model, torch.randn(2, 3, *sides)), []

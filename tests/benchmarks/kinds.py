@@ -6,8 +6,8 @@ The trained networks of tests/data/zoo (tests/benchmarks/kinds_zoo.py). Kept: th
 as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, a quarter
 of which is held out, and what those said ("held out": the source's answer, and the share of its accuracy that is
 expected to be kept; for the U-Net of its pixels, not of the mean IoU). How the constants are chosen was settled on
-the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with their commit, results
-in runs/kinds; a second run measures what is missing, and every run writes kinds.md from all that there is.
+the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with their commit; a
+second run measures what is missing, and every run writes kinds.md from all that there is.
 """
 
 from __future__ import annotations
@@ -60,13 +60,7 @@ WAYS = (
 )
 SAMPLES = ("none", "100", "1000")  # images to calibrate on
 TABLE = Path(__file__).with_name("kinds.md")
-RESULTS = ROOT / "runs" / "kinds"
 OTHERS = {"vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
-
-
-def result(kind: str, way: Way, samples: str, draw: int) -> Path:
-    """Where a converted network is kept."""
-    return RESULTS / f"{kind} {way} {samples} {draw}.pt"
 
 
 @torch.inference_mode()
@@ -89,9 +83,6 @@ def measure(kind: str, way: Way, samples: str, draw: int) -> Row:
         return {"why": str(error)}
     seconds = time.perf_counter() - start
     before, after = outputs(model, images), outputs(done.model, images)
-    place = result(kind, way, samples, draw)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(done.model, place)
     held = done.report.kept
     return {
         "before": score(before, labels), "after": score(after, labels), "seconds": seconds, "tests": len(images),
