@@ -676,11 +676,23 @@ class Batches(nn.Module):
         return self.layers(batch["image"])
 
 
-def test_a_dict_with_images_is_looked_at_as_the_images_are() -> None:
+class Listed(Batches):
+    """As torchvision's detectors do, it takes a list of images."""
+
+    def forward(self, images: list[Tensor]) -> Any:  # type: ignore[override]
+        return self.layers(torch.stack(images))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(Batches, lambda x: {"batch": {"image": x}}), (Listed, lambda x: (list(x),))],
+    ids=["dict", "list"],
+)
+def test_images_in_a_dict_or_a_list_are_looked_at_as_the_images_are(kind: type[Batches], given: Any) -> None:
     torch.manual_seed(0)
-    model, x = Batches().eval(), torch.randn(2, 3, 9, 9)
+    model, x = kind().eval(), torch.randn(2, 3, 9, 9)
     inside = conversion.convert(model.layers, "groupnorm", inputs=x).plan.steps[0].edits
-    outside = conversion.convert(model, "groupnorm", inputs={"batch": {"image": x}}).plan.steps[0].edits
+    outside = conversion.convert(model, "groupnorm", inputs=given(x)).plan.steps[0].edits
     assert [edit.args for edit in outside] == [edit.args for edit in inside]
     assert any(set(edit.args["flips"]) == {"+", "-"} for edit in inside if "flips" in edit.args)
 
