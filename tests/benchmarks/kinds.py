@@ -35,7 +35,7 @@ from normswap.surgery import conversion
 class Way:
     """A conversion with its options, the images it is measured with, and how often those are drawn.
 
-    Drawn once are schemes that compute what another one does.
+    Schemes that compute what another one does (LayerNorm one group, centred weight normalization `nf`) show it once.
     """
 
     scheme: str
@@ -51,9 +51,9 @@ WAYS = (
     Way("groupnorm", {}, ("none", "100", "1000"), 3),
     Way("groupnorm", {"group_size": 16}, ("none", "100", "1000"), 3),
     Way("nf", {}, ("100", "1000"), 3),
-    Way("groupnorm", {"steady": 0.5}, ("none", "1000")),
+    Way("groupnorm", {"steady": 0.5}, ("none", "100")),
     Way("layernorm", {}, ("100",)),
-    Way("centered-weightnorm", {}, ("100", "1000")),
+    Way("centered-weightnorm", {}, ("100",)),
     Way("folded", {}, ("none",)),
     Way("frozen-bn", {}, ("none",)),
     Way("weightnorm", {}, ("none",)),
