@@ -23,12 +23,10 @@ from normswap.calibration.lockstep import March, Values, Walker, walkers
 from normswap.calibration.sampling import fits, patches
 from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
-from normswap.layers import affine
+from normswap.layers import affine, standardized
 from normswap.layers.activations import RELU_FUNCTIONS
 from normswap.layers.per_sample import PER_SAMPLE, normalized
 from normswap.layers.placeholders import Vacant
-from normswap.layers.reparametrized import effective
-from normswap.layers.standardized import STANDARDIZED, set_effective
 from normswap.models.modes import Progress, evaluating
 
 PLACES = 64  # sampled per image and layer, at most
@@ -195,7 +193,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
 
 def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_sum: bool, rounds: int) -> None:
     groups = getattr(module, "groups", 1)
-    weight = (effective(source) if isinstance(source, STANDARDIZED) else source.weight).detach()
+    weight = standardized.computed(source).detach()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1)
     relaxing = rounds if end.relu and end.alive() else 0
     places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // stop.march.shown))
@@ -232,10 +230,7 @@ def _relaxed(x: Tensor, y: Tensor, offset: Tensor, scale: Tensor, fit: Fit) -> T
 @torch.no_grad()
 def set_weight(module: Any, weight: Tensor, bias: Tensor) -> None:
     """Let the layer compute `weight` and `bias`."""
-    if isinstance(module, STANDARDIZED):
-        set_effective(module, weight)
-    else:
-        module.weight.copy_(weight)
+    standardized.compute(module, weight)
     if module.bias is None:
         module.bias = nn.Parameter(bias.to(module.weight))
     else:

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear, passes_positive
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
+from normswap.layers import standardized
 from normswap.layers.bounded import BoundedReLU
 from normswap.layers.reparametrized import CONVOLUTIONS
 
@@ -184,11 +185,11 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
     factors = factors.double()
     for layer in channels.layers:
         module: Any = model.get_submodule(layer.path)
-        weight, groups = module.weight, getattr(module, "groups", 1)
+        weight, groups = standardized.computed(module), getattr(module, "groups", 1)
         out = factors[layer.writes]
         incoming = (1 / factors[layer.reads]).view(groups, 1, -1).expand(-1, len(out) // groups, -1).flatten(0, 1)
         wide = weight.double() * out.view(-1, *[1] * (weight.ndim - 1))
-        weight.copy_(wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2)))
+        standardized.compute(module, wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2)))
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out)
     for layer in channels.bounds:

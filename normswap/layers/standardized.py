@@ -84,6 +84,21 @@ def set_effective(conv: Any, weight: Tensor) -> None:
         conv.mean.copy_(mean)
 
 
+def computed(layer: Any) -> Tensor:
+    """The weight that a linear layer, standardized or not, computes with."""
+    weight: Tensor = effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
+    return weight
+
+
+@torch.no_grad()
+def compute(layer: Any, weight: Tensor) -> None:
+    """Let a linear layer, standardized or not, compute with `weight`; without its filters' means where it has none."""
+    if isinstance(layer, STANDARDIZED):
+        set_effective(layer, weight)
+    else:
+        layer.weight.copy_(weight)
+
+
 class StandardizedConv(Seat):
     """What `layers.Folded` computes, standardized; with `mean`, its filters need not sum to zero."""
 

@@ -1,8 +1,9 @@
 """Centered weight normalization: W = g (v - mean v) / |v - mean v| per filter; no normalization of activations.
 
 That is timm's `ScaledStdConv2d` up to a constant factor sqrt(fan-in) in g, which is what the convolutions become. The
-network is folded first; then, as in `nf`, the filters that sum to zero and come nearest to the source are fitted
-(`--mean fit`, needs `--calibrate`), or the means are kept as one more parameter per filter (`--mean keep`, exact).
+network is folded first; then, as in `nf`, channels are scaled and the filters that sum to zero and come nearest to the
+source are fitted (`--mean fit`, needs `--calibrate`), or the means are kept as one more parameter per filter (`--mean
+keep`, exact).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def plan(
     anatomy: Anatomy,
     *,
     mean: Annotated[str, "fit|keep"] = "fit",
-    stem: Annotated[str, "fit|keep"] = "fit",
+    stem: Annotated[str, "fit|keep"] = "keep",
     depthwise: Annotated[str, "fit|keep"] = "keep",
 ) -> Draft:
     """Args:

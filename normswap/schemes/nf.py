@@ -3,10 +3,11 @@
 Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly; beta is a scalar at
 the branch's end that makes f's output of unit variance, exactly. The constant alpha = 1 / sqrt(expected variance) in
 front of a branch is part of the first convolution's gain. A network without residual blocks gets the convolutions
-alone. What is lost is each filter's mean. `--mean fit` (needs `--calibrate`) finds, layer by layer, the zero-sum
-filters that come nearest to the source on the converted network's own inputs (`sequential_fit`). `--mean keep` keeps
-the means as one more parameter per filter, and with it the function. `--stem keep` keeps those of the convolution that
-reads the image; depthwise ones are kept unless `--depthwise fit`.
+alone. What is lost is each filter's mean. `--mean fit` (needs `--calibrate`) scales channels so that little is lost
+(`zero_sum_gauge`; beta is then for the scaled branch), and finds, layer by layer, the zero-sum filters that come
+nearest to the source on the converted network's own inputs (`sequential_fit`). `--mean keep` keeps the means as one
+more parameter per filter, and with it the function. Those of the convolution that reads the image, which tell its
+brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--depthwise fit`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def plan(
     anatomy: Anatomy,
     *,
     mean: Annotated[str, "fit|keep"] = "fit",
-    stem: Annotated[str, "fit|keep"] = "fit",
+    stem: Annotated[str, "fit|keep"] = "keep",
     depthwise: Annotated[str, "fit|keep"] = "keep",
 ) -> Draft:
     """Args:
     mean: `fit` or `keep` the filters' means.
-    stem: the same for the convolution that reads the image.
+    stem: the same for the convolution that reads the image; without them it is blind to brightness and colour.
     depthwise: the same for filters that read one channel, which without a mean lose its level.
     """
     draft = scale_branches(anatomy, None) if anatomy.blocks else undress(anatomy)

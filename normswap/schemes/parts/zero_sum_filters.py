@@ -6,7 +6,7 @@ result: so the two go by the same paths and the same units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from normswap.folding.passage import Blocked, check_linear
 from normswap.layers import reparametrized
 from normswap.layers.standardized import STANDARDIZED
 from normswap.plan import Step
+from normswap.schemes.parts.zero_sum_gauge import rescale
 
 
 def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
@@ -97,6 +98,8 @@ def fit_zero_sum(
     Raises:
         SourceError: unusable or too few images.
     """
+    batches = list(batches) if isinstance(batches, Iterator) else batches  # they are read twice
+    rescale(pattern, result, batches, _must)
     refit(pattern, result, batches, zero_sum=_must, seed=seed, progress=progress)
 
 

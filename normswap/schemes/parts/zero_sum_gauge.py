@@ -1,0 +1,155 @@
+"""The gauge before filters that must sum to zero, chosen on images: which channel gives up what their sums told.
+
+A filter w loses its sum s. Of all corrections d with sum -s, that which moves the output least costs s^2 / (1' C^-1 1),
+C the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes (`channel_factors`);
+then the sum to lose is that of w / f, and with u = 1 / f, S the filters' sums by channel and C the covariance of the
+channels' sums under the kernel, a layer of k places loses
+
+    sum over filters of (S u / k)^2 / (u' C^-1 u),
+
+which is small where u is large for channels that tell little that the others do not. All factors together are found by
+gradient descent on the sum of the losses, each as a share of its layer's variance. Corrections are taken to be the same
+in all places of the kernel: those that are fitted afterwards cost less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.calibration.checked_batches import checked, misfit
+from normswap.calibration.sampling import patches
+from normswap.errors import TraceError
+from normswap.folding.channel_factors import HELD, Channels, Reach, scale
+from normswap.folding.draft import Draft
+from normswap.graph import inspection
+from normswap.layers.standardized import computed
+from normswap.models.calling import Example
+from normswap.models.modes import evaluating
+
+ENOUGH, MOST = 16, 128  # images
+PLACES = 32  # of each image, at most
+STEPS, RATE = 150, 0.05
+STIFF = 0.03  # what the mean square of the factors' logarithms costs, in shares of variance
+FARTHEST = 2.0  # of a factor's logarithm
+
+
+def rescale(
+    pattern: nn.Module, result: nn.Module, batches: Iterable[Any], zero_sum: Callable[[str, nn.Module], bool]
+) -> None:
+    """Scale channels of pattern and result, in place; the pattern computes the same.
+
+    Args:
+        pattern: the network with its filters' means, of the same modules as `result`.
+        batches: what they take (`Example.read`); about `MOST` images are looked at, fewer than `ENOUGH` do nothing.
+        zero_sum: which layers of the result must have filters that sum to zero.
+    """
+    examples, count = [], 0
+    for example in checked(pattern, batches):
+        examples.append(example)
+        count += example.count
+        if count >= MOST:
+            break
+    if count < ENOUGH:
+        return
+    try:
+        channels = Channels(Draft(inspection.inspect(pattern, examples[0].first(2))))
+    except TraceError:
+        return
+    losing = [one for one in channels.layers if zero_sum(one.path, result.get_submodule(one.path))]
+    found = factors(_losses(pattern, losing, examples), channels.count)
+    for network in (pattern, result):
+        scale(network, channels, found)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one layer loses, by the factors of the channels that it reads.
+
+    Args:
+        reads: the group of factors of each input channel (I,).
+        sums: S' S / k^2 by group of the convolution (G, i, i); inverse: of the covariance, the same shape.
+        variance: of the layer's outputs together.
+    """
+
+    reads: Tensor
+    sums: Tensor
+    inverse: Tensor
+    variance: float
+
+    def __call__(self, logs: Tensor) -> Tensor:
+        u = (-logs[self.reads]).exp().view(len(self.sums), -1)
+        return (_quadratic(self.sums, u) / _quadratic(self.inverse, u)).sum() / self.variance
+
+
+def _quadratic(table: Tensor, u: Tensor) -> Tensor:
+    """u' table u by group, and its gradient, with one product instead of three: the tables are large."""
+    fixed = u.detach()
+    along = torch.einsum("gij,gj->gi", table, fixed)
+    return ((2 * u - fixed) * along).sum(1)
+
+
+def factors(losses: list[Loss], count: int) -> Tensor:
+    """The factor of each group, (count,), that of `HELD` 1."""
+    with torch.enable_grad():
+        logs = torch.zeros(count, requires_grad=True)
+        optimizer = torch.optim.Adam([logs], lr=RATE)
+        for _ in range(STEPS if losses else 0):
+            optimizer.zero_grad()
+            total = torch.stack([loss(logs) for loss in losses]).sum() + STIFF * logs.square().mean()
+            total.backward()
+            optimizer.step()
+            with torch.no_grad():
+                logs.clamp_(-FARTHEST, FARTHEST)
+                logs[HELD] = 0
+    return logs.detach().exp()
+
+
+@torch.no_grad()
+def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> list[Loss]:
+    seen = {one.path: _Seen() for one in layers}
+    handles = [model.get_submodule(path).register_forward_hook(own.look) for path, own in seen.items()]
+    try:
+        with evaluating(model):
+            for example in examples:
+                example.call(model)
+    except Exception as error:  # whatever the network raises
+        raise misfit(error) from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [seen.pop(one.path).loss(model.get_submodule(one.path), one.reads) for one in layers]
+
+
+class _Seen:
+    """Moments of what a layer reads and gives, by group of the convolution."""
+
+    def __init__(self) -> None:
+        self.count, self.generator = 0, torch.Generator().manual_seed(0)
+        self.x: Any = 0
+        self.xx: Any = 0
+        self.y: Any = 0
+        self.yy: Any = 0
+
+    def look(self, layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+        read, given = patches(layer, args[0], output, PLACES, self.generator)
+        read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
+        x, y = (rows.double().transpose(0, 1).flatten(1, 2) for rows in (read, given))
+        self.count += x.shape[1]
+        self.x, self.xx = self.x + x.sum(1), self.xx + x.transpose(1, 2) @ x
+        self.y, self.yy = self.y + y.sum(1), self.yy + y.square().sum(1)
+
+    def loss(self, layer: Any, reads: Tensor) -> Loss:
+        mean, width = self.x / self.count, self.x.shape[1]
+        spread = self.xx / self.count - mean[:, :, None] * mean[:, None]
+        level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
+        # the fewer places were seen, the more of what they have in common is taken for chance
+        spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
+        sums = computed(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
+        variance = (self.yy / self.count - (self.y / self.count).square()).sum()
+        lost, inverse = (t.float().cpu() for t in (sums.transpose(1, 2) @ sums, torch.linalg.inv(spread)))
+        return Loss(reads, lost, inverse, float(variance) + 1e-30)
