@@ -92,9 +92,9 @@ def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]
     assert distance(wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)) < 1e-12
 
 
-@pytest.mark.parametrize("zero_sum", [False, True])
+@pytest.mark.parametrize("sum_of", ["nothing", "ones", "numbers"])
 @pytest.mark.parametrize("kind", CONVS)
-def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind: str, zero_sum: bool) -> None:
+def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind: str, sum_of: str) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
     batches = [3 + torch.randn(5, 4, 9, 7, dtype=torch.float64) for _ in range(3)]
@@ -103,6 +103,8 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
     for x, y in zip(batches, targets, strict=True):
         folds.add(*sampling.patches(conv, x, y, 10_000, torch.Generator()))
     prior = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
+    some = torch.rand(conv.groups, prior.shape[2], dtype=torch.float64) + 0.2
+    zero_sum = {"nothing": None, "ones": torch.ones_like(some), "numbers": some}[sum_of]
     fit = least_squares.regress(folds, prior, zero_sum=zero_sum)
     unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
     wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
@@ -113,12 +115,12 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
         # the ridge as further rows; the constraint by substitution: V = P u with the columns of P spanning zero sums
         rows = np.concatenate([ac / np.sqrt(len(a)), np.sqrt(damp) * np.eye(a.shape[1])])
         goal = np.concatenate([bc / np.sqrt(len(a)), np.sqrt(damp) * prior[g].numpy().T])
-        basis = np.linalg.svd(np.ones((1, a.shape[1])))[2][1:].T if zero_sum else np.eye(a.shape[1])
+        basis = np.eye(a.shape[1]) if zero_sum is None else np.linalg.svd(zero_sum[g, None].numpy())[2][1:].T
         v = basis @ np.linalg.lstsq(rows @ basis, goal, rcond=None)[0]
         assert np.linalg.norm(fit.weight[g].numpy().T - v) <= 1e-8 * np.linalg.norm(v)
         assert np.allclose(fit.bias[g].numpy(), b.mean(0) - a.mean(0) @ v, atol=1e-8)
-        if zero_sum:
-            assert abs(v.sum(0)).max() < 1e-10
+        if zero_sum is not None:
+            assert abs(zero_sum[g].numpy() @ fit.weight[g].numpy().T).max() < 1e-10
 
 
 @pytest.mark.parametrize("block", [500, least_squares._BLOCK])

@@ -188,14 +188,13 @@ class Kernel:
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
         raise torch.linalg.LinAlgError("the covariance is not finite")
 
-    def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: bool) -> Tensor:
+    def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
         """V (G, o, f) of `regress`."""
         weight = torch.cholesky_solve((cross + self.damp * prior).transpose(1, 2), self.factor).transpose(1, 2)
-        if zero_sum:
-            ones = weight.new_ones(prior.shape[0], prior.shape[2], 1)
-            away = torch.cholesky_solve(ones, self.factor)
-            weight = weight - weight.sum(2, keepdim=True) / away.sum(1, keepdim=True) * away.transpose(1, 2)
-            weight = weight - weight.mean(2, keepdim=True)  # what rounding left
+        if zero_sum is not None:
+            u = zero_sum[:, :, None]
+            for away in (torch.cholesky_solve(u, self.factor), u):  # then what rounding left
+                weight = weight - (weight @ u) / (away.transpose(1, 2) @ u) * away.transpose(1, 2)
         return weight
 
 
@@ -209,18 +208,18 @@ class Fit:
     kernel: Kernel
 
 
-def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, like: Fit | None = None) -> Fit:
+def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like: Fit | None = None) -> Fit:
     """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little:
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
 
-        V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum:  V -= (V 1) / (1' K^-1 1) (K^-1 1)'
+        V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum u:  V -= (V u) / (u' K^-1 u) (K^-1 u)'
 
     The ridge is the one of `RIDGES` whose V, fitted on one half of the images, errs least on the other.
 
     Args:
         prior: (G, o, f).
-        zero_sum: every filter sums to zero (weight standardization, arXiv:1903.10520).
+        zero_sum: u (G, f) that V u = 0 for: ones where filters sum to zero (weight standardization, arXiv:1903.10520).
         like: of the same inputs with other targets: its ridge and kernel are taken.
     """
     prior = prior.detach().double()
@@ -231,7 +230,7 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: bool = False, like: Fit | 
     return Fit(weight, _bias(weight, total), ridge, kernel)
 
 
-def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: bool) -> float:
+def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
     """Tried from the smallest on, until the error has risen twice; of patches so wide that factors cost minutes, from
     the middle on downhill, fitted on the first half only.
     """

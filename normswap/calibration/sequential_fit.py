@@ -41,7 +41,7 @@ def refit(
     result: nn.Module,
     batches: Iterable[Any],
     *,
-    zero_sum: Callable[[str, nn.Module], bool] = lambda path, module: False,
+    zero_sum: Callable[[str, nn.Module], Tensor | None] = lambda path, module: None,
     only: Callable[[str, nn.Module], bool] = lambda path, module: True,
     streams: bool = True,
     rounds: int = 2,
@@ -54,7 +54,8 @@ def refit(
 
     Args:
         batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
-        zero_sum: which convolutions must have filters that sum to zero.
+        zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
+            count as in the units before.
         only: which layers to fit.
         streams: aim at residual sums where a layer ends in one.
         rounds: times to fit again, asking for nothing where a ReLU hides the difference.
@@ -191,10 +192,14 @@ def _follow(traced: Traced, node: fx.Node) -> End:
     return End(scale, shift, arms, False)
 
 
-def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_sum: bool, rounds: int) -> None:
+def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, factors: Tensor | None, rounds: int) -> None:
     groups = getattr(module, "groups", 1)
     weight = standardized.computed(source).detach()
-    prior = weight.reshape(groups, weight.shape[0] // groups, -1)
+    units, zero_sum = torch.ones(groups, 1, 1).to(weight), None
+    if factors is not None:
+        units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
+        zero_sum = 1 / units[:, 0].double()
+    prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     relaxing = rounds if end.relu and end.alive() else 0
     places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // stop.march.shown))
     folds, generator = Folds(), torch.Generator().manual_seed(seed)
@@ -203,6 +208,7 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
         target, offset = end.target(held, own) if end.alive() else (own, own)
         draw, seen = generator.get_state(), held[1][inputs(stop.ours)[0].name]
         x, y = patches(module, seen, target, places, generator)
+        x = x if factors is None else x / units
         folds.add(x, y)
         if relaxing:
             generator.set_state(draw)
@@ -212,7 +218,7 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, zero_
     for _ in range(relaxing):
         folds = folds.retargeted((x, _relaxed(x, y, d, end.scale, fit)) for x, y, d in stop.march.unspool())
         fit = regress(folds, prior, zero_sum=zero_sum, like=fit)
-    set_weight(module, fit.weight.reshape(weight.shape), fit.bias.flatten())
+    set_weight(module, (fit.weight / units).reshape(weight.shape), fit.bias.flatten())
 
 
 def _relaxed(x: Tensor, y: Tensor, offset: Tensor, scale: Tensor, fit: Fit) -> Tensor:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from normswap.calibration.sequential_fit import Progress, refit
 from normswap.errors import OptionError, RefusedError
@@ -99,8 +100,12 @@ def fit_zero_sum(
         SourceError: unusable or too few images.
     """
     batches = list(batches) if isinstance(batches, Iterator) else batches  # they are read twice
-    rescale(pattern, result, batches, _must)
-    refit(pattern, result, batches, zero_sum=_must, seed=seed, progress=progress)
+    factors = rescale(pattern, result, batches, _must)
+
+    def zero_sum(path: str, module: Any) -> Tensor | None:
+        return factors.get(path, torch.ones(module.weight.shape[1] * module.groups)) if _must(path, module) else None
+
+    refit(pattern, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
 
 
 def _must(path: str, module: nn.Module) -> bool:

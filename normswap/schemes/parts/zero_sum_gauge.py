@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from normswap.calibration.checked_batches import checked, misfit
 from normswap.calibration.sampling import patches
-from normswap.errors import TraceError
 from normswap.folding.channel_factors import HELD, Channels, Reach, scale
 from normswap.folding.draft import Draft
 from normswap.graph import inspection
@@ -40,8 +39,11 @@ FARTHEST = 2.0  # of a factor's logarithm
 
 def rescale(
     pattern: nn.Module, result: nn.Module, batches: Iterable[Any], zero_sum: Callable[[str, nn.Module], bool]
-) -> None:
+) -> dict[str, Tensor]:
     """Scale channels of pattern and result, in place; the pattern computes the same.
+
+    Returns:
+        The factors of the channels that each layer reads (I,), by path.
 
     Args:
         pattern: the network with its filters' means, of the same modules as `result`.
@@ -55,15 +57,13 @@ def rescale(
         if count >= MOST:
             break
     if count < ENOUGH:
-        return
-    try:
-        channels = Channels(Draft(inspection.inspect(pattern, examples[0].first(2))))
-    except TraceError:
-        return
+        return {}
+    channels = Channels(Draft(inspection.inspect(pattern, examples[0].first(2))))
     losing = [one for one in channels.layers if zero_sum(one.path, result.get_submodule(one.path))]
     found = factors(_losses(pattern, losing, examples), channels.count)
     for network in (pattern, result):
         scale(network, channels, found)
+    return {one.path: found[one.reads] for one in losing}
 
 
 @dataclass(frozen=True)
