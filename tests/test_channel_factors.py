@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from lived import distance, lived_in, run
 from tiny import C, conv, net
 from torch import Tensor, nn
@@ -19,7 +20,12 @@ from normswap.exporting.bias_correction import rounded
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, gauges
 from normswap.folding import channel_factors
 from normswap.folding.channel_factors import HELD, Channels
+from normswap.folding.draft import Draft
+from normswap.graph.inspection import inspect
 from normswap.layers.bounded import BoundedReLU
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
+from normswap.layers.scalars import Scale
+from normswap.layers.standardized import MeanStdConv2d
 
 Make = Callable[[], nn.Module]
 
@@ -72,6 +78,9 @@ CASES: list[tuple[str, Make, int]] = [
     ("a number times", net(lambda m, x: m.b(2 * m.a(x)), a=conv, b=conv), C),
     ("a product of two", net(lambda m, x: m.c(m.a(x) * m.b(x)), a=conv, b=conv, c=conv), 0),
     ("joined", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv, b=conv, c=nn.Conv2d(2 * C, C, 1)), 2 * C),
+    ("joined alone", net(lambda m, x: m.b(torch.cat([m.a(x)], 1).relu()), a=conv, b=conv), C),
+    ("upsampled", net(lambda m, x: m.b(m.u(m.a(x)).relu()), a=conv, u=nn.Upsample(scale_factor=2), b=conv), C),
+    ("interpolated", net(lambda m, x: m.b(F.interpolate(m.a(x), (9, 7), mode="bilinear")), a=conv, b=conv), C),
     ("joined elsewhere", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 2)), a=conv, b=conv, c=conv), 0),
     ("joined in the batch", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)]) + m.c(torch.cat([x, x]))), a=conv, b=conv,
                                 c=conv, d=conv), 0),
@@ -110,6 +119,38 @@ def test_free_channels_and_no_other_can_be_scaled(name: str, make: Make, free: i
         assert distance(run(model, x), run(twin, x)) < 1e-13
         changed = any(not torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
         assert changed
+
+
+def shifted(act: nn.Module | None) -> ChannelBias:
+    return ChannelBias(torch.randn(C), torch.tensor([1.0, -1.0] * (C // 2)), act)
+
+
+def affine(act: nn.Module | None) -> ChannelAffine:
+    return ChannelAffine(torch.randn(C), torch.randn(C), act)
+
+
+# layers of ours between two convolutions, and how many of their channels are free
+OWN: list[tuple[str, Make, int]] = [
+    ("a shift", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: shifted(nn.ReLU()), b=conv), C),
+    ("a scale and shift", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: affine(None), b=conv), C),
+    ("under another activation", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: affine(nn.SiLU()), b=conv), 0),
+    ("a shift called twice", net(lambda m, x: m.b(m.s(m.s(m.a(x)))), a=conv, s=lambda: shifted(None), b=conv), 0),
+    ("a scalar", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: Scale(0.3), b=conv), C),
+    ("a scalar with a bias", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: Scale(0.3, bias=True), b=conv), 0),
+    ("standardized", net(lambda m, x: m.b(m.a(x).relu()), a=lambda: MeanStdConv2d(C, C, 3), b=conv), C),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "free"), OWN, ids=[case[0] for case in OWN])
+def test_layers_of_ours_hand_factors_on(name: str, make: Make, free: int) -> None:
+    model, x = built(make), images()
+    channels = Channels(Draft(inspect(model, x)))
+    assert channels.count == 1 + free
+    factors = torch.cat([torch.ones(1), torch.rand(free) + 0.5]).double()
+    twin = copy.deepcopy(model)
+    channel_factors.scale(twin, channels, factors)
+    assert distance(run(model, x), run(twin, x)) < 1e-13
+    assert not free or not torch.equal(twin.get_submodule("b").weight, model.get_submodule("b").weight)
 
 
 # of all channels that layers write, what fraction is free at least

@@ -22,10 +22,13 @@ from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear, passes_positive
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
 from normswap.layers import standardized
+from normswap.layers.activations import is_homogeneous
 from normswap.layers.bounded import BoundedReLU
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.reparametrized import CONVOLUTIONS
+from normswap.layers.scalars import Scale
 
-_POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)
+_POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
 _FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
 HELD = 0  # the group of all channels whose factor is 1
 
@@ -35,7 +38,7 @@ class Reach:
     """A layer whose weights follow the factors.
 
     Args:
-        writes: the group of each of its output channels (of a bounded activation: of each of its bounds).
+        writes: the group of each of its output channels (of what has a level per channel: of each of these).
         reads: the group of each of its input channels.
     """
 
@@ -51,7 +54,7 @@ class Channels:
         draft: of the network, as it is.
 
     Attributes:
-        layers: those whose weights follow; bounds: the bounded activations whose bounds do.
+        layers: those whose weights follow; levels: those that hand channels on, and whose shifts or bounds follow.
         count: how many groups there are; group 0 holds what cannot be scaled.
     """
 
@@ -68,8 +71,8 @@ class Channels:
             return Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
 
         reached = [(self.traced.module(node), reach(node, reads)) for node, reads in found]
-        self.layers = [one for module, one in reached if not isinstance(module, BoundedReLU)]
-        self.bounds = [one for module, one in reached if isinstance(module, BoundedReLU)]
+        self.layers = [one for module, one in reached if not _level(module)]
+        self.levels = [one for module, one in reached if _level(module)]
 
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Follow the channels through a node; those it reads, where its parameters depend on their factors."""
@@ -89,12 +92,15 @@ class Channels:
             self._hold(known)
             return None
         self.of[node] = passed
-        return passed if isinstance(module, BoundedReLU) else None
+        return passed if _level(module) else None
 
     def _passed(self, node: fx.Node, sources: list[fx.Node], known: list[list[int] | None]) -> list[int] | None:
         """The channels of what the node computes, if it hands factors on."""
         if not any(known):
             return None
+        if node.target is torch.cat and all(known) and _dim(node, 0) == 1:
+            listed: Any = node.args[0] if node.args else node.kwargs["tensors"]
+            return [channel for source in listed for channel in self.of[source]]
         if len(sources) == 1:
             return self._alone(node, sources[0], known[0] or [])
         shape = node.meta["shape"]
@@ -108,18 +114,17 @@ class Channels:
             if main is not None and main.meta["shape"] == shape:
                 self._hold([channels for source, channels in zip(sources, known, strict=True) if source is not main])
                 return self.of.get(main)
-        if node.target is torch.cat and all(known) and _dim(node, 0) == 1:
-            listed: Any = node.args[0] if node.args else node.kwargs["tensors"]
-            return [channel for source in listed for channel in self.of[source]]
         return None
 
     def _alone(self, node: fx.Node, source: fx.Node, channels: list[int]) -> list[int] | None:
-        module = self.traced.module(node)
+        module: Any = self.traced.module(node)
         before, after = source.meta["shape"], node.meta["shape"]
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
-        bounded = isinstance(module, BoundedReLU) and self._called(module) == 1
-        if self.draft.silent(node) or is_constant_mul(node) or bounded or node.target in _POOLS:
+        if _level(module):
+            return channels if self._called(module) == 1 else None
+        scaled = isinstance(module, nn.Upsample) or (isinstance(module, Scale) and module.bias is None)
+        if self.draft.silent(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
         if isinstance(module, nn.Flatten) or node.target in _FLAT:
             whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
@@ -164,6 +169,13 @@ class Channels:
         return channel
 
 
+def _level(module: Any) -> str | None:
+    """The name of the numbers (C,) that follow the factors of the channels that a layer hands on."""
+    if isinstance(module, BoundedReLU):
+        return "bound"
+    return "bias" if isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act) else None
+
+
 def _dim(node: fx.Node, default: Any) -> Any:
     """The `dim` that a function is called with."""
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
@@ -192,6 +204,7 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
         standardized.compute(module, wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2)))
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out)
-    for layer in channels.bounds:
-        bounded: Any = model.get_submodule(layer.path)
-        bounded.bound.copy_(bounded.bound.double() * factors[layer.writes])
+    for layer in channels.levels:
+        module = model.get_submodule(layer.path)
+        level = getattr(module, str(_level(module)))
+        level.copy_(level.double() * factors[layer.writes])
