@@ -47,10 +47,10 @@ EXACT: tuple[Way, ...] = (
     ("nf", {"mean": "keep"}), ("centered-weightnorm", {"mean": "keep"}),
 )  # fmt: skip
 DATALESS: tuple[Way, ...] = (
-    ("groupnorm", {"steady": 0}), ("groupnorm", {}), ("groupnorm", {"steady": 0.75}), ("groupnorm", {"groups": 4}),
+    ("groupnorm", {"steady": 0}), ("groupnorm", {"steady": 0.5}), ("groupnorm", {}), ("groupnorm", {"groups": 4}),
     ("instancenorm", {}),
 )  # fmt: skip
-FITTED: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("nf", {"stem": "keep"}), ("centered-weightnorm", {}))
+FITTED: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("nf", {"stem": "fit"}), ("centered-weightnorm", {}))
 BATCHNORM: Way = ("batchnorm", {})
 SOURCES: tuple[Way, ...] = (
     BATCHNORM, ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
