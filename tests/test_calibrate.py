@@ -379,13 +379,14 @@ def test_bad_data_are_named(data: list[Any], message: str) -> None:
         conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
 
 
-def test_a_layer_whose_numbers_overflow_is_named() -> None:
+@pytest.mark.parametrize("to", ["groupnorm", "nf"])
+def test_a_layer_whose_numbers_overflow_is_named(to: str) -> None:
     """1e20 squared is no float32."""
     model: Any = narrow()
     with torch.no_grad():
         model.bn1.weight *= 1e20
     with pytest.raises(SourceError, match=r"layer1\.0\.conv1 cannot be fitted: .* overflows"):
-        conversion.convert(model, "groupnorm", size=(3, 32, 32), calibrate=images())
+        conversion.convert(model, to, size=(3, 32, 32), calibrate=images())
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "nf", "centered-weightnorm"])

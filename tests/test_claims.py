@@ -178,11 +178,13 @@ def accuracy(network: str) -> tuple[str, ...]:
 CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "GroupNorm with one group {}, {} and {} % of the accuracy without data, {}, {} and {} % with 1000 unlabelled":
         lambda: (*schemes("groupnorm", False), *schemes("groupnorm", True)),
-    "`nf --mean fit` {}, {} and {} %": lambda: tuple(schemes("nf", True)),
+    "`nf` {}, {} and {} %": lambda: tuple(schemes("nf", True)),
     "GroupNorm with one group keeps {} to {} % without data, {} to {} % with 100 unlabelled images and {} to {} % with "
     "1,000": lambda: sum((span(kinds("groupnorm", images)) for images in ("none", "100", "1000")), ()),
-    "constants make three quarters of what a sample is divided by, {} to {} %; `nf` as little as {} %":
-        lambda: (*span(kinds("groupnorm --steady 0.75", "1000")), span(kinds("nf", "1000"))[0]),
+    "with groups of 16 channels {} to {}, {} to {} and {} to {} %":
+        lambda: sum((span(kinds("groupnorm --group-size 16", images)) for images in ("none", "100", "1000")), ()),
+    "`nf` {} to {} % with 100 images and {} to {} % with 1,000":
+        lambda: sum((span(kinds("nf", images)) for images in ("100", "1000")), ()),
     "in {} rows of that table off by {} points on average, {} at most": told,
     "timm: all {} architectures with BatchNorm and at most 100 M parameters fold exactly (1e-8 in float64), no norm "
     "left; torch.fx's own fuser completes {}": timms,

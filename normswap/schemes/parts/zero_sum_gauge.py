@@ -30,9 +30,9 @@ from normswap.layers.standardized import computed
 from normswap.models.calling import Example
 from normswap.models.modes import evaluating
 
-ENOUGH, MOST = 16, 128  # images
+ENOUGH, MOST = 16, 64  # images
 PLACES = 32  # of each image, at most
-STEPS, RATE = 150, 0.05
+STEPS, RATE = 120, 0.05
 STIFF = 0.03  # what the mean square of the factors' logarithms costs, in shares of variance
 FARTHEST = 2.0  # of a factor's logarithm
 
@@ -60,7 +60,10 @@ def rescale(
         return {}
     channels = Channels(Draft(inspection.inspect(pattern, examples[0].first(2))))
     losing = [one for one in channels.layers if zero_sum(one.path, result.get_submodule(one.path))]
-    found = factors(_losses(pattern, losing, examples), channels.count)
+    try:
+        found = factors(_losses(pattern, losing, examples), channels.count)
+    except torch.linalg.LinAlgError:
+        return {}  # numbers overflow: the fit that follows says where
     for network in (pattern, result):
         scale(network, channels, found)
     return {one.path: found[one.reads] for one in losing}
@@ -126,10 +129,11 @@ def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> l
 
 
 class _Seen:
-    """Moments of what a layer reads and gives, by group of the convolution."""
+    """Moments of what a layer reads and gives, by group of the convolution, about the first batch's mean."""
 
     def __init__(self) -> None:
         self.count, self.generator = 0, torch.Generator().manual_seed(0)
+        self.at: Tensor | None = None
         self.x: Any = 0
         self.xx: Any = 0
         self.y: Any = 0
@@ -138,9 +142,11 @@ class _Seen:
     def look(self, layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         read, given = patches(layer, args[0], output, PLACES, self.generator)
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
-        x, y = (rows.double().transpose(0, 1).flatten(1, 2) for rows in (read, given))
+        x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, given))
+        self.at = x.mean(1, keepdim=True) if self.at is None else self.at
+        x, y = x - self.at, y.double()  # the products in float32: of wide layers they take most of the time
         self.count += x.shape[1]
-        self.x, self.xx = self.x + x.sum(1), self.xx + x.transpose(1, 2) @ x
+        self.x, self.xx = self.x + x.double().sum(1), self.xx + (x.transpose(1, 2) @ x).double()
         self.y, self.yy = self.y + y.sum(1), self.yy + y.square().sum(1)
 
     def loss(self, layer: Any, reads: Tensor) -> Loss:
@@ -151,5 +157,6 @@ class _Seen:
         spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
         sums = computed(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()
-        lost, inverse = (t.float().cpu() for t in (sums.transpose(1, 2) @ sums, torch.linalg.inv(spread)))
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(spread))
+        lost, inverse = ((sums.transpose(1, 2) @ sums).float().cpu(), inverse.float().cpu())
         return Loss(reads, lost, inverse, float(variance) + 1e-30)
