@@ -60,9 +60,9 @@ def kinds(to: str, images: str) -> list[float]:
 
 
 def told() -> tuple[str, ...]:
-    """Rows, and how far off what is expected of them was, on average and at most."""
+    """Rows fitted to images, and how far off what is expected of them was, on average and at most."""
     found = re.search(
-        r"held-out images, (\d+) rows.* off by ([\d.]+) points on average, at most ([\d.]+)\.", text("kinds.md")
+        r"fitted to images, (\d+) rows.* off by ([\d.]+) points on average, at most ([\d.]+)\.", text("kinds.md")
     )
     assert found
     return found.groups()

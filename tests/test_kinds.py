@@ -80,6 +80,17 @@ def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tupl
     assert told.right == pytest.approx(better, abs=0.05)  # of some hundred labels, a standard error of 0.02
 
 
+@pytest.mark.parametrize("to", ["groupnorm", "layernorm"])
+def test_most_of_a_groups_variance_is_constants_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
+    """Without images that keeps more than half of constants does (kinds.md)."""
+    model = zoo_networks.trained("depthwise")
+    far = [
+        l2(model, conversion.convert(model, to, inputs=images[0][:2], **way).model, images[0])
+        for way in ({"steady": 0.5}, {})
+    ]
+    assert far[1] < 0.7 * far[0]
+
+
 def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
     with torch.inference_mode():
         a, b = one(pictures).double(), two(pictures).double()

@@ -48,6 +48,7 @@ def test_what_a_layer_loses_is_constrained_least_squares(groups: int, kernel: in
     conv = nn.Conv2d(6, 4, kernel, groups=groups).double()
     x = torch.randn(40, 6, 12, 12).double() @ torch.randn(12, 12).double() + torch.rand(6, 1, 1)
     x[:, 1] += x[:, 0]
+    x[10:] += 5 * torch.rand(6, 1, 1)  # not what the first batch leads to expect
     seen = zero_sum_gauge._Seen()
     for part in x.split(10):
         seen.look(conv, (part,), conv(part))
@@ -88,6 +89,15 @@ def test_the_channel_that_tells_nothing_carries_the_sum() -> None:
     assert float(found[4]) == pytest.approx(1, abs=1e-6)  # nobody reads it
     assert float(found.log().abs().max()) <= zero_sum_gauge.FARTHEST + 1e-6
     assert torch.equal(zero_sum_gauge.factors([], 3), torch.ones(3))
+
+
+@pytest.mark.parametrize(("variance", "low", "high"), [(1e6, 0, 0.02), (1e-6, 1.9, zero_sum_gauge.FARTHEST + 1e-6)])
+def test_factors_go_as_far_as_it_gains(variance: float, low: float, high: float) -> None:
+    """Of what a layer loses: a millionth moves nothing, and a multiple of its variance no factor beyond the bound."""
+    spread = torch.diag(torch.tensor([1.0, 1.0, 1e-6, 1.0]))
+    reads = torch.tensor([HELD, HELD, 1, HELD])
+    found = zero_sum_gauge.factors([Loss(reads, torch.full((1, 4, 4), 3.0), spread.inverse()[None], variance)], 2)
+    assert low <= float(found.log().abs().max()) <= high
 
 
 def test_scaled_the_pattern_computes_the_same_and_the_result_in_its_units() -> None:

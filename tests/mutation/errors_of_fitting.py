@@ -22,8 +22,8 @@ ERRORS = (
     Planted("what is hidden is not seen with the other arm", FIT, "offset + ours", "offset", TARGETS),
     Planted("what is wanted before the affine map is not asked back", FIT, "(wanted - offset) / s", "wanted / s",
             TARGETS),
-    Planted("what is fitted is thrown away", FIT, "    set_weight(module, fit.weight.reshape(weight.shape), "
-            "fit.bias.flatten())", "    pass", TARGETS),
+    Planted("what is fitted is thrown away", FIT, "    set_weight(module, (fit.weight / units).reshape("
+            "weight.shape), fit.bias.flatten())", "    pass", TARGETS),
     Planted("the fitted bias is thrown away", FIT, "module.bias.copy_(bias)", "pass", TARGETS),
     Planted("the ridge is chosen without the bias", LEAST, " + offset.square()", "", TARGETS),
     Planted("the ridge is chosen on the half that it was fitted on", LEAST,
