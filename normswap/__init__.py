@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
+    from normswap.surgery.fitting import Synthetic as Synthetic
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
@@ -45,6 +46,7 @@ _HOMES = {
     "Recipe": "training.recipe",
     "Report": "surgery.comparison",
     "Result": "training.progress_records",
+    "Synthetic": "surgery.fitting",
     "convert": "surgery.conversion",
     "export": "exporting.exporter",
     "finetune": "training.engine",

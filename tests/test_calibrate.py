@@ -18,7 +18,7 @@ from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
-from normswap.calibration import least_squares, lockstep, sampling, sequential_fit
+from normswap.calibration import least_squares, lockstep, natural_noise, sampling, sequential_fit
 from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
@@ -658,7 +658,7 @@ def test_signs_are_tried_on_noise_of_the_size_that_was_recorded(
 
 @pytest.mark.parametrize("sides", [(32,), (24, 20), (12, 10, 8)])
 def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
-    found = steady_signs.pink(4000, (2, *sides), 0).double()
+    found = natural_noise.pink(4000, (2, *sides), 0).double()
     assert float(found.std()) == pytest.approx(1, rel=1e-4)
     power = np.square(np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))).mean((0, 1))
     frequency = np.sqrt(sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij")))

@@ -116,6 +116,7 @@ def test_scaled_the_pattern_computes_the_same_and_the_result_in_its_units() -> N
     assert all(seen)
     assert distance(reference, run(pattern, x)) < 1e-13
     assert distance(reference, run(result, x)) < 1e-13
+    assert all(torch.equal(a, b) for a, b in zip(pattern.parameters(), result.parameters(), strict=True))
     before, after = (
         computed(one.get_submodule("layer1.0.conv1")).detach().flatten(1).norm(dim=1)
         for one in (standardized(model).double(), pattern)

@@ -33,4 +33,4 @@ def said_of_kept(kept: Body) -> str:
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
     right = "" if kept.get("right") is None else f"{100 * kept['right']:.1f} % of its accuracy expected"
     said = (answers + bound, right, f"relative L2 {small(kept['relative_l2'])}")
-    return f"{', '.join(filter(None, said))}; {kept['count']} held-out calibration images"
+    return f"{', '.join(filter(None, said))}; {kept['count']} held-out {kept['of']}"

@@ -59,9 +59,10 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
     if report and shares:
         yield "same answers", share(min(shares)), f"on {report.inputs}"
     if report and report.kept and report.kept.agreement is not None:
-        yield "same answers", share(report.kept.agreement), f"on {report.kept.count} held-out calibration images"
+        yield "same answers", share(report.kept.agreement), f"on {report.kept.count} held-out {report.kept.of}"
     if report and report.kept and report.kept.right is not None:
-        yield "accuracy kept", share(report.kept.right), "expected, by the source's own probabilities"
+        on = f"expected, by the source's own probabilities on {report.kept.count} held-out {report.kept.of}"
+        yield "accuracy kept", share(report.kept.right), on
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", MINUS)

@@ -107,5 +107,5 @@ def _kept(kept: Kept | None) -> list[str]:
         return []
     same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
     right = "" if kept.right is None else f"{kept.right:.1%} of the source's accuracy expected, "
-    return [f"On {kept.count} of the calibration images, to which nothing was fitted: {same}{right}"
+    return [f"On {kept.count} of the {kept.of}, to which nothing was fitted: {same}{right}"
             f"relative L2 {kept.relative_l2:.2g}. Other images may keep less.", ""]  # fmt: skip

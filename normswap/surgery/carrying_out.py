@@ -56,7 +56,7 @@ def carry_out(
     inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
-    calibrate: Batches | None = None,
+    calibrate: Batches | str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.
@@ -70,6 +70,7 @@ def carry_out(
     seen = seen or inspection.inspect(model, given(model, inputs, size))
     batches, described = examples(model, inputs, size, seed, seen)
     exact = schemes.exact(step)
+    calibrate = fitting.made(calibrate, model, seen.traced.form, batches[0].size, seed=seed, progress=progress)
     fitted = fitting.wanted(step, calibrate)
     result = applying.apply_step(model, step)
     precise = _precise(model, result, step, batches) if exact else None  # others differ by far more than float32 does
@@ -79,17 +80,39 @@ def carry_out(
     held: list[Example] = []
     if fitted and calibrate is not None:
         form = seen.traced.form
-        notes, held = fitting.fit(
-            model, result, step, calibrate, form=form, size=batches[0].size, seed=seed, progress=progress
-        )
+        notes, held = fitting.fit(model, result, step, calibrate, form=form, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     if held:
-        report = replace(report, kept=keeping.measured(model, result, held))
+        kept = keeping.measured(model, result, held)
+        report = replace(report, kept=kept and kept.of_made() if isinstance(calibrate, fitting.Made) else kept)
     demand(report, step.scheme)
     applying.demand_gone(model, result, step)
     origin = record(model, step)
     provenance.attach(result, origin)
     return Conversion(result, origin.plan, report, {}, notes, tuple(applying.renames(model, step)))
+
+
+def stand_ins(
+    model: nn.Module,
+    calibrate: Batches | str | None,
+    seen: Anatomy | None = None,
+    *,
+    inputs: Inputs = None,
+    size: Sequence[int] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Batches | None:
+    """What a word or a record says is to be made in place of images, from the network as it is before the first of
+    several steps; images as they are.
+
+    Raises:
+        OptionError: an unknown word.
+    """
+    if not isinstance(calibrate, str | fitting.Noise | fitting.Synthetic):
+        return calibrate
+    seen = seen or inspection.inspect(model, given(model, inputs, size))
+    shape = examples(model, inputs, size, seed, seen)[0][0].size
+    return fitting.made(calibrate, model, seen.traced.form, shape, seed=seed, progress=progress)
 
 
 def _precise(model: nn.Module, result: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:

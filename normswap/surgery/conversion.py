@@ -95,7 +95,7 @@ def convert(
     inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int = 0,
-    calibrate: Batches | None = None,
+    calibrate: Batches | str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Conversion:
@@ -107,7 +107,8 @@ def convert(
         purpose: "opacus" or "federated": add what private or federated training needs (`purposes`).
         calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
             gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
-            What a batch has beyond the network's arguments is left out. "noise": N(0, 1) images, a poor substitute.
+            What a batch has beyond the network's arguments is left out. "synthetic": images made from the statistics
+            that the network's BatchNorms keep, `Synthetic(count)` so many; "noise": N(0, 1) images, a poor substitute.
         progress: called while fitting, with the layers done and their total.
         inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments, a dict of keywords,
             or a list of batches of these; by default N(0, 1) noise of `size`.
@@ -126,6 +127,7 @@ def convert(
     seen: Anatomy | None = inspection.inspect(model, given)
     assert seen is not None
     legs = route.legs(seen, to, options, purpose, measured=calibrate is not None)
+    calibrate = carrying_out.stand_ins(model, calibrate, seen, inputs=inputs, size=size, seed=seed, progress=progress)
     data = fitting.repeatable(calibrate) if len(legs) > 1 else calibrate
     done: list[Conversion] = []
     for scheme, chosen in legs:

@@ -5,6 +5,7 @@ A plan's structure never depends on data; a scheme with a `fit` sets values of t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import schemes
+from normswap.calibration import synthetic_images
 from normswap.errors import OptionError
 from normswap.models.calling import Example
 from normswap.models.modes import Progress
@@ -22,8 +24,46 @@ from normswap.schemes.parts.declared import declared_options
 from normswap.surgery import applying
 from normswap.surgery.held_out import Dealt
 
-Batches = Iterable[Any] | Callable[[], Iterable[Any]]
-NOISE, BATCH = 512, 32
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Noise:
+    """In place of images: N(0, 1)."""
+
+    count: int = 512
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """In place of images: some that are made from the statistics that the network keeps (`synthetic_images`)."""
+
+    count: int = synthetic_images.COUNT
+
+
+WORDS: dict[str, Synthetic | Noise] = {"synthetic": Synthetic(), "noise": Noise()}
+
+
+@dataclass(frozen=True)
+class Made:
+    """Images that nobody took, made when they are first asked for.
+
+    Args:
+        make: makes them.
+        note: what the user should know, of their count.
+        telling: whether what is kept of them tells something of what is kept of others.
+    """
+
+    make: Callable[[], Iterable[Tensor]]
+    note: str
+    telling: bool
+
+    @functools.cached_property
+    def batches(self) -> list[Tensor]:
+        return list(self.make())
+
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]] | Noise | Synthetic | Made
 
 
 def wanted(step: Step, calibrate: Batches | None) -> bool:
@@ -35,7 +75,8 @@ def wanted(step: Step, calibrate: Batches | None) -> bool:
     scheme, options = schemes.get(step.scheme), schemes.resolve(step.scheme, step.options)
     if calibrate is None:
         if scheme.demands_data(options):
-            remedy = "Give '--calibrate DATA' (images, no labels needed)" + _exact_instead(scheme, options)
+            remedy = "Give '--calibrate DATA' (images, no labels needed), or '--calibrate synthetic', which makes some"
+            remedy += _exact_instead(scheme, options)
             raise OptionError(f"{step.scheme} fits its values to images", "there are none", remedy)
         return False
     if not fits(step):
@@ -91,36 +132,31 @@ def fit(
     calibrate: Batches,
     *,
     form: Example,
-    size: Sequence[int],
     seed: int,
     progress: Progress | None = None,
 ) -> tuple[tuple[str, ...], list[Example]]:
     """Let the step's scheme set the values of `result`, in place.
 
     Args:
-        calibrate: batches, a function that gives them, or "noise".
+        calibrate: batches, a function that gives them, or what is made in their place (`made`).
         form: how the network is called.
-        size: (C, H, W) of noise.
 
     Returns:
         What the user should know, and the images that were held out: batches of them; none of noise, and none where
         the result is not fitted to a pattern but measures all images.
 
     Raises:
-        OptionError: a word that is not "noise".
         SourceError: unusable or too few images.
     """
     notes: tuple[str, ...] = ()
     dealt: Dealt | None = None
-    if isinstance(calibrate, str):
-        if calibrate != "noise":
-            raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor 'noise'")
-        calibrate = noise(size, seed)
-        notes = ("fitted to noise: on images the result is worse than one fitted to images like those it will see",)
+    telling = True
+    if isinstance(calibrate, Made):
+        notes, telling, calibrate = (calibrate.note,), calibrate.telling, calibrate.batches
     calls = _Calls.of(calibrate, form)
     batches: Iterable[Example] = iter(calls) if isinstance(calls.batches, Iterator) else calls
     scheme = schemes.get(step.scheme)
-    if not notes and scheme.pattern is not None:
+    if telling and scheme.pattern is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
     if scheme.pattern is not None:  # what the result is fitted to: the source in the gauge of the result
         source = applying.apply_step(source, scheme.pattern(step))
@@ -129,7 +165,42 @@ def fit(
     return (*notes, *(said or ())), dealt.held if dealt else []
 
 
-def noise(size: Sequence[int], seed: int, count: int = NOISE) -> Iterator[Tensor]:
+def made(
+    calibrate: Batches | str | None,
+    model: nn.Module,
+    form: Example,
+    size: Sequence[int],
+    *,
+    seed: int,
+    progress: Progress | None = None,
+) -> Batches | None:
+    """What a word or a record stands for; anything else as it is.
+
+    Args:
+        model: the network before the first step: images are made from its own statistics.
+        size: (C, H, W) of one image.
+
+    Raises:
+        OptionError: another word.
+    """
+    if isinstance(calibrate, str):
+        if calibrate not in WORDS:
+            words = " nor ".join(map(repr, WORDS))
+            raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor {words}")
+        calibrate = WORDS[calibrate]
+    if isinstance(calibrate, Noise):
+        count = calibrate.count
+        note = "fitted to noise: on images the result is worse than one fitted to images like those it will see"
+        return Made(lambda: noise(size, seed, count), note, telling=False)
+    if isinstance(calibrate, Synthetic):
+        count = calibrate.count
+        note = f"fitted to {count} images made from the network's own statistics: real ones may keep less, or more"
+        make = functools.partial(synthetic_images.make, model, form, size, seed=seed, count=count, progress=progress)
+        return Made(make, note, telling=True)
+    return calibrate
+
+
+def noise(size: Sequence[int], seed: int, count: int) -> Iterator[Tensor]:
     """Batches (N, C, H, W) of N(0, 1) images."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, count, BATCH):

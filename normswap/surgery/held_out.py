@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,12 +22,18 @@ class Kept:
         relative_l2: at the outputs.
         count: of images.
         right: the result's expected accuracy as a share of the source's (`right_answers`).
+        of: what images they are.
     """
 
     agreement: float | None
     relative_l2: float
     count: int
     right: float | None = None
+    of: str = "calibration images"
+
+    def of_made(self) -> Kept:
+        """The same of images that nobody took: how often their answers agree says nothing of others."""
+        return replace(self, agreement=None, of="synthetic images")
 
     @property
     def least(self) -> float | None:

@@ -12,7 +12,7 @@ from normswap.errors import RefusedError
 from normswap.models.calling import Inputs
 from normswap.plan import Step
 from normswap.surgery.carrying_out import Conversion, carry_out
-from normswap.surgery.fitting import Batches, Progress
+from normswap.surgery.fitting import Batches, Noise, Progress, Synthetic
 
 
 def recalibrate(
@@ -39,8 +39,8 @@ def recalibrate(
         RefusedError: no BatchNorm with running statistics.
         SourceError: unusable images, or batches of less than two.
     """
-    if isinstance(batches, str):
-        raise RefusedError("cannot recalibrate on noise", "statistics of noise are no network's")
+    if isinstance(batches, str | Noise | Synthetic):
+        raise RefusedError("cannot recalibrate without images", "statistics are those of images")
     norms_of(model)
     step = Step("recalibrate", record, ())
     return carry_out(model, step, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)

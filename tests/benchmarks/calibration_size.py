@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lived import lived_in
 
 import normswap
-from normswap.schemes.parts.steady_signs import pink
+from normswap.calibration.natural_noise import pink
 
 
 def measure(arch: str, scheme: str, size: int, samples: int, batch: int) -> None:

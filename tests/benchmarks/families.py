@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lived import lived_in, run
 
 import normswap
-from normswap.schemes.parts.steady_signs import pink
+from normswap.calibration.natural_noise import pink
 
 ARCHS = ("regnetx_002", "resnext26ts", "seresnext26t_32x4d", "efficientnet_b0", "mobilenetv3_small_050")
 WAYS: tuple[tuple[str, dict[str, Any], bool], ...] = (

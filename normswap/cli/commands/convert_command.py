@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,21 +40,35 @@ class Fitting:
     """What values are fitted to."""
 
     calibrate: Annotated[
-        str | None, typer.Option(metavar="DATA|noise", help="Fit values to these images (as --data elsewhere).")
+        str | None,
+        typer.Option(
+            metavar="DATA|synthetic|noise",
+            help="Fit values to these images (as --data elsewhere), or to some made from the network's statistics.",
+        ),
     ] = None
-    samples: Annotated[int, typer.Option(min=2, metavar="N", help="Take this many of them.")] = 1000
+    samples: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000; synthetic: 128].")
+    ] = None
     seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
 
     def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> dict[str, Any]:
         """The arguments of `conversion.convert` that say so."""
-        images: object = self.calibrate
-        if self.calibrate not in (None, "noise"):
-            from normswap.images.datasets import make_loader
-            from normswap.models import zoo
+        return {"calibrate": self._images(model), "seed": self.seed, "progress": advance}
 
-            config = zoo.data_config(model)  # no word of classes: labels are not needed
-            images = make_loader(config, str(self.calibrate), split="train", samples=self.samples, seed=self.seed)
-        return {"calibrate": images, "seed": self.seed, "progress": advance}
+    def _images(self, model: nn.Module) -> object:
+        if self.calibrate is None:
+            return None
+        from normswap.surgery.fitting import WORDS
+
+        if self.calibrate in WORDS:
+            made = WORDS[self.calibrate]
+            return made if self.samples is None else replace(made, count=self.samples)
+        from normswap.images.datasets import make_loader
+        from normswap.models import zoo
+
+        config = zoo.data_config(model)  # no word of classes: labels are not needed
+        count = 1000 if self.samples is None else self.samples
+        return make_loader(config, self.calibrate, split="train", samples=count, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -154,7 +168,7 @@ def run(
     if plan is not None:
         atomic_write.text(plan, Plan(tuple(steps)).to_json(indent=2) + "\n")
     if told is not None and not told.enough and not json:
-        line(f"no images: {told}. Give --calibrate DATA: it fits, and measures what is kept")
+        line(f"no images: {told}. Give --calibrate DATA: it fits, and measures what is kept; or --calibrate synthetic")
     body = {"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies,
             "expected": told and _body_of(told)}  # fmt: skip
     show(body, json, _say)
@@ -206,14 +220,16 @@ def _follow(
 ) -> Outcome:
     """Carry out a plan that was given."""
     from normswap.analysis import summary
-    from normswap.surgery.carrying_out import carry_out
+    from normswap.surgery.carrying_out import carry_out, stand_ins
     from normswap.surgery.fitting import fits
 
     bodies: list[dict[str, Any]] = []
     done: Conversion | None = None
+    given = fitting.on(model, advance)
+    given["calibrate"] = stand_ins(model, given["calibrate"], seed=fitting.seed, progress=advance)
     for step in plan.steps:
         try:
-            done = carry_out(model, step, **(fitting.on(model, advance) if fits(step) else {}))
+            done = carry_out(model, step, **(given if fits(step) else {}))
         except RuntimeError as error:  # torch's, when layers do not fit each other
             raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
         model = done.model

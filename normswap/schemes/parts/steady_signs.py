@@ -10,7 +10,7 @@ image. That is seen well enough on noise with the spectrum of natural images, 1/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from normswap.calibration.natural_noise import pink
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced
 from normswap.models.modes import evaluating
@@ -53,21 +54,6 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
     modules = anatomy.traced.modules
     seen = _observe(anatomy.traced, {path: modules[path] for path in groups})
     return {path: _signs(*seen[path], modules[path].running_var, groups[path], steady) for path in seen}
-
-
-def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Images (N, C, H, W), signals (N, C, L) or clips of unit variance whose amplitude falls as 1/f and whose colours
-    go together.
-    """
-    chans, *sides = size
-    white = torch.randn(count, chans, *sides, generator=torch.Generator().manual_seed(seed))
-    places = tuple(range(2, 2 + len(sides)))
-    along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
-    frequency = torch.stack(torch.meshgrid(*along, indexing="ij")).square().sum(0).sqrt()
-    frequency.view(-1)[0] = 1 / max(sides)
-    images = torch.fft.irfftn(torch.fft.rfftn(white, dim=places) / frequency, s=sides, dim=places)
-    images = 0.8**0.5 * images[:, :1] + 0.2**0.5 * images
-    return images / images.std()
 
 
 Seen = tuple[Tensor, Tensor]

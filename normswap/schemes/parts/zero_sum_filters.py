@@ -6,7 +6,7 @@ result: so the two go by the same paths and the same units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -96,10 +96,12 @@ def fit_zero_sum(
 ) -> None:
     """Fit `result`, which came of `step`, in place, to `pattern`, which came of `kept(step)`.
 
+    Args:
+        batches: read twice.
+
     Raises:
         SourceError: unusable or too few images.
     """
-    batches = list(batches) if isinstance(batches, Iterator) else batches  # they are read twice
     factors = rescale(pattern, result, batches, _must)
 
     def zero_sum(path: str, module: Any) -> Tensor | None:
