@@ -149,8 +149,8 @@ def cells(draws: list[Row]) -> str:
     said += [f"{100 * mean(right):.1f} %"] if right else []
     figures = [mean([row[name] for row in good]) for name in ("before", "after", "agreement", "l2", "seconds")]
     before, after, same, error, seconds = figures
-    return (f"{before:.1f} | {after:.1f} | {mean(shares):.1f} %{span} | {same:.1f} % | {error:.2g} | {'; '.join(said)} | "
-            f"{seconds:.0f} | {good[0]['tests']:,} | {good[0]['commit']}")  # fmt: skip
+    return (f"{before:.1f} | {after:.1f} | {mean(shares):.1f} %{span} | {same:.1f} % | {error:.2g} | "
+            f"{'; '.join(said)} | {seconds:.0f} | {good[0]['tests']:,} | {good[0]['commit']}")  # fmt: skip
 
 
 def mean(values: list[float]) -> float:
