@@ -60,7 +60,7 @@ def cost(scheme: str, kind: Kind = Kind.RESIDUAL) -> Cost:
     if kind is not Kind.RESIDUAL:
         kept = {"none": (100.0, 100.0)} if schemes.get(scheme).is_exact(schemes.get(scheme).options) else {}
         kept = kept or expected.figures(kind, scheme)
-    spans = [span for how, span in sorted((kept or {}).items()) if (how != "none") == _fitted(scheme)]
+    spans = [span for how, span in sorted((kept or {}).items()) if (how not in expected.NO_IMAGES) == _fitted(scheme)]
     return Cost((spans[-1][0], spans[-1][1]) if spans else None, tuple(step) if step else None, memory)
 
 

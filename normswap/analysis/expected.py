@@ -19,6 +19,7 @@ from normswap.plan import Step
 
 WHERE = "tests/benchmarks/kinds.md"
 ENOUGH = 99.0  # percent: 95, and the four points that a row moved when its signs were chosen on other noise
+NO_IMAGES = ("none", "synthetic")  # rows of the tables for which nobody took images
 Span = tuple[float, float]
 
 
@@ -29,7 +30,7 @@ class Expected:
     Args:
         way: the scheme, and those of its options that are not the default.
         networks: which ones, by their names in the table.
-        without: without images.
+        without: without images; `made`: with some that are made from the network's statistics.
         images: how many images the best-fed row had, and `fitted` what was kept with them.
     """
 
@@ -37,6 +38,7 @@ class Expected:
     way: str
     networks: tuple[str, ...]
     without: Span | None
+    made: Span | None
     images: int
     fitted: Span | None
 
@@ -48,7 +50,8 @@ class Expected:
     def __str__(self) -> str:
         if self.without is None:
             return f"{self.way} without images has not been measured on networks with {self.kind.value}"
-        more = f", {_span(self.fitted)} with {self.images} images" if self.fitted else ""
+        more = f", {_span(self.made)} with synthetic ones" if self.made else ""
+        more += f", {_span(self.fitted)} with {self.images} images" if self.fitted else ""
         on = f"networks with {self.kind.value} ({', '.join(self.networks)}; CIFAR-10)"
         return f"as {self.way}, {on} kept {_span(self.without)} of their accuracy without images{more}"
 
@@ -91,5 +94,5 @@ def without_images(kind: Kind, scheme: str, options: Mapping[str, Any]) -> Expec
     usual = schemes.get(scheme).options
     way = " ".join([scheme, *(f"--{n.replace('_', '-')} {v}" for n, v in chosen.items() if v != usual[n])])
     known = figures(kind, way)
-    most = max((int(how) for how in known if how != "none"), default=0)
-    return Expected(kind, way, networks(kind), known.get("none"), most, known.get(str(most)))
+    most = max((int(how) for how in known if how not in NO_IMAGES), default=0)
+    return Expected(kind, way, networks(kind), known.get("none"), known.get("synthetic"), most, known.get(str(most)))

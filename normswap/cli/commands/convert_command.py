@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from normswap.cli import progress
+from normswap.cli.fitting_images import Fitting
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, Model, Opening
@@ -33,42 +34,6 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.carrying_out import Conversion
 
 ORDER = 20
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """What values are fitted to."""
-
-    calibrate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA|synthetic|noise",
-            help="Fit values to these images (as --data elsewhere), or to some made from the network's statistics.",
-        ),
-    ] = None
-    samples: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000; synthetic: 128].")
-    ] = None
-    seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
-
-    def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> dict[str, Any]:
-        """The arguments of `conversion.convert` that say so."""
-        return {"calibrate": self._images(model), "seed": self.seed, "progress": advance}
-
-    def _images(self, model: nn.Module) -> object:
-        if self.calibrate is None:
-            return None
-        from normswap.surgery.fitting import WORDS
-
-        if self.calibrate in WORDS:
-            made = WORDS[self.calibrate]
-            return made if self.samples is None else replace(made, count=self.samples)
-        from normswap.images.datasets import make_loader
-        from normswap.models import zoo
-
-        config = zoo.data_config(model)  # no word of classes: labels are not needed
-        count = 1000 if self.samples is None else self.samples
-        return make_loader(config, self.calibrate, split="train", samples=count, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -136,8 +101,8 @@ def run(
 
     The keys of --json: source, output (null for a dry run), plan (file, or null) and steps, each with scheme, options,
     edits (of the plan), verdicts (what happens to each norm), alphas, notes, renames and report (null for a dry run;
-    kept: of an approximate one, what held-out calibration images say), and expected (without images: what networks of
-    this kind kept, in percent: kind, networks, kept, images, kept_fitted, enough; null where nothing is lost).
+    kept: of an approximate one, what held-out images say), and expected (without images: what networks of this kind
+    kept, in percent: kind, networks, kept, kept_synthetic, images, kept_fitted, enough; null where nothing is lost).
     """
     from normswap.storage import checkpoint
 
@@ -168,7 +133,10 @@ def run(
     if plan is not None:
         atomic_write.text(plan, Plan(tuple(steps)).to_json(indent=2) + "\n")
     if told is not None and not told.enough and not json:
-        line(f"no images: {told}. Give --calibrate DATA: it fits, and measures what is kept; or --calibrate synthetic")
+        remedy = (
+            "Give --calibrate DATA: it fits, and measures what is kept; where there are none, --calibrate synthetic"
+        )
+        line(f"no images: {told}. {remedy}")
     body = {"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies,
             "expected": told and _body_of(told)}  # fmt: skip
     show(body, json, _say)
@@ -253,8 +221,9 @@ def _expected(model: nn.Module, wanted: Wanted) -> Expected | None:
 
 def _body_of(told: Expected) -> Body:
     """For --json."""
-    return {"kind": told.kind.value, "networks": list(told.networks), "kept": told.without, "images": told.images,
-            "kept_fitted": told.fitted, "enough": told.enough}  # fmt: skip
+    return {"kind": told.kind.value, "networks": list(told.networks), "kept": told.without,
+            "kept_synthetic": told.made, "images": told.images, "kept_fitted": told.fitted,
+            "enough": told.enough}  # fmt: skip
 
 
 def _sketch(model: nn.Module, wanted: Wanted, *, measured: bool) -> Outcome:
