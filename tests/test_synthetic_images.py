@@ -242,6 +242,25 @@ def test_on_the_command_line(
     assert main(["convert", *model, "--from-plan", str(tmp_path / "p.json"), *fit, "-o", str(again), "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["steps"][-1]["report"]["kept"]["of"] == "synthetic images"
-    assert Plan.from_json((tmp_path / "p.json").read_text(), "").steps
     assert main(["convert", str(place), "--to", "nf", *fit, "-o", str(tmp_path / "no")]) == 2
+    assert "no BatchNorm is left" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_a_plan_of_several_steps_takes_those_of_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthetic_images, "STEPS", 2)
+    model = ["resnet18", "--arch-arg", "channels=8,16,24,32", "--weights", "random", "--num-classes", "10"]
+    folded, both = tmp_path / "folded", tmp_path / "both.json"
+    assert main(["convert", *model, "--to", "folded", "-o", str(folded), "--plan", str(tmp_path / "1.json")]) == 0
+    later = ["--calibrate", "noise", "--samples", "32", "-o", str(tmp_path / "nf"), "--plan", str(tmp_path / "2.json")]
+    assert main(["convert", str(folded), "--to", "nf", *later]) == 0
+    plans = [Plan.from_json((tmp_path / name).read_text(), name) for name in ("1.json", "2.json")]
+    both.write_text(Plan((*plans[0].steps, *plans[1].steps)).to_json())
+    capsys.readouterr()
+    given = ["--from-plan", str(both), "--calibrate", "synthetic", "--samples", "32", "-o", str(tmp_path / "out")]
+    assert main(["convert", *model, *given, "--json"]) == 0
+    first, *_, last = json.loads(capsys.readouterr().out)["steps"]
+    assert first["report"]["exact"]
+    assert last["report"]["kept"]["of"] == "synthetic images"
