@@ -3,11 +3,11 @@
     python tests/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted back matrix] > rows.md
 
 10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000 unlabelled training
-images (seed 0). "gamma, beta copied" replaces the modules: a GroupNorm with the BatchNorm's own gamma and beta;
-"Opacus" is its `ModuleValidator.fix`, which makes fresh GroupNorms. The matrix starts from networks that were converted
-before, and goes to every exact target; "back" goes from a fitted GroupNorm network to one without norms. What is
-measured is kept, a line each, in runs/schemes_table.jsonl, with the commit; a second run measures what is missing,
-`--fresh` everything.
+images (seed 0), or on 128 that are made from the network's own statistics ("synthetic"). "gamma, beta copied" replaces
+the modules: a GroupNorm with the BatchNorm's own gamma and beta; "Opacus" is its `ModuleValidator.fix`, which makes
+fresh GroupNorms. The matrix starts from networks that were converted before, and goes to every exact target; "back"
+goes from a fitted GroupNorm network to one without norms. What is measured is kept, a line each, in
+runs/schemes_table.jsonl, with the commit; a second run measures what is missing, `--fresh` everything.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ DATALESS: tuple[Way, ...] = (
     ("instancenorm", {}),
 )  # fmt: skip
 FITTED: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("nf", {"stem": "fit"}), ("centered-weightnorm", {}))
+MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}))
 BATCHNORM: Way = ("batchnorm", {})
 SOURCES: tuple[Way, ...] = (
     BATCHNORM, ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
@@ -134,6 +135,9 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
                                                        samples=1000, seed=0)]  # fmt: skip
         return conversion.convert(network.model, way[0], calibrate=train, **way[1]).model
 
+    def make_do(way: Way) -> nn.Module:
+        return conversion.convert(network.model, way[0], calibrate="synthetic", **way[1]).model
+
     def plain(way: Way) -> nn.Module:
         return conversion.convert(network.model, way[0], **way[1]).model
 
@@ -150,6 +154,9 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
         for way in FITTED:
             key = (name, said(way), "1000 images")
             show(kept.get(key, lambda way=way: measured(lambda: fit(way))), f"`{said(way)}`")
+        for way in MADE:
+            key = (name, said(way), "synthetic")
+            show(kept.get(key, lambda way=way: measured(lambda: make_do(way))), f"`{said(way)}`")
 
 
 def back(kept: Kept, given: argparse.Namespace, name: str) -> None:
