@@ -23,7 +23,7 @@ from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating
 
 COUNT, BATCH = 128, 32  # images
-STEPS, RATE = 60, 0.05
+STEPS, RATE = 30, 0.2
 REMEDY = "Give --calibrate DATA (images, no labels needed)"
 
 
