@@ -49,9 +49,9 @@ def span(values: Iterable[float]) -> tuple[str, str]:
     return tenths(min(known)), tenths(max(known))
 
 
-def schemes(to: str, calibrated: bool) -> list[str]:
-    rows = [row for row in table("schemes.md") if row.get("to") == to and (row["calibration"] != "none") == calibrated]
-    return [row["kept"].removesuffix(" %") for row in rows]
+def schemes(to: str, calibration: str) -> tuple[str, ...]:
+    rows = [row for row in table("schemes.md") if row.get("to") == to and row["calibration"] == calibration]
+    return tuple(row["kept"].removesuffix(" %") for row in rows)
 
 
 def kinds(to: str, images: str) -> list[float]:
@@ -59,13 +59,11 @@ def kinds(to: str, images: str) -> list[float]:
     return [number(row["kept"]) for row in rows if row["kind"] != "vit" and not row["kept"].startswith("refused")]
 
 
-def told() -> tuple[str, ...]:
-    """Rows fitted to images, and how far off what is expected of them was, on average and at most."""
-    found = re.search(
-        r"fitted to images, (\d+) rows.* off by ([\d.]+) points on average, at most ([\d.]+)\.", text("kinds.md")
-    )
+def told(what: str) -> tuple[str, str, str]:
+    """How far off what is expected of the rows was, on average and at most, and how many rows."""
+    found = re.search(what + r", (\d+) rows.* off by ([\d.]+) points on average, at most ([\d.]+),", text("kinds.md"))
     assert found
-    return found.groups()
+    return found[2], found[3], found[1]
 
 
 def wild(library: str) -> tuple[str, str]:
@@ -175,17 +173,20 @@ def accuracy(network: str) -> tuple[str, ...]:
     return row["top-1 before"], row["after"], row["relative L2"]
 
 
+EVERY = ("none", "synthetic", "100", "1000")  # images to calibrate on
 CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
-    "GroupNorm with one group {}, {} and {} % of the accuracy without data, {}, {} and {} % with 1000 unlabelled":
-        lambda: (*schemes("groupnorm", False), *schemes("groupnorm", True)),
-    "`nf` {}, {} and {} %": lambda: tuple(schemes("nf", True)),
-    "GroupNorm with one group keeps {} to {} % without data, {} to {} % with 100 unlabelled images and {} to {} % with "
-    "1,000": lambda: sum((span(kinds("groupnorm", images)) for images in ("none", "100", "1000")), ()),
-    "with groups of 16 channels {} to {}, {} to {} and {} to {} %":
-        lambda: sum((span(kinds("groupnorm --group-size 16", images)) for images in ("none", "100", "1000")), ()),
-    "`nf` {} to {} % with 100 images and {} to {} % with 1,000":
-        lambda: sum((span(kinds("nf", images)) for images in ("100", "1000")), ()),
-    "in {} rows of that table off by {} points on average, {} at most": told,
+    "ResNets, `groupnorm` | {}, {} and {} | {}, {} and {} | | {}, {} and {} |":
+        lambda: sum((schemes("groupnorm", how) for how in ("none", "synthetic", "1000 images")), ()),
+    "ResNets, `nf` | | {}, {} and {} | | {}, {} and {} |":
+        lambda: schemes("nf", "synthetic") + schemes("nf", "1000 images"),
+    **{f"ten kinds, `{way}` | {{}} to {{}} | {{}} to {{}} | {{}} to {{}} | {{}} to {{}} |":
+           lambda way=way: sum((span(kinds(way, how)) for how in EVERY), ())
+       for way in ("groupnorm", "groupnorm --group-size 16")},
+    "ten kinds, `nf` | | {} to {} | {} to {} | {} to {} |":
+        lambda: sum((span(kinds("nf", how)) for how in EVERY[1:]), ()),
+    "in {} rows of that table off by {} points on average, {} at most": lambda: told("fitted to images")[2:]
+        + told("fitted to images")[:2],
+    "was off by {} points on average, {} at most, in {} rows": lambda: told("held-out synthetic images"),
     "timm: all {} architectures with BatchNorm and at most 100 M parameters fold exactly (1e-8 in float64), no norm "
     "left; torch.fx's own fuser completes {}": timms,
     "torchvision {} of {}": lambda: wild("torchvision"),

@@ -164,11 +164,8 @@ def pictures() -> Tensor:
 
 
 @pytest.mark.parametrize(("to", "least"), [("groupnorm", 0.7), ("nf", 0.2)])
-def test_a_trained_network_fitted_to_them_is_near_its_source(
-    to: str, least: float, pictures: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_network_fitted_to_them_is_near_its_source(to: str, least: float, pictures: Tensor) -> None:
     """On real images: nearer than without any, and than one fitted to noise of the same spectrum."""
-    monkeypatch.setattr(synthetic_images, "STEPS", 30)
     model = zoo_networks.trained("dense")
     noise, own = [natural_noise.pink(32, SIZE, i) for i in range(2)], normswap.Synthetic(64)
     ways = [noise, own] if to == "nf" else [noise, None, own]
