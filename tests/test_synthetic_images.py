@@ -118,6 +118,14 @@ def test_signals_and_clips(conv: Any, norm: Any, size: tuple[int, ...]) -> None:
     assert off(model, images) < 0.1 * off(model, natural_noise.pink(32, size, 0).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_networks_in_half_precision(dtype: torch.dtype) -> None:
+    model = network()
+    (images,) = make(model.to(dtype))
+    assert images.dtype == dtype
+    assert off(network(), images.float()) < 0.1 * off(network(), natural_noise.pink(32, SIZE, 0))
+
+
 def no_gradients() -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -112,8 +112,9 @@ def _remembering(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     distances: list[Tensor] = []
 
     def look(norm: Any, args: tuple[Tensor, ...]) -> None:
-        scale, shift = (value.to(args[0]) for value in affine.read(norm, unit_gamma=True))
-        var, mean = torch.var_mean(args[0], (0, *range(2, args[0].ndim)), correction=0)
+        x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
+        scale, shift = (value.to(x) for value in affine.read(norm, unit_gamma=True))
+        var, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
         off = (var * scale.square() + 1e-12).sqrt() - norm.running_var.to(var).sqrt() * scale
         distances.append(((mean * scale + shift).square() + off.square()).mean())
 

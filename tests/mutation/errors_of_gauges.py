@@ -39,7 +39,7 @@ ERRORS = (
     Planted("deviations are not compared", MADE, "((mean * scale + shift).square() + off.square())",
             "(mean * scale + shift).square()", IMAGES),
     Planted("eps counts as deviation", MADE, "norm.running_var.to(var).sqrt() * scale", "1", IMAGES),
-    Planted("statistics of each image", MADE, "(0, *range(2, args[0].ndim))", "tuple(range(2, args[0].ndim))", IMAGES),
+    Planted("statistics of each image", MADE, "(0, *range(2, x.ndim))", "tuple(range(2, x.ndim))", IMAGES),
     Planted("every batch is the same", MADE, "seed * len(counts) + i", "seed", IMAGES),
     Planted("in training mode", MADE, "with evaluating(model), _without", "with _without", IMAGES),
     Planted("parameters stay without gradients", MADE, "parameter.requires_grad_(True)", "pass", IMAGES),
