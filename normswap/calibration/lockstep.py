@@ -73,9 +73,23 @@ class Walker:
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> Any:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
-        args = fx.node.map_arg(node.args, lambda n: values[n.name])
-        kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n.name])
-        return apply(record, node, args, kwargs)
+        return apply(record, node, _filled(node.args, values), _filled(node.kwargs, values))
+
+
+def _filled(value: Any, values: Values) -> Any:
+    """A node's arguments with the values of the nodes among them; lists are made anew: what is called may write there."""
+    if isinstance(value, fx.Node):
+        return values[value.name]
+    if isinstance(value, dict):
+        return {key: _filled(part, values) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_filled(part, values) for part in value]
+    if isinstance(value, slice):
+        return slice(*(_filled(part, values) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple):
+        parts = [_filled(part, values) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 def walkers(batches: Iterable[Any], *models: nn.Module) -> tuple[list[Walker], Iterable[Example]]:
