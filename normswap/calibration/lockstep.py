@@ -77,7 +77,7 @@ class Walker:
 
 
 def _filled(value: Any, values: Values) -> Any:
-    """A node's arguments with the values of the nodes among them; lists are made anew: what is called may write there."""
+    """A node's arguments with the values of the nodes among them; lists are new, as they may be written to."""
     if isinstance(value, fx.Node):
         return values[value.name]
     if isinstance(value, dict):
