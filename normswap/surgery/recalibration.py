@@ -40,7 +40,7 @@ def recalibrate(
         SourceError: unusable images, or batches of less than two.
     """
     if isinstance(batches, str | Noise | Synthetic):
-        raise RefusedError("cannot recalibrate without images", "statistics are those of images")
+        raise RefusedError("cannot recalibrate without images", "statistics of noise are no network's")
     norms_of(model)
     step = Step("recalibrate", record, ())
     return carry_out(model, step, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
