@@ -184,9 +184,9 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
        for way in ("groupnorm", "groupnorm --group-size 16")},
     "ten kinds, `nf` | | {} to {} | {} to {} | {} to {} |":
         lambda: sum((span(kinds("nf", how)) for how in EVERY[1:]), ()),
-    "in {} rows of that table off by {} points on average, {} at most": lambda: told("fitted to images")[2:]
-        + told("fitted to images")[:2],
-    "was off by {} points on average, {} at most, in {} rows": lambda: told("held-out synthetic images"),
+    "That was off by {} points on average, {} at most, in {} rows of that table": lambda: told("fitted to images"),
+    "such images, too, and was off by {} points on average, {} at most, in {} rows":
+        lambda: told("held-out synthetic images"),
     "timm: all {} architectures with BatchNorm and at most 100 M parameters fold exactly (1e-8 in float64), no norm "
     "left; torch.fx's own fuser completes {}": timms,
     "torchvision {} of {}": lambda: wild("torchvision"),

@@ -11,7 +11,7 @@ less is lost; nothing is tied to the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from torch import nn
@@ -53,7 +53,9 @@ def plan(
 def fit(
     source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
 ) -> None:
-    batches = list(batches) if isinstance(batches, Iterator) else batches  # they are read twice
+    """Args:
+    batches: read twice.
+    """
     regauge(source, result, step, batches)
     refit(source, result, batches, seed=seed, progress=progress)
 

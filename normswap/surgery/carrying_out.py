@@ -70,7 +70,7 @@ def carry_out(
     seen = seen or inspection.inspect(model, given(model, inputs, size))
     batches, described = examples(model, inputs, size, seed, seen)
     exact = schemes.exact(step)
-    calibrate = fitting.made(calibrate, model, seen.traced.form, batches[0].size, seed=seed, progress=progress)
+    calibrate = stand_ins(model, calibrate, seen, size=batches[0].size, seed=seed, progress=progress)
     fitted = fitting.wanted(step, calibrate)
     result = applying.apply_step(model, step)
     precise = _precise(model, result, step, batches) if exact else None  # others differ by far more than float32 does
@@ -108,11 +108,12 @@ def stand_ins(
     Raises:
         OptionError: an unknown word.
     """
-    if not isinstance(calibrate, str | fitting.Noise | fitting.Synthetic):
+    calibrate = fitting.named(calibrate)
+    if not isinstance(calibrate, fitting.StandIn):
         return calibrate
     seen = seen or inspection.inspect(model, given(model, inputs, size))
-    shape = examples(model, inputs, size, seed, seen)[0][0].size
-    return fitting.made(calibrate, model, seen.traced.form, shape, seed=seed, progress=progress)
+    shape = size or examples(model, inputs, size, seed, seen)[0][0].size
+    return calibrate.made(model, seen.traced.form, shape, seed=seed, progress=progress)
 
 
 def _precise(model: nn.Module, result: nn.Module, step: Step, batches: Sequence[Example]) -> comparison.Precise | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,23 +29,6 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Noise:
-    """In place of images: N(0, 1)."""
-
-    count: int = 512
-
-
-@dataclass(frozen=True)
-class Synthetic:
-    """In place of images: some that are made from the statistics that the network keeps (`synthetic_images`)."""
-
-    count: int = synthetic_images.COUNT
-
-
-WORDS: dict[str, Synthetic | Noise] = {"synthetic": Synthetic(), "noise": Noise()}
-
-
-@dataclass(frozen=True)
 class Made:
     """Images that nobody took, made when they are first asked for.
 
@@ -63,7 +47,55 @@ class Made:
         return list(self.make())
 
 
-Batches = Iterable[Any] | Callable[[], Iterable[Any]] | Noise | Synthetic | Made
+@dataclass(frozen=True)
+class StandIn(ABC):
+    """What is to be made in place of `count` images."""
+
+    count: int
+
+    @abstractmethod
+    def made(
+        self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
+    ) -> Made:
+        """For a network as it is before the first step: its own statistics may be read.
+
+        Args:
+            size: (C, H, W) of one image.
+        """
+
+
+@dataclass(frozen=True)
+class Noise(StandIn):
+    """In place of images: N(0, 1)."""
+
+    count: int = 512
+
+    def made(
+        self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
+    ) -> Made:
+        note = "fitted to noise: on images the result is worse than one fitted to images like those it will see"
+        return Made(lambda: noise(size, seed, self.count), note, telling=False)
+
+
+@dataclass(frozen=True)
+class Synthetic(StandIn):
+    """In place of images: some that are made from the statistics that the network keeps (`synthetic_images`)."""
+
+    count: int = synthetic_images.COUNT
+
+    def made(
+        self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
+    ) -> Made:
+        note = f"fitted to {self.count} images made from the network's own statistics: real ones may keep less, or more"
+        make = functools.partial(
+            synthetic_images.make, model, form, size, seed=seed, count=self.count, progress=progress
+        )
+        return Made(make, note, telling=True)
+
+
+WORDS: dict[str, StandIn] = {"synthetic": Synthetic(), "noise": Noise()}
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]] | StandIn | Made
 
 
 def wanted(step: Step, calibrate: Batches | None) -> bool:
@@ -138,7 +170,7 @@ def fit(
     """Let the step's scheme set the values of `result`, in place.
 
     Args:
-        calibrate: batches, a function that gives them, or what is made in their place (`made`).
+        calibrate: batches, a function that gives them, or what was made in their place (`Made`).
         form: how the network is called.
 
     Returns:
@@ -165,39 +197,18 @@ def fit(
     return (*notes, *(said or ())), dealt.held if dealt else []
 
 
-def made(
-    calibrate: Batches | str | None,
-    model: nn.Module,
-    form: Example,
-    size: Sequence[int],
-    *,
-    seed: int,
-    progress: Progress | None = None,
-) -> Batches | None:
-    """What a word or a record stands for; anything else as it is.
-
-    Args:
-        model: the network before the first step: images are made from its own statistics.
-        size: (C, H, W) of one image.
+def named(calibrate: Batches | str | None) -> Batches | None:
+    """What a word stands for; anything else as it is.
 
     Raises:
         OptionError: another word.
     """
-    if isinstance(calibrate, str):
-        if calibrate not in WORDS:
-            words = " nor ".join(map(repr, WORDS))
-            raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor {words}")
-        calibrate = WORDS[calibrate]
-    if isinstance(calibrate, Noise):
-        count = calibrate.count
-        note = "fitted to noise: on images the result is worse than one fitted to images like those it will see"
-        return Made(lambda: noise(size, seed, count), note, telling=False)
-    if isinstance(calibrate, Synthetic):
-        count = calibrate.count
-        note = f"fitted to {count} images made from the network's own statistics: real ones may keep less, or more"
-        make = functools.partial(synthetic_images.make, model, form, size, seed=seed, count=count, progress=progress)
-        return Made(make, note, telling=True)
-    return calibrate
+    if not isinstance(calibrate, str):
+        return calibrate
+    if calibrate not in WORDS:
+        words = " nor ".join(map(repr, WORDS))
+        raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor {words}")
+    return WORDS[calibrate]
 
 
 def noise(size: Sequence[int], seed: int, count: int) -> Iterator[Tensor]:

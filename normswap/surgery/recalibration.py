@@ -12,7 +12,7 @@ from normswap.errors import RefusedError
 from normswap.models.calling import Inputs
 from normswap.plan import Step
 from normswap.surgery.carrying_out import Conversion, carry_out
-from normswap.surgery.fitting import Batches, Noise, Progress, Synthetic
+from normswap.surgery.fitting import Batches, Progress, StandIn
 
 
 def recalibrate(
@@ -39,7 +39,7 @@ def recalibrate(
         RefusedError: no BatchNorm with running statistics.
         SourceError: unusable images, or batches of less than two.
     """
-    if isinstance(batches, str | Noise | Synthetic):
+    if isinstance(batches, str | StandIn):
         raise RefusedError("cannot recalibrate without images", "statistics of noise are no network's")
     norms_of(model)
     step = Step("recalibrate", record, ())

@@ -161,7 +161,7 @@ def predictions(kept: Kept) -> list[str]:
     """How well held-out images tell what is kept, the network's own and those that are made."""
     rows = [row for row in kept.rows.values() if row.get("held") and row["held"].get("right") is not None]
     made = [row for row in rows if row["key"][2] == "synthetic"]
-    real = [row for row in rows if row not in made]
+    real = [row for row in rows if row["key"][2] != "synthetic"]
     fitted = [row for row in real if row["key"][2] != "none"]
     told = [("Told by held-out images", real), ("Of those that were fitted to images", fitted),
             ("Told by held-out synthetic images", made)]  # fmt: skip
