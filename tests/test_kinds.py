@@ -139,6 +139,7 @@ def test_every_fourth_image_is_held_out() -> None:
         held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
         assert held == [3, 7, 13, 17, 21]
         assert sorted([*seen, *held]) == list(range(22))
+        assert torch.cat([one.images for one in dealt.others])[:, 0].tolist() == seen
     none = Example(("no images",))
     assert list(Dealt([none])) == [none]
 

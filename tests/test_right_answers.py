@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import normswap
 from normswap.models.calling import Example
 from normswap.surgery import keeping, right_answers
 
@@ -27,6 +28,11 @@ def test_labels_say_the_same(spread: float, slope: float) -> None:
     parts = [(source[i : i + 40], result[i : i + 40]) for i in range(0, 800, 40)]
     few = [right_answers.kept([part]) for part in parts]
     assert np.mean(few) == pytest.approx(truth, abs=0.01)
+    more = [
+        right_answers.kept([part], [source[i : i + 120]]) for part, i in zip(parts, range(1000, 3400, 120), strict=True)
+    ]
+    assert np.mean(more) == pytest.approx(truth, abs=0.01)
+    assert np.std(more) < np.std(few)  # what other images' margins gain
     counted = [
         (source[i : i + 40].argmax(1) == result[i : i + 40].argmax(1)).double().mean() for i in range(0, 800, 40)
     ]
@@ -34,16 +40,27 @@ def test_labels_say_the_same(spread: float, slope: float) -> None:
 
 
 def test_as_numpy_has_it() -> None:
-    """Every image with every image's error, the line by NumPy's least squares."""
+    """Every image, three that only the source has seen among them, with every error, by class and by rank; the line by
+    NumPy's least squares.
+    """
     source, result, _ = (value.numpy() for value in gaussian(9, 1.0, 0.8))
+    others = gaussian(12, 1.0)[0][9:]
     rows = np.concatenate([np.eye(5)] * 9)  # the offset of each class, beside the slope
     unknown = np.column_stack([source.reshape(-1), rows])
     slope, *offset = np.linalg.lstsq(unknown, result.reshape(-1), rcond=None)[0]
-    straight = slope * source + np.array(offset)
-    truth = np.exp(source) / np.exp(source).sum(1, keepdims=True)
-    right = [truth[i, (straight[i] + (result - straight)[j]).argmax()] for i in range(9) for j in range(9)]
-    expected = np.mean(right) / truth.max(1).mean()
-    assert right_answers.kept([(torch.tensor(source), torch.tensor(result))]) == pytest.approx(expected, rel=1e-12)
+    rest = result - slope * source - np.array(offset)
+    right, best = [], []
+    for z in (*source, *others.numpy()):
+        truth = np.exp(z) / np.exp(z).sum()
+        best.append(truth.max())
+        for of, error in zip(source, rest, strict=True):
+            ranked = np.empty(5)
+            ranked[np.argsort(-z)] = error[np.argsort(-of)]
+            right += [truth[(slope * z + offset + one).argmax()] for one in (error, ranked)]
+    expected = np.mean(right) / np.mean(best)
+    answers = [(torch.tensor(source), torch.tensor(result))]
+    assert right_answers.kept(answers, [others[:1], others[1:]]) == pytest.approx(expected, rel=1e-12)
+    assert right_answers.kept(answers) != pytest.approx(expected, rel=1e-9)
 
 
 def test_the_same_answers_keep_all_and_places_of_maps_count_like_images() -> None:
@@ -91,8 +108,27 @@ def test_one_output_counts_and_few_places_of_it_are_held(monkeypatch: pytest.Mon
     for channel, x in enumerate(held):
         x[:, channel] = torch.randn(2, 96, 96)
     seen: list[tuple[Tensor, Tensor]] = []
-    monkeypatch.setattr(right_answers, "kept", lambda answers: seen.extend(answers) or 0.5)
-    kept = keeping.measured(one, two, [Example((x,)) for x in held])
+    monkeypatch.setattr(right_answers, "kept", lambda answers, others: seen.extend([*answers, tuple(others)]) or 0.5)
+    kept = keeping.measured(one, two, [Example((x,)) for x in held], [Example((held[0],)), Example((held[1],))])
     assert kept is not None
     assert kept.right == 0.5
-    assert [tuple(value.shape) for pair in seen for value in pair] == [(2 * right_answers.PLACES, 2)] * 4
+    assert [tuple(value.shape) for pair in seen for value in pair] == [(2 * right_answers.PLACES, 2)] * 6
+
+
+def test_a_conversion_asks_the_source_about_images_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    images = torch.randn(300, 3, 6, 6)
+    network(images)  # statistics
+    seen: list[tuple[Tensor, ...]] = []
+    monkeypatch.setattr(right_answers, "kept", lambda *given: seen.extend(given) or 0.5)
+    done = normswap.convert(network.eval(), "groupnorm", calibrate=list(images.split(100)))
+    assert done.report.kept is not None
+    assert done.report.kept.right == 0.5
+    (answers, others), held = seen, torch.arange(300) % 4 == 3
+    with torch.no_grad():
+        for at, model in enumerate((network, done.model)):
+            torch.testing.assert_close(torch.cat([pair[at] for pair in answers]), model(images[held]))
+        torch.testing.assert_close(torch.cat(others), network(images[~held][:192]))

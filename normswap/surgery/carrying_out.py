@@ -23,6 +23,7 @@ from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, keeping, running
 from normswap.surgery.comparison import Report
 from normswap.surgery.fitting import Batches, Progress
+from normswap.surgery.held_out import Dealt
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ def carry_out(
     if not exact:
         _demand_runs(result, batches[0].first(1), step.scheme)
     notes: tuple[str, ...] = ()
-    held: list[Example] = []
+    dealt: Dealt | None = None
     if fitted and calibrate is not None:
         form = seen.traced.form
-        notes, held = fitting.fit(model, result, step, calibrate, form=form, seed=seed, progress=progress)
+        notes, dealt = fitting.fit(model, result, step, calibrate, form=form, seed=seed, progress=progress)
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
-    if held:
-        kept = keeping.measured(model, result, held)
+    if dealt and dealt.held:
+        kept = keeping.measured(model, result, dealt.held, dealt.others)
         report = replace(report, kept=kept and kept.of_made() if isinstance(calibrate, fitting.Made) else kept)
     demand(report, step.scheme)
     applying.demand_gone(model, result, step)

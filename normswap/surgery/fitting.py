@@ -166,7 +166,7 @@ def fit(
     form: Example,
     seed: int,
     progress: Progress | None = None,
-) -> tuple[tuple[str, ...], list[Example]]:
+) -> tuple[tuple[str, ...], Dealt | None]:
     """Let the step's scheme set the values of `result`, in place.
 
     Args:
@@ -174,8 +174,8 @@ def fit(
         form: how the network is called.
 
     Returns:
-        What the user should know, and the images that were held out: batches of them; none of noise, and none where
-        the result is not fitted to a pattern but measures all images.
+        What the user should know, and the images as they were dealt; None of noise, and where the result is not fitted
+        to a pattern but measures all images.
 
     Raises:
         SourceError: unusable or too few images.
@@ -194,7 +194,7 @@ def fit(
         source = applying.apply_step(source, scheme.pattern(step))
     assert scheme.fit is not None
     said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
-    return (*notes, *(said or ())), dealt.held if dealt else []
+    return (*notes, *(said or ())), dealt
 
 
 def named(calibrate: Batches | str | None) -> Batches | None:

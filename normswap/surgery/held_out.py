@@ -11,6 +11,7 @@ from normswap.models.calling import Example
 
 EVERY = 4  # every fourth image is held out
 MOST = 512  # so many are kept in memory
+OTHERS = 192  # and so many of the rest, for their margins: three to one if there are 256
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,17 @@ class Kept:
 
 class Dealt:
     """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read. Of what cannot be
-    parted every fourth call goes there.
+    parted every fourth call goes there. `others` are the first of those that are fitted to.
     """
 
     def __init__(self, batches: Iterable[Example]) -> None:
         self.batches = batches
         self.held: list[Example] = []
+        self.others: list[Example] = []
 
     def __iter__(self) -> Iterator[Example]:
-        self.held, room = [], MOST
+        self.held, self.others = [], []
+        room, more = MOST, OTHERS
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
                 yield batch  # whoever reads it says what is wrong
@@ -70,6 +73,9 @@ class Dealt:
             if held is not None and room > 0:
                 self.held.append(held.first(room))
                 room -= self.held[-1].count
+            if rest is not None and more > 0:
+                self.others.append(rest.first(more))
+                more -= self.others[-1].count
             if rest is not None:
                 yield rest
 

@@ -12,8 +12,13 @@ from normswap.surgery import comparison, right_answers, running
 from normswap.surgery.held_out import Kept, summed
 
 
-def measured(source: nn.Module, result: nn.Module, held: Sequence[Example]) -> Kept | None:
+def measured(
+    source: nn.Module, result: nn.Module, held: Sequence[Example], others: Sequence[Example] = ()
+) -> Kept | None:
     """How far both agree on these batches of images; None without any.
+
+    Args:
+        others: images that the result was fitted to: only the source is asked about them.
 
     Raises:
         VerificationError: one of them does not run.
@@ -28,4 +33,8 @@ def measured(source: nn.Module, result: nn.Module, held: Sequence[Example]) -> K
         if error.agreement is not None and name in before and name in after:
             answers.append((right_answers.places(before[name]), right_answers.places(after[name])))
     known = summed(parts)
-    return known and replace(known, right=right_answers.kept(answers) if len(answers) == len(parts) else None)
+    if known is None or len(answers) < len(parts):
+        return known
+    asked = [running.run(source, other.like(source))[0] for other in others]
+    said = [right_answers.places(outputs[name]) for outputs in asked if name in outputs]
+    return replace(known, right=right_answers.kept(answers, said))

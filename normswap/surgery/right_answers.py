@@ -4,11 +4,14 @@ The source's probabilities p = softmax(z) are taken for the truth: an answer k t
 p_k, so that an answer that changes costs what the source itself thinks of the other. How answers change is not counted
 on the few images but on their pairs. Over the images, the result's logits are z' = a z + b + r: a number, a vector, and
 what is left, least squares; each image is given the r of many others. Margins and errors are told apart that way, and
-few images tell what takes several times as many to count.
+few images tell what takes several times as many to count. An error is handed on twice, class by class and rank by rank
+(what the first choice lost goes to the first choice), and the mean is taken: errors go with classes that are alike, and
+with how the source ranks them, and either alone tells too much or too little (tests/benchmarks/kinds.md).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,34 +22,39 @@ PLACES = 64  # of a map, per image
 ROWS = 4096
 
 
-def kept(answers: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+def kept(answers: Sequence[tuple[Tensor, Tensor]], others: Sequence[Tensor] = ()) -> float | None:
     """The result's expected accuracy as a share of the source's.
 
     Args:
         answers: what source and result said, batch by batch: logits (N, K) or, per place, (N, K, H, W) or with depth.
+        others: what the source said of images that tell nothing of the result's errors: the result was fitted to them.
 
     Returns:
         None of what are no answers (boxes and tokens have three dimensions), of one class, of more in one batch than in
         another, and of fewer than two images.
     """
-    classes = {value.shape[1] if value.ndim in (2, 4, 5) else 0 for pair in answers for value in pair}
-    if len(classes) != 1 or min(classes) < 2 or any(a.shape != b.shape for a, b in answers):
+    classes = {value.shape[1] if value.ndim in (2, 4, 5) else 0 for value in (*itertools.chain(*answers), *others)}
+    if not answers or len(classes) != 1 or min(classes) < 2 or any(a.shape != b.shape for a, b in answers):
         return None
-    pairs = [(places(a).double(), places(b).double()) for a, b in answers]
-    source, result = (torch.cat(parts)[:ROWS] for parts in zip(*pairs, strict=True))
-    if len(source) < 2 or not bool(torch.isfinite(result).all() and torch.isfinite(source).all()):
+    source = torch.cat([places(one).double() for one, _ in answers])[:ROWS]
+    result = torch.cat([places(one).double() for _, one in answers])[:ROWS]
+    asked = torch.cat([source, *(places(one).double() for one in others)])[:ROWS]
+    if len(source) < 2 or not bool(torch.isfinite(result).all() and torch.isfinite(asked).all()):
         return None
     centred, mean = source - source.mean(0), result.mean(0)
     slope = float((centred * (result - mean)).sum() / centred.square().sum().clamp_min(1e-30))
-    straight = slope * centred + mean
-    rest, truth = result - straight, source.softmax(1)
-    right = torch.stack(
-        [
-            truth.gather(1, (straight + rest.roll(away, 0)).argmax(1, keepdim=True)).sum()
-            for away in range(min(PAIRS, len(rest)))
-        ]
-    )
-    return float(right.mean() / truth.amax(1).sum())
+    rest = result - (slope * centred + mean)
+    straight, truth = slope * (asked - source.mean(0)) + mean, asked.softmax(1)
+    order, held_order = (values.argsort(1, descending=True) for values in (asked, source))
+    by_class = (straight, truth, rest)
+    by_rank = (straight.gather(1, order), truth.gather(1, order), rest.gather(1, held_order))
+    right = [
+        chances.gather(1, (line + errors[given]).argmax(1, keepdim=True)).mean()
+        for away in range(min(PAIRS, len(rest)))
+        for given in [(torch.arange(len(asked)) + away) % len(rest)]
+        for line, chances, errors in (by_class, by_rank)
+    ]
+    return float(torch.stack(right).mean() / truth.amax(1).mean())
 
 
 def places(answers: Tensor) -> Tensor:
