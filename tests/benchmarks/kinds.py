@@ -91,7 +91,7 @@ def measure(kind: str, way: Way, samples: str, draw: int) -> Row:
     held = done.report.kept
     if held is None:  # nothing was fitted: any unlabelled images are held out
         held = keeping.measured(model, done.model, calling.batches(pictures[:HELD]))
-    rights = [(answers.argmax(1) == labels).double().flatten(1).mean(1) for answers in (before, after)]
+    rights = [(answers.argmax(1) == labels).double().view(len(images), -1).mean(1) for answers in (before, after)]
     return {
         "before": score(before, labels), "after": score(after, labels), "seconds": seconds, "tests": len(images),
         "agreement": 100 * float((before.argmax(1) == after.argmax(1)).double().mean()),
