@@ -342,10 +342,11 @@ BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError
     ("net.safetensors", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"input_size": (3, 8, 8)},
      VerificationError, "does not say how its network is built"),
     ("net.ts", lambda: timm.create_model("resnet18", features_only=True, channels=[8, 8, 8, 8]).eval(),
-     {"input_size": (3, 64, 64)}, OptionError, "does not give one tensor.* Give `inputs=`.* convert it to 'folded'"),
+     {"input_size": (3, 64, 64), "softmax": True}, OptionError, "does not give one tensor.* Without int8, norm"),
     ("net.ts", lambda: timm.create_model("resnet18", num_classes=0, channels=[8, 8, 8, 8]).eval(),
      {"softmax": True}, OptionError, "no classifier"),
     ("net.ts", _v1, {"input_size": (3, 64, 64), "images": []}, OptionError, "no images"),
+    ("net.ts", _v1, {"input_size": (3, 64, 64), "images": [torch.zeros(0, 3, 64, 64)]}, OptionError, "no images"),
     ("net.ts", _v1, {"input_size": (3, 64, 64), "images": torch.randn(2, 3, 4)}, OptionError, "does not run on"),
 ]  # fmt: skip
 

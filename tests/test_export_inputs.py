@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from crossed import crossed, sampled
@@ -14,7 +15,7 @@ from test_batches import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError, OptionError, VerificationError
+from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import formats
 from normswap.models.calling import named_tensors
 
@@ -103,15 +104,44 @@ def test_a_free_number_of_samples(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrap", [Keyword, Listed])
 def test_images_reach_a_network_that_takes_them_otherwise(wrap: Any, tmp_path: Path) -> None:
-    """Without a word about inputs: images in, the answer out, as of the plain network."""
-    if wrap is Listed:
-        with pytest.raises(OptionError, match=r"does not give one tensor.*Give `inputs=`"):
-            normswap.export(wrap(trunk()), tmp_path / "a.ts", input_size=SIZE)
-        return
+    """Without a word about inputs: images in, and out what the plain network answers, alone or in a list."""
     normswap.export(wrap(trunk()), tmp_path / "a.ts", input_size=SIZE)
     normswap.export(trunk(), tmp_path / "b.ts", input_size=SIZE)
-    one, two = (formats.get("torchscript").open(tmp_path / name)(X[:1]) for name in ("a.ts", "b.ts"))
-    assert torch.equal(one, two)
+    one, two = (formats.get("torchscript").open(tmp_path / name) for name in ("a.ts", "b.ts"))
+    assert torch.equal(one(X[0])[None] if wrap is Listed else one(X[:1]), two(X[:1]))
+
+
+class Two(nn.Module):
+    """Boxes and their scores, as a face detector gives them."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.boxes = trunk, nn.LazyLinear(10)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.trunk(x)
+        return {"boxes": self.boxes(scores).view(-1, 2, 5), "scores": scores}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> None:
+    """Nothing is said about inputs; the sidecar tells of the images, and of everything that comes out."""
+    model = Two(trunk()).eval()
+    model(X[:1])
+    done = normswap.export(model, tmp_path / "a.onnx", input_size=SIZE, dynamic_batch=dynamic)
+    assert done.figures.inputs == "smooth noise, seed 0"
+    assert done.figures.count == 4
+    x = X[: 3 if dynamic else 1]
+    given = onnxruntime.InferenceSession(done.file).run(None, {"x": x.numpy()})
+    for found, wanted in zip(given, called(model, (x,)), strict=True):
+        assert float((torch.from_numpy(found) - wanted).norm() / wanted.norm()) < 1e-5
+    beside = json.loads(done.sidecar.read_text())
+    assert [one["name"] for one in beside["outputs"]] == ["boxes", "scores"]
+    assert beside["outputs"][0]["shape"] == [None if dynamic else 1, 2, 5]
+    assert len(beside["normalize"]["mean"]) == 3
+    images = [(X, torch.zeros(8)), X[8:], X[:4]]
+    done = normswap.export(model, tmp_path / "b.onnx", input_size=SIZE, dynamic_batch=dynamic, images=images)
+    assert (done.figures.inputs, done.figures.count) == ("given inputs", 12)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -132,7 +162,7 @@ def test_a_wrong_output_is_seen(place: int, tmp_path: Path, monkeypatch: pytest.
 
 PAIR = (X[:, :2], X[:, 2:])
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: Unpacked(trunk()), {"input_size": SIZE}, "takes more than images: it takes 2 tensors. Give `inputs=`"),
+    (lambda: Unpacked(trunk()), {"input_size": SIZE}, "takes more than images: it takes 2 tensors. Give all of"),
     (lambda: Unpacked(trunk()), {"inputs": (X,)}, "does not run on 1x3x24x24"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "softmax": True}, "softmax is for images in and one answer out"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "dtype": "int8"}, "int8 is for images in and one answer out"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normswap import convert, provenance, schemes, verify
 from normswap.errors import VerificationError
-from normswap.exporting import checks
+from normswap.exporting import checks, quantizing
 from normswap.graph import inspection
 from normswap.images.agreement import agreement
 from normswap.layers.folded import Folded
@@ -303,7 +303,7 @@ class Picks(nn.Module):
 
 
 def test_who_keeps_another_number_of_boxes_is_as_far_off_as_one_who_gives_nothing() -> None:
-    x = torch.linspace(-1, 1, 20).reshape(20, 1, 1, 1)
+    x = torch.linspace(-1, 1, 20).reshape(20, 1, 1, 1).expand(-1, 2, 1, 1)
     kept = keeping.measured(Picks(0.0), Picks(0.5), [Example((x,))])
     assert kept is not None
     assert (kept.agreement, kept.relative_l2, kept.count) == (None, 1.0, 20)
@@ -348,3 +348,18 @@ def test_there_is_no_float64_on_apples_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         anchor = SimpleNamespace(device=torch.device(kind), dtype=torch.float32)
         monkeypatch.setattr(calling, "anchor", lambda model, anchor=anchor: anchor)
         assert comparison.has_double(nn.Identity()) is known
+
+
+def test_one_number_is_no_choice() -> None:
+    """A network with one output, a regression or a yes or no, has no largest score: nothing is said to agree."""
+    x = torch.randn(8, 5)
+    one, two = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
+    assert verify(one, two, x, exact=False).logits[0].agreement is None
+    kept = keeping.measured(one, two, [Example((x,))])
+    assert kept is not None
+    assert (kept.agreement, kept.least, kept.right) == (None, None, None)
+    found = checks.check(one, lambda images: one(images).detach(), [(x, None)])
+    assert (found.agreement, found.top1) == (None, None)
+    assert quantizing.demand(found, None) is None
+    with pytest.raises(VerificationError, match="gives no scores of classes"):
+        quantizing.demand(found, 1.0)

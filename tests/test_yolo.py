@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import OptionError
+from normswap.models.calling import named_tensors
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,7 +50,14 @@ def test_boxes(name: str, tmp_path: Path) -> None:
         assert off[:, 4:].max() < 5e-4
 
 
-def test_several_answers_are_refused(tmp_path: Path) -> None:
+def test_several_answers_all_go_into_the_file(tmp_path: Path) -> None:
+    model = detector("yolov8n-seg")
+    done = normswap.export(model, tmp_path / "net.onnx", input_size=SIZE)
+    x = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1))
+    wanted = dict(named_tensors(model(x)))
+    found = onnxruntime.InferenceSession(done.file).run(None, {"x": x.numpy()})
+    assert len(found) == len(wanted) > 2
+    for one, other in zip(found, wanted.values(), strict=True):
+        assert float((torch.from_numpy(one) - other).norm() / other.norm()) < 1e-4
     with pytest.raises(OptionError, match="does not give one tensor: it gives a tuple"):
-        normswap.export(detector("yolov8n-seg"), tmp_path / "net.onnx", input_size=SIZE)
-    assert list(tmp_path.iterdir()) == []
+        normswap.export(model, tmp_path / "other.onnx", input_size=SIZE, softmax=True)

@@ -31,6 +31,6 @@ def said_of_kept(kept: Body) -> str:
     """What held-out images say of an approximate result."""
     answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
-    right = "" if kept.get("right") is None else f"{100 * kept['right']:.1f} % of its accuracy expected"
+    right = "" if kept.get("right") is None else f"{100 * kept['right']:.1f} % of its accuracy expected as a classifier"
     said = (answers + bound, right, f"relative L2 {small(kept['relative_l2'])}")
     return f"{', '.join(filter(None, said))}; {kept['count']} held-out {kept['of']}"

@@ -100,7 +100,8 @@ def export(
     Args:
         inputs: what the network takes, as in `convert`. Then every tensor of it goes into the file by itself, and every
             tensor that the network gives comes out, under the names that dicts, records and the arguments of forward
-            give them, and all of them are checked, on these inputs. Without, images go in and one answer comes out.
+            give them, and all of them are checked, on these inputs. Without, images go in, and one answer comes out, or
+            all that a network gives that has none, such as boxes and their scores.
         format: onnx, openvino, pt2, torchscript or safetensors; by default what the ending of `path` says.
         dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
             classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change; int8, by the runtime's
@@ -224,10 +225,12 @@ def preprocessing(model: nn.Module, size: Sequence[int] | None) -> sidecar.Body:
 
 
 def _body(order: Order, made: Mapping[str, Tensor]) -> sidecar.Body:
-    if order.inputs:
-        return sidecar.plain_body(order.signature, order.traced_on, made, dynamic=order.dynamic_batch)
-    (output,) = order.signature.outputs
-    return sidecar.body(order.source, order.size, output, normalize=order.normalize, dynamic=order.dynamic_batch)
+    output = order.signature.outputs[0]
+    images = sidecar.body(order.source, order.size, output, normalize=order.normalize, dynamic=order.dynamic_batch)
+    if not order.inputs:
+        return images
+    plain = sidecar.plain_body(order.signature, order.traced_on, made, dynamic=order.dynamic_batch)
+    return plain | ({name: images[name] for name in ("resize", "normalize")} if order.imaged else {})
 
 
 def _plain_nodes(order: Order, say: Callable[[str], None]) -> dict[str, int] | None:
@@ -267,7 +270,8 @@ def _prepare(order: Order) -> tuple[nn.Module, list[str]]:
 
 def _check(order: Order, runs: formats.Runs, images: Batches | None) -> Figures:
     if order.inputs:
-        described, batches = "given inputs", _calls(order, images)
+        described = "smooth noise, seed 0" if order.imaged and images is None else "given inputs"
+        batches = _calls(order, images)
     else:
         described = "smooth noise, seed 0" if images is None else "given images"
         batches = _pairs(order.pictures() if images is None else images)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from normswap.errors import OptionError
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
-from normswap.exporting.signature import Signature
+from normswap.exporting.signature import NoAnswerError, Signature
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.carrying_out import Conversion
@@ -28,7 +28,8 @@ class Order:
         source: a copy on the CPU, in float32 and eval mode.
         size: (C, H, W) of the images, or of the first of the inputs.
         config: the preprocessing of images.
-        inputs: calls that everything goes in and comes out of; none where images go in.
+        inputs: calls that everything goes in and comes out of; none where images go in and one answer comes out.
+        imaged: these inputs are images, of which the network gives more than an answer.
     """
 
     source: nn.Module
@@ -42,6 +43,7 @@ class Order:
     config: sidecar.Body
     signature: Signature
     inputs: tuple[Example, ...] = ()
+    imaged: bool = False
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
@@ -96,9 +98,7 @@ def accepted(
     config = sidecar.config(source)
     if inputs is not None:
         every = tuple(one.like(source) for one in calling.batches(inputs))
-        whole = Signature.of(source, every[0].first(2 if dynamic_batch else 1))
-        if dynamic_batch and (every[0].first(2).count != 2 or every[0].listed):
-            raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
+        whole = _everything(source, every[0], dynamic_batch)
         return Order(source, file, form, dtype, dynamic_batch, every[0].size, False, False, config, whole, every)
     size = tuple(config["input_size"] if input_size is None else input_size)
     if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
@@ -108,7 +108,31 @@ def accepted(
         raise OptionError("the network has no classifier", "a softmax needs classes")
     output = "probabilities" if softmax else "features" if classes == 0 else "logits"
     signature = Signature.of_images(source, output)
-    return Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, signature)
+    order = Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, signature)
+    if not form.GRAPH or dtype == "int8" or normalize or softmax or _answers(order):
+        return order
+    images = signature.form.of(order.pictures(count=4))
+    whole = _everything(source, images, dynamic_batch)
+    return replace(order, signature=whole, inputs=(images,), imaged=True)
+
+
+def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
+    """Every tensor of the example in, every one that the network gives out."""
+    whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
+    if dynamic_batch and (example.first(2).count != 2 or example.listed):
+        raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
+    return whole
+
+
+def _answers(order: Order) -> bool:
+    """Whether the network gives one tensor, a row per image; true, too, of what does not run: that is said later."""
+    try:
+        order.signature.answers(order.source, order.traced_on)
+    except NoAnswerError:
+        return False
+    except OptionError:
+        return True
+    return True
 
 
 def _demand_plain(form: Format, dtype: str, given: Mapping[str, Any]) -> None:

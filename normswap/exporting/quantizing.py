@@ -157,16 +157,23 @@ def write(
     )  # fmt: skip
 
 
-def demand(figures: Figures, most: float | None) -> float:
-    """How many points the file loses: of top-1, or of agreement where there are no labels.
+def demand(figures: Figures, most: float | None) -> float | None:
+    """How many points the file loses: of top-1, or of agreement where there are no labels; None where there is neither.
 
     Raises:
-        VerificationError: more than `most`.
+        VerificationError: more than `most`, or nobody knows.
     """
     if figures.top1 is not None and figures.source_top1 is not None:
         what, lost = "top-1", figures.source_top1 - figures.top1
+    elif figures.agreement is not None:
+        what, lost = "agreement", 100 * (1 - figures.agreement)
+    elif most is None:
+        return None
     else:
-        what, lost = "agreement", 100 * (1 - (figures.agreement or 0.0))
+        raise VerificationError(
+            "what int8 loses cannot be counted in points", "the network gives no scores of classes",
+            "Nothing was written; without --max-drop the relative L2 stands beside the file",
+        )  # fmt: skip
     if most is not None and not lost <= most:
         raise VerificationError(
             f"int8 loses {lost:.2f} points of {what} on {figures.count} images, allowed {most:g}",

@@ -14,7 +14,11 @@ from normswap.models.modes import evaluating
 from normswap.models.network_input import answer
 
 INPUT = "images"
-_OTHERS = "Give `inputs=`, and all that it gives goes into the file; or convert it to 'folded', and export that"
+_OTHERS = "Without int8, normalize and softmax, all that it gives goes into a file with a graph, as it is"
+
+
+class NoAnswerError(OptionError):
+    """Not one tensor comes out, or no row per image."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,14 @@ class Signature:
         """The same by name, without gradients, floating-point values in float32.
 
         Raises:
-            OptionError: it does not run on that, or does not give one tensor where one is wanted.
+            OptionError: it does not run on that.
+            NoAnswerError: it does not give one tensor, a row per image, where that is wanted.
         """
         try:
             with torch.no_grad():
                 given = self.call(network, tensors)
         except NormswapError as error:
-            raise OptionError(error.what, error.why, _OTHERS) from None
+            raise NoAnswerError(error.what, error.why, _OTHERS) from None
         except Exception as error:  # whatever the network raises
             what = f"an input of size {','.join(map(str, tensors[0].shape[1:]))}"
             raise OptionError(f"the network does not run on {what}", first_line(error)) from None
@@ -90,7 +95,7 @@ class Signature:
                 "a file always gives the same",
             )
         if not self.whole and (given[0].ndim < 2 or len(given[0]) != len(tensors[0])):
-            raise OptionError("the network does not give one tensor, a row per image", remedy=_OTHERS)
+            raise NoAnswerError("the network does not give one tensor, a row per image", remedy=_OTHERS)
         pairs = zip(self.outputs, given, strict=True)
         return {name: value.float() if value.is_floating_point() else value for name, value in pairs}
 

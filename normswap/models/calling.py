@@ -105,6 +105,14 @@ class Example:
         return any(isinstance(value, list) for value in self._values())
 
     @property
+    def only_images(self) -> bool:
+        """Whether one tensor, or one list of tensors, is all that can differ from call to call."""
+        lists = [value for value in self._values() if isinstance(value, list)]
+        if lists:
+            return len(lists) == 1 and all(isinstance(part, Tensor) for part in lists[0])
+        return len(self.tensors()) == 1
+
+    @property
     def mirrors(self) -> bool:
         """Whether all it takes is images, in one argument, which may be shown in a mirror as well."""
         among = [value for value in self._values() if next(named_tensors(value), None) is not None]
@@ -123,11 +131,11 @@ class Example:
             TraceError: it takes more than images.
         """
         lists = [value for value in self._values() if isinstance(value, list)]
-        if len(lists) == 1 and all(isinstance(part, Tensor) for part in lists[0]):
+        if lists and self.only_images:
             held: Any = list(images)
             args = tuple(held if value is lists[0] else value for value in self.args)
             return Example(args, {name: held if value is lists[0] else value for name, value in self.kwargs.items()})
-        if lists or len(self.tensors()) != 1:
+        if not self.only_images:
             what = "a list of records" if lists else f"{len(self.tensors())} tensors"
             raise TraceError("the network takes more than images", f"it takes {what}", "Give all of it: see `inputs=`")
         return self.map(lambda _: images)

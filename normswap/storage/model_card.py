@@ -87,7 +87,7 @@ def _measured(report: Report | None) -> list[str]:
         return ["Not verified since the last change to its weights.", ""]
     rows = [
         f"| {e.precision} | {'x'.join(map(str, e.size))} | {e.relative_l2:.1e} | {e.largest:.1e} |"
-        + (f" {e.agreement:.1%} |" if report.exact else "")  # of an approximate result it would say nothing, on noise
+        + f" {_share(e.agreement)} |" * report.exact  # of an approximate result it would say nothing, on noise
         for e in report.logits
     ]
     claim = "keeps the function of its source" if report.exact else "changes the function of its source"
@@ -102,10 +102,14 @@ def _measured(report: Report | None) -> list[str]:
     ]
 
 
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
 def _kept(kept: Kept | None) -> list[str]:
     if kept is None:
         return []
     same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
-    right = "" if kept.right is None else f"{kept.right:.1%} of the source's accuracy expected, "
+    right = "" if kept.right is None else f"{kept.right:.1%} of the source's accuracy expected as a classifier, "
     return [f"On {kept.count} of the {kept.of}, to which nothing was fitted: {same}{right}"
             f"relative L2 {kept.relative_l2:.2g}. Other images may keep less.", ""]  # fmt: skip

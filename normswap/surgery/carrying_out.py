@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from normswap import provenance, schemes
-from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.errors import RefusedError, TraceError, VerificationError, first_line
 from normswap.folding.verdict import Verdict
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
@@ -108,11 +108,15 @@ def stand_ins(
 
     Raises:
         OptionError: an unknown word.
+        TraceError: the network takes more than images.
     """
     calibrate = fitting.named(calibrate)
     if not isinstance(calibrate, fitting.StandIn):
         return calibrate
     seen = seen or inspection.inspect(model, given(model, inputs, size))
+    if not seen.traced.form.only_images:
+        remedy = "Calibrate on batches of what it takes: `normswap.convert(model, ..., calibrate=[...])`"
+        raise TraceError("the network takes more than images", "only those can be made up", remedy)
     shape = size or examples(model, inputs, size, seed, seen)[0][0].size
     return calibrate.made(model, seen.traced.form, shape, seed=seed, progress=progress)
 

@@ -36,7 +36,7 @@ class Error:
 
     Args:
         relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|; cosine: of the flattened tensors.
-        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only).
+        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class.
         output: the name of the worst output, where there are several.
     """
 
@@ -278,7 +278,7 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
 
 
 def _agreement(a: Tensor, b: Tensor) -> float | None:
-    if a.ndim < 2 or a.shape != b.shape or not a.numel():
+    if a.ndim < 2 or a.shape != b.shape or not a.numel() or a.shape[1] == 1:  # of one number there is no largest
         return None
     return float((a.argmax(1) == b.argmax(1)).float().mean())
 

@@ -181,10 +181,7 @@ def _say(body: Body) -> None:
         ("nodes", _counts(body["nodes"])),
         ("plain export", _counts(body["plain_nodes"])),
         ("relative L2", f"{figures['relative_l2']:.1e} of the answers" + _allowed(body)),
-        (
-            "same answer",
-            f"{round(figures['agreement'] * figures['count'])} of {figures['count']} ({figures['inputs']})",
-        ),
+        ("same answer", _same(figures)),
         ("top-1", _top1(figures)),
         *_quantized(body["quantized"] or {}),
         *(("note", note) for note in body["notes"]),
@@ -196,6 +193,12 @@ def _say(body: Body) -> None:
 
 def _allowed(body: Body) -> str:
     return "" if body["quantized"] else f", allowed {body['figures']['tolerance']:.1e}"
+
+
+def _same(figures: Body) -> str:
+    if figures["agreement"] is None:
+        return ""
+    return f"{round(figures['agreement'] * figures['count'])} of {figures['count']} ({figures['inputs']})"
 
 
 def _top1(figures: Body) -> str:
