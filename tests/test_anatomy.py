@@ -119,6 +119,14 @@ def test_drop_path_is_seen_in_any_mode(arch: str) -> None:
         assert [block.tail for block in seen.blocks[1:]] == [f"{block.path}.drop_path" for block in seen.blocks[1:]]
 
 
+def down(x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 2)
+
+
+def up(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2.0)
+
+
 SHAPES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str, str | None]]]] = {
     "in the root": (lambda m, x: F.relu(m.bn(m.conv(x)) + x), ONE, [("", "identity", "bn")]),
     "two in one module": (
@@ -134,6 +142,24 @@ SHAPES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str, str | None]]]]
     "branch used elsewhere": (lambda m, x: (y := m.bn(m.conv(x))) + x + F.silu(y), ONE, [("", "identity", None)]),
     "parallel branches": (
         lambda m, x: m.bn(m.conv(x)) + m.bn2(m.conv2(x)), {**ONE, "conv2": conv, "bn2": bn}, []),
+    "a pyramid's level": (lambda m, x: m.conv2(x) + up(m.bn(m.conv(down(x)))), {**ONE, "conv2": conv}, []),
+    "a level, then scaled": (
+        lambda m, x: m.conv2(x) + 2 * up(m.bn(m.conv(m.conv(down(x))))), {**ONE, "conv2": conv}, []),
+    "two levels": (
+        lambda m, x: m.conv2(x) + up(m.conv2(y := down(x)) + up(m.bn(m.conv(m.conv(down(y)))))),
+        {**ONE, "conv2": conv}, []),
+    "enlarged, beside an identity": (
+        lambda m, x: x + up(m.bn(m.conv(down(x)))), ONE, [("", "identity", None)]),
+    "made smaller": (
+        lambda m, x: m.conv2(down(x)) + down(m.bn(m.conv(m.conv(x)))), {**ONE, "conv2": conv},
+        [("", "projection", None)]),
+    "a gate of what was enlarged": (
+        lambda m, x: m.conv2(y := up(m.conv2(down(x)))) + y * m.bn(m.conv(m.conv(y))).sigmoid(),
+        {**ONE, "conv2": conv}, [("", "projection", None)]),
+    "enlarged before its convolution": (
+        lambda m, x: x + m.bn(m.conv(up(down(x)))), ONE, [("", "identity", "bn")]),
+    "a number per channel, spread out": (
+        lambda m, x: x + m.bn(m.conv(x.mean((2, 3), keepdim=True))), ONE, [("", "identity", "bn")]),
     "bias": (lambda m, x: m.bn(m.conv(x)) + 1, ONE, []),
     "no sum": (lambda m, x: m.bn(m.conv(x)), ONE, []),
     "called in a loop": (

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lived import batchnorms, distance, lived_in, run, step, swapped
 from test_laws import applied, skeleton, source
+from tiny import ONE, conv, net
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -351,3 +352,25 @@ def test_a_network_without_a_weight_to_dress_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match="no convolution or linear layer that could be changed"):
         normswap.convert(model, "weightnorm", size=(3, 8, 8))
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "fixup", "regularized-skipinit"])
+def test_a_branch_that_ends_in_its_convolution(scheme: str) -> None:
+    """No norm stands there: the scalar sits behind the convolution, which may have been changed itself."""
+    network = net(lambda m, x: x + m.conv2(F.relu(m.bn(m.conv(x)))), **ONE, conv2=conv)().eval()
+    done = normswap.convert(network, scheme)
+    assert done.report.passed
+    assert isinstance(done.model.get_submodule("conv2").then, Scale)
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "fixup", "nf"])
+def test_levels_of_a_pyramid_are_no_branches(scheme: str) -> None:
+    """The sum of a lateral convolution and an enlarged map (FPN) needs no scalar; the block before it has one."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x + m.bn(m.conv(x))
+        return m.lateral(y) + F.interpolate(m.conv2(m.conv3(F.max_pool2d(y, 2))), scale_factor=2.0)
+
+    network = net(forward, **ONE, lateral=conv, conv2=conv, conv3=conv)().eval()
+    done = normswap.convert(network, scheme, **({"mean": "keep"} if scheme == "nf" else {}))
+    assert done.report.passed

@@ -7,6 +7,7 @@ first norm of a downsampling block, which feeds it; `head` after the last block;
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class _Reader:
         skip, branch = sorted((one, two), key=lambda arm: weights[arm])
         if weights[skip] == weights[branch] or weights[skip] > 1:
             return None  # parallel branches (RepVGG), fusions (HRNet): no arm is the skip
+        if weights[skip] and self._enlarged(branch, set(arms[branch])):
+            return None  # levels of a pyramid are merged (Lin et al. 2017, figure 3)
         container = total.meta["inside"][-1] if total.meta["inside"] else ""
         taken[container] = taken.get(container, 0) + 1
         path = container if taken[container] == 1 else f"{container}+{taken[container]}"
@@ -115,6 +118,17 @@ class _Reader:
             total=total,
             branch=branch,
         )
+
+    def _enlarged(self, branch: fx.Node, members: set[fx.Node]) -> bool:
+        """Whether the maps of the last convolution, or sum, on an arm are enlarged on their way to its end."""
+        last = branch
+        while not isinstance(self.traced.module(last), LINEAR):
+            before = self.traced.main_input(last)
+            if before not in members:
+                break
+            last = before
+        small, large = (node.meta["shape"] for node in (last, branch))
+        return len(small) == len(large) and math.prod(small[2:]) < math.prod(large[2:])
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
         modules = self.traced.modules

@@ -27,6 +27,7 @@ def add_scalars(anatomy: Anatomy, *, fresh: bool) -> Draft:
     draft = undress(anatomy)
     if fresh:
         _reset(draft)
+    _shift_layers(draft)
     _seat_scales(draft)
     _seat_biases(draft)
     return draft
@@ -48,6 +49,11 @@ def _seat_biases(draft: Draft) -> None:
     for path, module in modules.items():
         if draft.empty(path, module) and draft.anatomy.takes_part(path) and _before_activation(draft, module):
             draft.seat(path, "ScalarBias")
+
+
+def _shift_layers(draft: Draft) -> None:
+    """A bias before each layer; first of all, since a layer that ends a branch then takes its scalar in."""
+    modules = draft.anatomy.traced.modules
     for path in linear_paths(draft.anatomy):
         kind = reparametrized.plain_class(modules[path])
         try:
