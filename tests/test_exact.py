@@ -354,7 +354,7 @@ def test_a_network_without_a_weight_to_dress_is_refused() -> None:
         normswap.convert(model, "weightnorm", size=(3, 8, 8))
 
 
-@pytest.mark.parametrize("scheme", ["skipinit", "fixup", "regularized-skipinit"])
+@pytest.mark.parametrize("scheme", ["skipinit", "fixup"])
 def test_a_branch_that_ends_in_its_convolution(scheme: str) -> None:
     """No norm stands there: the scalar sits behind the convolution, which may have been changed itself."""
     network = net(lambda m, x: x + m.conv2(F.relu(m.bn(m.conv(x)))), **ONE, conv2=conv)().eval()
