@@ -167,9 +167,23 @@ def predictions(kept: Kept) -> list[str]:
     made = [row for row in rows if row["key"][2] == "synthetic"]
     real = [row for row in rows if row["key"][2] != "synthetic"]
     fitted = [row for row in real if row["key"][2] != "none"]
-    told = [("Told by held-out images", real), ("Of those that were fitted to images", fitted),
+    told = [("The table's rows, each the mean of its draws", averaged(rows)),
+            ("Told by held-out images", real), ("Of those that were fitted to images", fitted),
             ("Told by held-out synthetic images", made)]  # fmt: skip
     return [line for what, some in told if len(some) > 2 for line in (said(what, some), "")]
+
+
+def averaged(rows: list[Row]) -> list[Row]:
+    """The draws of each conversion in one row."""
+    draws: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        draws.setdefault(tuple(row["key"][:3]), []).append(row)
+    return [
+        {name: mean([row[name] for row in some]) for name in ("before", "after", "error")}
+        | {"held": {name: mean([row["held"][name] for row in some]) for name in ("right", "l2")}}
+        | {"right": [mean([row["right"][i] for row in some]) for i in (0, 1)]}
+        for some in draws.values()
+    ]
 
 
 def said(what: str, rows: list[Row]) -> str:
