@@ -182,10 +182,15 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     **{f"ten kinds, `{way}` | {{}} to {{}} | {{}} to {{}} | {{}} to {{}} | {{}} to {{}} |":
            lambda way=way: sum((span(kinds(way, how)) for how in EVERY), ())
        for way in ("groupnorm", "groupnorm --group-size 16")},
+    "ten kinds, `groupnorm --group-size 4` | {} to {} | | {} to {} | {} to {} |":
+        lambda: sum((span(kinds("groupnorm --group-size 4", how)) for how in ("none", "100", "1000")), ()),
     "ten kinds, `nf` | | {} to {} | {} to {} | {} to {} |":
         lambda: sum((span(kinds("nf", how)) for how in EVERY[1:]), ()),
-    "That was off by {} points on average, {} at most, in {} rows of that table": lambda: told("fitted to images"),
-    "such images, too, and was off by {} points on average, {} at most, in {} rows":
+    "That was off by {} points on average, {} at most, in {} conversions": lambda: told("fitted to images"),
+    "the rank correlation over the rows of that table is {}": lambda: tuple(
+        re.findall(r"^The table's rows.*? of what is expected ([\d.]+),", text("kinds.md"), re.M)
+    ),
+    "such images, too, and was off by {} points on average, {} at most, in {} conversions":
         lambda: told("held-out synthetic images"),
     "timm: all {} architectures with BatchNorm and at most 100 M parameters fold exactly (1e-8 in float64), no norm "
     "left; torch.fx's own fuser completes {}": timms,
