@@ -4,8 +4,8 @@
     python tests/benchmarks/kinds_photographs.py photos
 
 The networks of kinds.md, trained on CIFAR-10, are calibrated on 100 squares cut at random from five photographs that
-come with scikit-image (an astronaut, a cat, a cup of coffee, a motorcycle, a rocket), made 32 x 32; "held out" is what a
-quarter of those says. 10,000 test images. What the same conversions keep otherwise: kinds.md.
+come with scikit-image (an astronaut, a cat, a cup of coffee, a motorcycle, a rocket), made 32 x 32; "held out" is what
+a quarter of those says. 10,000 test images. What the same conversions keep otherwise: kinds.md.
 """
 
 from __future__ import annotations
