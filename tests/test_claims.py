@@ -59,6 +59,12 @@ def kinds(to: str, images: str) -> list[float]:
     return [number(row["kept"]) for row in rows if row["kind"] != "vit" and not row["kept"].startswith("refused")]
 
 
+def photographs(to: str) -> tuple[str, str]:
+    rows = [row for row in table("kinds_photographs.md") if row.get("to") == to]
+    assert len(rows) == 10
+    return span(number(row["kept"]) for row in rows)
+
+
 def told(what: str) -> tuple[str, str, str]:
     """How far off what is expected of the rows was, on average and at most, and how many rows."""
     found = re.search(what + r", (\d+) rows.* off by ([\d.]+) points on average, at most ([\d.]+),", text("kinds.md"))
@@ -186,6 +192,8 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
         lambda: sum((span(kinds("groupnorm --group-size 4", how)) for how in ("none", "100", "1000")), ()),
     "ten kinds, `nf` | | {} to {} | {} to {} | {} to {} |":
         lambda: sum((span(kinds("nf", how)) for how in EVERY[1:]), ()),
+    "the ten kinds kept {} to {} (`groupnorm`), {} to {} (`--group-size 16`) and {} to {} % (`nf`;":
+        lambda: sum(map(photographs, ("groupnorm", "groupnorm --group-size 16", "nf")), ()),
     "That was off by {} points on average, {} at most, in {} conversions": lambda: told("fitted to images"),
     "the rank correlation over the rows of that table is {}": lambda: tuple(
         re.findall(r"^The table's rows.*? of what is expected ([\d.]+),", text("kinds.md"), re.M)
