@@ -156,6 +156,9 @@ SHAPES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str, str | None]]]]
     "a gate of what was enlarged": (
         lambda m, x: m.conv2(y := up(m.conv2(down(x)))) + y * m.bn(m.conv(m.conv(y))).sigmoid(),
         {**ONE, "conv2": conv}, [("", "projection", None)]),
+    "a gate of one part in four": (
+        lambda m, x: m.conv2(x) + (y := x.chunk(4, 1))[0] * m.bn(m.conv(m.conv(torch.cat(y, 1)))),
+        {**ONE, "conv2": conv}, [("", "projection", None)]),
     "enlarged before its convolution": (
         lambda m, x: x + m.bn(m.conv(up(down(x)))), ONE, [("", "identity", "bn")]),
     "a number per channel, spread out": (

@@ -128,7 +128,8 @@ class _Reader:
                 break
             last = before
         small, large = (node.meta["shape"] for node in (last, branch))
-        return len(small) == len(large) and math.prod(small[2:]) < math.prod(large[2:])
+        one = isinstance(small, torch.Size) and len(small) == len(large)  # not several tensors, of a split
+        return one and math.prod(small[2:]) < math.prod(large[2:])
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
         modules = self.traced.modules
