@@ -162,7 +162,11 @@ def test_a_wrong_output_is_seen(place: int, tmp_path: Path, monkeypatch: pytest.
 
 PAIR = (X[:, :2], X[:, 2:])
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: Unpacked(trunk()), {"input_size": SIZE}, "takes more than images: it takes 2 tensors. Give all of"),
+    (
+        lambda: Unpacked(trunk()),
+        {"input_size": SIZE},
+        "takes more than images: it takes 2 tensors. Give all of it: see `inputs=`",
+    ),
     (lambda: Unpacked(trunk()), {"inputs": (X,)}, "does not run on 1x3x24x24"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "softmax": True}, "softmax is for images in and one answer out"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "dtype": "int8"}, "int8 is for images in and one answer out"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from small import ARGS
 from test_schemes import EXACT, Row
 from torch import Tensor, nn
 
-from normswap import convert, provenance, schemes, verify
+from normswap import convert, provenance, save, schemes, verify
 from normswap.errors import VerificationError
 from normswap.exporting import checks, quantizing
 from normswap.graph import inspection
@@ -350,7 +352,7 @@ def test_there_is_no_float64_on_apples_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         assert comparison.has_double(nn.Identity()) is known
 
 
-def test_one_number_is_no_choice() -> None:
+def test_one_number_is_no_choice(tmp_path: Path) -> None:
     """A network with one output, a regression or a yes or no, has no largest score: nothing is said to agree."""
     x = torch.randn(8, 5)
     one, two = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
@@ -363,3 +365,8 @@ def test_one_number_is_no_choice() -> None:
     assert quantizing.demand(found, None) is None
     with pytest.raises(VerificationError, match="gives no scores of classes"):
         quantizing.demand(found, 1.0)
+    parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)
+    done = convert(nn.Sequential(*parts).eval(), "folded", size=(3, 9, 9))
+    save(done, tmp_path / "one")
+    (row,) = re.findall(r"^\| float64 .*$", (tmp_path / "one" / "README.md").read_text(), re.M)
+    assert row.endswith("|  |")

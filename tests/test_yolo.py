@@ -61,3 +61,4 @@ def test_several_answers_all_go_into_the_file(tmp_path: Path) -> None:
         assert float((torch.from_numpy(one) - other).norm() / other.norm()) < 1e-4
     with pytest.raises(OptionError, match="does not give one tensor: it gives a tuple"):
         normswap.export(model, tmp_path / "other.onnx", input_size=SIZE, softmax=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.onnx.preprocess.json"]

@@ -135,7 +135,7 @@ def export(
     claim(order.file, format, dtype, force=force)
     wish = _wish(order, calibrate, images, per_channel, weight_bits, sensitive, max_drop)
     beside = sidecar.place(order.file)
-    made = order.signature.answers(order.source, order.traced_on)
+    order, made = order.answered()
     say("folding")
     network, notes = _prepare(order)
     body = _body(order, made)

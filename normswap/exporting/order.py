@@ -62,6 +62,22 @@ class Order:
         channels, height, width = self.size
         return checks.pictures((channels, height, width), *self.normalization, count=count)
 
+    def answered(self) -> tuple[Order, dict[str, Tensor]]:
+        """The order, and what the network gives, by name; where that is no answer the order is for all of it.
+
+        Raises:
+            OptionError: the network does not run, or something asks for one answer.
+        """
+        try:
+            return self, self.signature.answers(self.source, self.traced_on)
+        except NoAnswerError:
+            if self.inputs or not self.form.GRAPH or self.dtype == "int8" or self.normalize or self.softmax:
+                raise
+        images = self.signature.form.of(self.pictures(count=4))
+        whole = _everything(self.source, images, self.dynamic_batch)
+        order = replace(self, signature=whole, inputs=(images,), imaged=True)
+        return order, whole.answers(self.source, order.traced_on)
+
     def raw(self, images: Tensor) -> Tensor:
         """From images as the source takes them to images as the file does."""
         if not self.normalize:
@@ -108,12 +124,7 @@ def accepted(
         raise OptionError("the network has no classifier", "a softmax needs classes")
     output = "probabilities" if softmax else "features" if classes == 0 else "logits"
     signature = Signature.of_images(source, output)
-    order = Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, signature)
-    if not form.GRAPH or dtype == "int8" or normalize or softmax or _answers(order):
-        return order
-    images = signature.form.of(order.pictures(count=4))
-    whole = _everything(source, images, dynamic_batch)
-    return replace(order, signature=whole, inputs=(images,), imaged=True)
+    return Order(source, file, form, dtype, dynamic_batch, size, normalize, softmax, config, signature)
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
@@ -122,17 +133,6 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
     return whole
-
-
-def _answers(order: Order) -> bool:
-    """Whether the network gives one tensor, a row per image; true, too, of what does not run: that is said later."""
-    try:
-        order.signature.answers(order.source, order.traced_on)
-    except NoAnswerError:
-        return False
-    except OptionError:
-        return True
-    return True
 
 
 def _demand_plain(form: Format, dtype: str, given: Mapping[str, Any]) -> None:

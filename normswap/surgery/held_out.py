@@ -73,10 +73,10 @@ class Dealt:
             if held is not None and room > 0:
                 self.held.append(held.first(room))
                 room -= self.held[-1].count
-            if rest is not None and more > 0:
-                self.others.append(rest.first(more))
-                more -= self.others[-1].count
             if rest is not None:
+                if more > 0:
+                    self.others.append(rest.first(more))
+                    more -= self.others[-1].count
                 yield rest
 
 

@@ -7,9 +7,9 @@ as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlab
 are made from the network's own statistics ("synthetic"), of which a quarter is held out. "Held out" is what those say:
 the source's answer, and the share of its accuracy that is expected to be kept; for the U-Net of its pixels, not of the
 mean IoU; of conversions without images 100 training images say it. Groups of 4 channels are what 32 groups are of 128
-channels. How the constants are chosen was settled on the
-depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with their commit; a second run
-measures what is missing, and every run writes kinds.md from all that there is.
+channels. How the constants are chosen was settled on the depthwise network, by looking at test images as well. Rows are
+kept in runs/kinds.jsonl with their commit; a second run measures what is missing, and every run writes kinds.md from
+all that there is.
 """
 
 from __future__ import annotations
@@ -207,9 +207,8 @@ def said(what: str, rows: list[Row]) -> str:
         f"{what}, {len(rows)} rows. Spearman's rank correlation with the share of right answers that is kept: of what "
         f"is expected {ranks[0]}, of the relative L2 {ranks[1]}. The test images tell that share with a standard error "
         f"of {unsure.median():.2f} points in the median; were each exactly what is expected, they would show "
-        f"{flawless:.2f}. What is expected is off by {off.mean():.1f} points on "
-        f"average, at most {off.max():.1f}, and {(expected - truth).mean():+.1f} in the mean. Above 95 % expected and "
-        f"less than 85 % kept: {surprises}."
+        f"{flawless:.2f}. What is expected is off by {off.mean():.1f} points on average, at most {off.max():.1f}, and "
+        f"{(expected - truth).mean():+.1f} in the mean. Above 95 % expected and less than 85 % kept: {surprises}."
     )
 
 

@@ -1,6 +1,6 @@
 """What conversions keep that are calibrated on photographs of something else than the network was trained on.
 
-    pip download --no-deps --no-binary :none: scikit-image -d photos && unzip -j photos/*.whl 'skimage/data/*' -d photos
+    pip download --no-deps scikit-image -d photos && unzip -j photos/*.whl 'skimage/data/*' -d photos
     python tests/benchmarks/kinds_photographs.py photos
 
 The networks of kinds.md, trained on CIFAR-10, are calibrated on 100 squares cut at random from five photographs that
