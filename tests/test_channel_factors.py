@@ -229,7 +229,7 @@ def test_what_is_levelled_loses_less(per_channel: bool) -> None:
     errors = []
     for gauge in (AS_FOLDED, gauges(per_channel=per_channel)[-1]):
         twin: Any = equalizer.equalized(gauge)
-        costs = sensitivity.costs(twin, x, levels=64, per_channel=per_channel)
+        costs = sensitivity.costs(twin, x, levels=lambda _: 64, per_channel=per_channel)
         errors.append(max(costs.values()))
     assert errors[1] < errors[0] / 10
 
@@ -267,7 +267,7 @@ def test_corrected_biases_keep_every_mean(layer: nn.Module, per_channel: bool) -
     expected = run(model, x).mean((0, 2, 3))
     weight = rounded(layer, levels=7, per_channel=per_channel)  # type: ignore[arg-type]
     before = distance(expected, nn.Sequential(_with(layer, weight))(x).mean((0, 2, 3)).detach())
-    bias_correction.correct(model, x.split(4), levels=7, per_channel=per_channel)
+    bias_correction.correct(model, x.split(4), levels=lambda _: 7, per_channel=per_channel)
     after = distance(expected, nn.Sequential(_with(model[0], weight))(x).mean((0, 2, 3)).detach())
     assert after < 1e-13 < 1e-3 < before
 
@@ -293,7 +293,7 @@ def test_the_layer_with_an_outlier_costs_most() -> None:
     model = built(net(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), a=conv, b=conv, c=conv))
     with torch.no_grad():
         model.b.weight[0, 0, 0, 0] = 40.0  # type: ignore[union-attr,index,operator]
-    found = sensitivity.costs(model, images(), levels=64, per_channel=False)
+    found = sensitivity.costs(model, images(), levels=lambda _: 64, per_channel=False)
     assert next(iter(found)) == "b"
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert equalization.AS_FOLDED.name == "as folded"

@@ -143,7 +143,7 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     assert json.loads(extra["preprocess"])["input"]["batch"] is None
     body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
     assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
-    assert {name.partition(", ")[2] for name in body["trials"]} == {"minmax, corrected", "histogram, corrected"}
+    assert {name.partition(", ")[2] for name in body["trials"]} == {"minmax", "histogram"}
     assert len(set(body["trials"].values())) == len(body["trials"])
 
 

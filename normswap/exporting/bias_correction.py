@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from normswap.graph.inspection import LINEAR
 Layer = nn.Linear | nn.modules.conv._ConvNd
 
 
-def rounded(module: Layer, *, levels: int, per_channel: bool) -> Tensor:
-    """The weights as integers of at most `levels` times a step give them: one step for each output channel, or one."""
+def rounded(module: Layer, *, levels: float, per_channel: bool) -> Tensor:
+    """The weights as integers times a step give them, one step for each output channel or one for all: the largest
+    weight is `levels` steps from 0 (64; of 63.5 the file has 64 on one side and 63 on the other).
+    """
     weight = module.weight.detach()
     by_row = weight.transpose(0, 1) if getattr(module, "transposed", False) else weight
     size = by_row.abs().flatten(1).amax(1) if per_channel else by_row.abs().amax().expand(len(by_row))
@@ -23,18 +26,24 @@ def rounded(module: Layer, *, levels: int, per_channel: bool) -> Tensor:
     shape = [1] * weight.ndim
     shape[1 if by_row is not weight else 0] = -1
     step = step.view(shape)
-    return (weight / step).round().clamp(-levels, levels) * step
+    return (weight / step + 0.5).floor().clamp(-math.floor(levels), math.ceil(levels)) * step
 
 
 @torch.no_grad()
 def correct(
-    network: nn.Module, images: Iterable[Tensor], *, levels: int, per_channel: bool, keep: Collection[str] = ()
+    network: nn.Module,
+    images: Iterable[Tensor],
+    *,
+    levels: Callable[[nn.Module], float],
+    per_channel: bool,
+    keep: Collection[str] = (),
 ) -> None:
     """Change the biases of `network`, in place: b' = b + E[(W - rounded W) x], over the images and all places.
 
     The network's own x is taken, not that of the rounded network: errors of one layer are not the next one's to repair.
 
     Args:
+        levels: of each layer (`rounded`).
         keep: the paths of layers that stay as they are.
     """
     layers = {path: module for path, module in network.named_modules() if isinstance(module, LINEAR)}
@@ -55,7 +64,7 @@ def correct(
         if path in keep:
             continue
         lost = copy.deepcopy(module)
-        lost.weight.copy_(module.weight - rounded(module, levels=levels, per_channel=per_channel))
+        lost.weight.copy_(module.weight - rounded(module, levels=levels(module), per_channel=per_channel))
         lost.bias = None
         handles.append(module.register_forward_pre_hook(watch(path, lost)))
     for x in images:

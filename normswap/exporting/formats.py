@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
 Given: TypeAlias = "Tensor | tuple[Tensor, ...]"  # what goes into a network: one tensor, or several
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
-LEVELS = {7: 64, 8: 127}  # of int8 weights on either side of 0, by their bits, as the runtimes' tools have them
+LEVELS = {7: 64, 8: 127}  # of int8 weights on either side of 0, by their bits
 SAFE_BITS = 7  # x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
@@ -55,8 +55,10 @@ class Quantizer(Protocol):
 
     NEEDS: tuple[str, ...]  # packages
     RANGES: tuple[str, ...]  # the first is the usual one
-    CORRECTS: bool  # biases, by itself
     LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.inspection.LINEAR`
+
+    def levels(self, layer: nn.Module, bits: int) -> float:
+        """How many steps of its own the largest weight of a channel is large; half a step more where 0 is no middle."""
 
     def write_int8(
         self,

@@ -17,21 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import onnx_arranging, onnx_file
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import SAFE_BITS
+from normswap.exporting.formats import LEVELS, SAFE_BITS
 from normswap.exporting.signature import INPUT
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
 NEEDS = ("onnxruntime", "onnx")
 RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
-CORRECTS = False
 LAYERS = LINEAR
 _MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once
+
+
+def levels(layer: nn.Module, bits: int) -> float:
+    """See `formats.Quantizer.levels`."""
+    return LEVELS[bits]
 
 
 def write_int8(

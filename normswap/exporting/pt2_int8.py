@@ -22,9 +22,13 @@ from normswap.models.weight_files import quiet
 
 NEEDS = ("torchao",)
 RANGES = ("minmax", "histogram")
-CORRECTS = False
 _KINDS = {torch.ops.aten.conv2d.default: nn.Conv2d, torch.ops.aten.linear.default: nn.Linear}
 LAYERS = tuple(_KINDS.values())
+
+
+def levels(layer: nn.Module, bits: int) -> float:
+    """See `formats.Quantizer.levels`."""
+    return LEVELS[bits]
 
 
 def write_int8(

@@ -5,6 +5,7 @@ How to quantize is chosen by trial, on the calibration images: the file whose an
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from normswap.exporting import bias_correction, formats, sensitivity
 from normswap.exporting.checks import Figures
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
 from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import LEVELS, SAFE_BITS, Format, Runs
+from normswap.exporting.formats import SAFE_BITS, Format, Runs
 from normswap.graph.inspection import LINEAR
 
 _JUDGED = 256  # calibration images that a trial is judged on
@@ -34,12 +35,10 @@ class Trial(NamedTuple):
     Args:
         gauge: see `equalization`.
         ranges: how the runtime's tool reads ranges off the images, by its own name for it.
-        corrected: whether biases were corrected before.
     """
 
     gauge: Gauge
     ranges: str
-    corrected: bool
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Wish:
     Args:
         images: (N, C, H, W), to calibrate on, as the file takes them.
         per_channel: weights with a step per output channel, else one per tensor.
-        weight_bits: one of LEVELS.
+        weight_bits: one of `formats.LEVELS`.
         sensitive: so many layers stay in fp32, those that cost most.
         max_drop: points of top-1 (without labels: of agreement) that the file may lose; None: any.
     """
@@ -60,11 +59,6 @@ class Wish:
     sensitive: int = 0
     max_drop: float | None = None
 
-    @property
-    def levels(self) -> int:
-        """Of the weights on either side of 0, as the runtimes' tools have them."""
-        return LEVELS[self.weight_bits]
-
 
 @dataclass(frozen=True)
 class Quantized:
@@ -72,7 +66,7 @@ class Quantized:
 
     Args:
         calibrated_on: images.
-        gauge, ranges, corrected: of the chosen trial; per_channel, weight_bits: of the weights.
+        gauge, ranges: of the chosen trial; per_channel, weight_bits: of the weights.
         fp32: paths of the layers that stayed in fp32, and what each would have cost alone (relative L2).
         trials: relative L2 error on calibration images by trial.
     """
@@ -80,7 +74,6 @@ class Quantized:
     calibrated_on: int
     gauge: str
     ranges: str
-    corrected: bool
     per_channel: bool
     weight_bits: int
     fp32: dict[str, float]
@@ -108,16 +101,15 @@ def write(
         path for path, module in equalizer.network.named_modules()
         if isinstance(module, LINEAR) and not isinstance(module, tool.LAYERS)
     ]  # fmt: skip
+    levels = functools.partial(tool.levels, bits=wish.weight_bits)
     kept: dict[str, float] = {}
     if wish.sensitive:
         say("rounding each layer alone")
-        ranked = sensitivity.costs(
-            equalizer.network, batches[0][:_RANKED], levels=wish.levels, per_channel=wish.per_channel
-        )
+        ranked = sensitivity.costs(equalizer.network, batches[0][:_RANKED], levels=levels, per_channel=wish.per_channel)
         able = [(path, cost) for path, cost in ranked.items() if path not in spared]
         kept = dict(able[: wish.sensitive])
-    made: dict[tuple[Gauge, bool], Shipped] = {}
-    best = (float("inf"), Trial(AS_FOLDED, "", False))
+    made: dict[Gauge, Shipped] = {}
+    best = (float("inf"), Trial(AS_FOLDED, ""))
     tried: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         aside, chosen = Path(folder) / f"trial{file.suffix}", Path(folder) / f"chosen{file.suffix}"
@@ -125,34 +117,32 @@ def write(
         def attempt(trial: Trial) -> None:
             nonlocal best
             say(f"trying gauge: {trial.gauge.name}, ranges: {trial.ranges}")
-            key = trial.gauge, trial.corrected
-            if key not in made:
+            if trial.gauge not in made:
                 twin = equalizer.equalized(trial.gauge)
-                if trial.corrected:
-                    bias_correction.correct(
-                        twin, batches, levels=wish.levels, per_channel=wish.per_channel, keep=[*kept, *spared]
-                    )
+                bias_correction.correct(
+                    twin, batches, levels=levels, per_channel=wish.per_channel, keep=[*kept, *spared]
+                )
                 made.clear()  # one at a time in memory
-                made[key] = shipped.around(twin)
+                made[trial.gauge] = shipped.around(twin)
             tool.write_int8(
-                made[key], x, aside, fed, ranges=trial.ranges, per_channel=wish.per_channel,
+                made[trial.gauge], x, aside, fed, ranges=trial.ranges, per_channel=wish.per_channel,
                 bits=wish.weight_bits, keep=[*kept], dynamic=dynamic, metadata=metadata,
             )  # fmt: skip
             error = _error(shipped, form.open(aside), fed)
-            tried[f"{trial.gauge.name}, {trial.ranges}{', corrected' if trial.corrected else ''}"] = error
+            tried[f"{trial.gauge.name}, {trial.ranges}"] = error
             if error < best[0]:
                 best = error, trial
                 _move(aside, chosen, form.PARTS)
 
         usual, *others = tool.RANGES
         for gauge in gauges(per_channel=wish.per_channel):
-            attempt(Trial(gauge, usual, not tool.CORRECTS))
+            attempt(Trial(gauge, usual))
         for ranges in others:
             attempt(best[1]._replace(ranges=ranges))
         _move(chosen, file, form.PARTS)
     trial = best[1]
     return Quantized(
-        len(wish.images), trial.gauge.name, trial.ranges, trial.corrected, wish.per_channel, wish.weight_bits, kept,
+        len(wish.images), trial.gauge.name, trial.ranges, wish.per_channel, wish.weight_bits, kept,
         tried,
     )  # fmt: skip
 

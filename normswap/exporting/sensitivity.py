@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ _STEPS = 255
 
 
 @torch.no_grad()
-def costs(network: nn.Module, x: Tensor, *, levels: int, per_channel: bool) -> dict[str, float]:
+def costs(
+    network: nn.Module, x: Tensor, *, levels: Callable[[nn.Module], float], per_channel: bool
+) -> dict[str, float]:
     """Relative L2 error of the answers to x (N, C, H, W), by the path of the layer that is rounded, largest first."""
     expected = answer(network(x))
     found = {}
@@ -25,7 +28,7 @@ def costs(network: nn.Module, x: Tensor, *, levels: int, per_channel: bool) -> d
         weight = module.weight.data
         handle = module.register_forward_pre_hook(_round_input)
         try:
-            module.weight.data = rounded(module, levels=levels, per_channel=per_channel)
+            module.weight.data = rounded(module, levels=levels(module), per_channel=per_channel)
             found[path] = float((answer(network(x)) - expected).norm() / expected.norm())
         finally:
             handle.remove()

@@ -134,8 +134,8 @@ def run(
 
     The keys of --json: source, file, sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, largest,
     agreement, count, tolerance, inputs, source_top1, top1), nodes (counts by kind), plain_nodes (null without
-    --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges, corrected,
-    per_channel, weight_bits, fp32, trials).
+    --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges, per_channel,
+    weight_bits, fp32, trials).
     """
     wanted = _sides(input_size)
     with progress.working("starting"):

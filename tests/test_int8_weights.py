@@ -1,0 +1,101 @@
+"""The weights that an int8 file holds, read off it, beside those that the correction of biases takes them for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from torch import Tensor, fx, nn
+
+from normswap.exporting import formats, pt2
+from normswap.exporting.bias_correction import Layer, rounded
+from normswap.exporting.exported_module import Shipped
+
+
+def network(ending: str) -> nn.Sequential:
+    """Plain, depthwise and grouped convolutions, one with two filters for each channel, and what goes up, but in pt2,
+    where it stays in fp32."""
+    torch.manual_seed(0)
+    up = nn.Conv2d(24, 10, 1) if ending == "pt2" else nn.ConvTranspose2d(24, 10, 2)
+    layers = [
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 12, 3, groups=4),
+        nn.Conv2d(12, 12, 3, groups=2), nn.Conv2d(12, 24, 1, groups=12), up,
+    ]  # fmt: skip
+    body = [part for layer in layers for part in (layer, nn.ReLU())]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 5)).eval()
+
+
+def in_onnx(file: Path) -> list[Any]:
+    graph = onnx.load(file).graph
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    makers = {node.output[0]: node for node in graph.node}
+    found = []
+    for layer in (node for node in graph.node if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul")):
+        node = makers[layer.input[1]]
+        values, step = (held[name].astype(float) for name in node.input[:2])
+        shape = [1] * values.ndim
+        shape[next((a.i for a in node.attribute if a.name == "axis"), 0)] = -1
+        found.append(values * (step.reshape(shape) if step.size > 1 else step))
+    return found
+
+
+def in_openvino(file: Path) -> list[Any]:
+    ov = pytest.importorskip("openvino")
+
+    def value(node: Any) -> Any:
+        kind = node.get_type_name()
+        if kind == "Constant":
+            return node.data.astype(float)
+        read = [value(node.input_value(i).get_node()) for i in range(node.get_input_size())]
+        if kind == "Reshape":
+            return read[0].reshape([int(side) for side in read[1]])
+        return {"Convert": lambda: read[0], "Multiply": lambda: read[0] * read[1]}[kind]()
+
+    kinds = ("Convolution", "GroupConvolution", "ConvolutionBackpropData", "MatMul")
+    ops = [op for op in ov.Core().read_model(file).get_ordered_ops() if op.get_type_name() in kinds]
+    return [value(op.input_value(1).get_node()) for op in ops]
+
+
+def in_pt2(file: Path) -> list[Any]:
+    found: list[Any] = []
+
+    class Reading(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            made = super().run_node(node)
+            if "dequantize" in str(node.target) and node.args[0].op == "get_attr":  # type: ignore[union-attr]
+                found.append(made.double().numpy())
+            return made
+
+    Reading(pt2.load(file).module()).run(torch.zeros(2, 3, 24, 24))
+    return found
+
+
+HELD = {"onnx": in_onnx, "xml": in_openvino, "pt2": in_pt2}
+
+
+@pytest.mark.parametrize(("bits", "per_channel"), [(7, True), (7, False), (8, True)])
+@pytest.mark.parametrize("ending", list(HELD))
+def test_weights_are_rounded_as_the_file_does(ending: str, bits: int, per_channel: bool, tmp_path: Path) -> None:
+    if ending == "xml":
+        pytest.importorskip("nncf")
+    file, x = tmp_path / f"net.{ending}", torch.randn(16, 3, 24, 24)
+    tool, model = formats.quantizer(formats.choose(file, None).NAME), network(ending)
+    layers: list[Layer] = [m for m in model.modules() if isinstance(m, tool.LAYERS)]  # type: ignore[misc]
+    tool.write_int8(
+        Shipped(model).eval().requires_grad_(False), x, file, [x], ranges=tool.RANGES[0], per_channel=per_channel,
+        bits=bits, keep=[], dynamic=True, metadata={},
+    )  # fmt: skip
+    held = HELD[ending](file)
+    assert len(held) == len(layers) == 7
+    for layer, values in zip(layers, held, strict=True):
+        expected = rounded(layer, levels=tool.levels(layer, bits), per_channel=per_channel).double()
+        found = torch.as_tensor(np.reshape(values, expected.shape))
+        off = (found - expected).abs() > 1e-4 * expected.abs().amax() / 127
+        rows: Tensor = off.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else off
+        # the largest of a row may lie half-way between two integers, on either side
+        assert int(rows.flatten(1).sum(1).max()) <= (bits == 7 and ending == "xml")
