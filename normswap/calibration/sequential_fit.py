@@ -25,7 +25,7 @@ from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.activations import RELU_FUNCTIONS
-from normswap.layers.per_sample import PER_SAMPLE, normalized
+from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
 from normswap.models.modes import Progress, evaluating
 
@@ -75,7 +75,7 @@ def refit(
                 end = End.of(pair, theirs, ours, streams)
                 stop = Stop(march, theirs, ours)
                 with _named(path):
-                    if isinstance(module, PER_SAMPLE):
+                    if normalizes(module):
                         _fit_norm(module, source.get_submodule(path), stop, end)
                     else:
                         _fit_linear(
@@ -121,7 +121,7 @@ def stations(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, 
         other = theirs.modules[str(node.target)]
         if len(theirs.calls[id(other)]) > 1:
             continue
-        if fits(module) if not isinstance(module, PER_SAMPLE) else affine.is_batchnorm(other):
+        if affine.is_affine(other) if normalizes(module) else fits(module):
             found.append((calls[str(node.target)], node, str(node.target), module))
     return found
 
@@ -181,9 +181,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
             s, t = affine.read(module)
             scale, shift = scale * s, shift * s + t
-        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant, *PER_SAMPLE)) or (
-            arms and isinstance(module, PER_SAMPLE)
-        ):
+        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (arms or not normalizes(module)):
             break
         act = None if module is None else affine.activation(module) or getattr(module, "act", None)
         if act is not None and not isinstance(act, nn.Identity):

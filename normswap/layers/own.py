@@ -17,6 +17,7 @@ class OwnLayer(nn.Module):
     PER_CHANNEL: s and t may differ from channel to channel, so that it can stand for a norm that is gone.
     SCALES: s may be another number than 1 or -1.
     HOLDS_STATISTICS: a norm lives on in it.
+    NORMALIZES: it computes act(weight * normalized(x) + bias) per channel, not affine.
     ROLES: what its parameters are to weight decay, by name.
     """
 
@@ -24,10 +25,15 @@ class OwnLayer(nn.Module):
     PER_CHANNEL: ClassVar[bool] = False
     SCALES: ClassVar[bool] = False
     HOLDS_STATISTICS: ClassVar[bool] = False
+    NORMALIZES: ClassVar[bool] = False
     ROLES: ClassVar[Mapping[str, str]] = {}
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         """s and t of y = act(s * x + t), each of shape (C,) or (1,), float64."""
+        raise NotImplementedError
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """What is multiplied by the weight, (N, C, ...)."""
         raise NotImplementedError
 
 

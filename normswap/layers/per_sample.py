@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
+from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain
 from normswap.layers.seat import Seat
-
-PER_SAMPLE = (nn.GroupNorm,)
 
 
 class GroupNorm(Seat):
@@ -151,6 +150,11 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
     return m, (var + mean.square()).mean(1) - m.square()
 
 
-def normalized(norm: nn.GroupNorm, x: Tensor) -> Tensor:
-    """What the norm multiplies by gamma, (N, C, ...)."""
-    return F.group_norm(x, norm.num_groups, eps=norm.eps)
+def normalizes(module: nn.Module | None) -> bool:
+    """Whether it is one of the layers that a BatchNorm's seat was taken by, whose gamma and beta can be fitted."""
+    return isinstance(module, nn.GroupNorm) or (isinstance(module, OwnLayer) and module.NORMALIZES)
+
+
+def normalized(norm: Any, x: Tensor) -> Tensor:
+    """What the layer multiplies by gamma, (N, C, ...)."""
+    return norm.normalized(x) if isinstance(norm, OwnLayer) else F.group_norm(x, norm.num_groups, eps=norm.eps)

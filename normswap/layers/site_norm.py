@@ -97,7 +97,7 @@ class EmptyNorm(Seat):
     @classmethod
     def replacing(cls, old: Any, *, like: Tensor) -> SiteNorm:
         like, act = _typed(old, like), affine.copied_activation(old)
-        new = SiteNorm(affine.channels(old), eps=old.eps, momentum=0.1, ghost=0, act=act).to(like)
+        new = SiteNorm(affine.channels(old), eps=getattr(old, "eps", 1e-5), momentum=0.1, ghost=0, act=act).to(like)
         for name in ("weight", "bias"):
             if getattr(old, name, None) is not None:
                 getattr(new, name).copy_(getattr(old, name))

@@ -85,7 +85,7 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
     module = draft.anatomy.traced.modules[path]
     channels = affine.channels(module)
     detail = f"over {count} group{'s' * (count > 1)} of {channels // count} channels"
-    conv = _conv_before(draft, module) if steady else None
+    conv = conv_before(draft, module) if steady else None
     args: dict[str, Any] = {"groups": count}
     if conv is not None or (steady and signs is not None):
         args |= {"steady": steady, **asdict(signs or steady_signs.alternating(channels, count))}
@@ -98,7 +98,7 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
     draft.judge(path, Fate.PER_SAMPLE, detail=detail)
 
 
-def _conv_before(draft: Draft, norm: nn.Module) -> str | None:
+def conv_before(draft: Draft, norm: nn.Module) -> str | None:
     """The convolution whose output this norm, and nothing else, reads, if it can be given a bias."""
     traced = draft.anatomy.traced
     calls = traced.calls[id(norm)]
