@@ -62,6 +62,7 @@ ROWS = (
     Row("groupnorm", {"groups": 2, "steady": 0}, exact=False),
     Row("layernorm", exact=False),
     Row("instancenorm", exact=False),
+    Row("dyt", exact=False),
     Row("regularized-skipinit", {"alpha": "0"}, exact=False),
 )
 EXACT = [row for row in ROWS if row.exact]
@@ -132,7 +133,12 @@ def test_exact_on_every_architecture(arch: str, row: Row) -> None:
 def test_every_scheme_has_a_row() -> None:
     """An exact one, but for the norms with statistics per sample."""
     assert {row.scheme for row in ROWS} == set(schemes.names()) - {"rmsnorm"}  # has a table of its own: test_rmsnorm.py
-    assert {row.scheme for row in ROWS} - {row.scheme for row in EXACT} == {"groupnorm", "layernorm", "instancenorm"}
+    assert {row.scheme for row in ROWS} - {row.scheme for row in EXACT} == {
+        "groupnorm",
+        "layernorm",
+        "instancenorm",
+        "dyt",
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

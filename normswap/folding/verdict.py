@@ -27,6 +27,7 @@ class Fate(Enum):
     GHOST = ("statistics over some samples", "statistics over")
     FROM_RECORD = ("norms from the statistics kept", "gets a norm from the statistics kept")
     ESTIMATED = ("estimated", "becomes what it does on average")
+    BENT = ("Dynamic Tanh", "becomes a Dynamic Tanh")
     LEARNS = ("learn", "learns")
     RESTORED = ("restored", "restored")
 

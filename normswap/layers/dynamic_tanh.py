@@ -1,0 +1,98 @@
+"""Dynamic Tanh in the seats of BatchNorms: y = gamma tanh(alpha x) + beta (Zhu et al. 2025, arXiv:2503.10622).
+
+One alpha for all channels asks for channels that are alike: the convolution before takes in mean and deviation, and
+
+    x^ = (x - mean) / sqrt(var + eps),   y' = gamma' tanh(alpha x^) + beta,
+    gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2]
+
+is the least-squares fit to the BatchNorm's output where x^ is N(0, 1), as u is. The smaller alpha, the straighter.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.layers import affine
+from normswap.layers.channelwise import ChannelAffine
+from normswap.layers.known_norms import register_norm
+from normswap.layers.own import GAMMA, OwnLayer, per_channel
+from normswap.layers.per_sample import per_filter
+from normswap.layers.placeholders import Chain
+from normswap.layers.seat import Seat
+
+
+class DynamicTanh(Seat, OwnLayer):
+    """y = act(weight * tanh(alpha * x) + bias), alpha one number, weight and bias per channel; all of them learn."""
+
+    NORMALIZES = True
+    ROLES = {"alpha": "alpha", "weight": GAMMA, "bias": "beta"}
+
+    def __init__(self, weight: Tensor, bias: Tensor, alpha: float, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(weight.new_full((1,), alpha))
+        self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...)"""
+        x = self.normalized(x) * per_channel(self.weight, x) + per_channel(self.bias, x)
+        return x if self.act is None else self.act(x)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.alpha.to(x) * x)
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
+        """Args:
+        lead: a `ChannelAffine` in front takes in the statistics; else the convolution before has, a `Whitened`.
+        """
+        mean, std, gamma, beta = _parts(old)
+        new = cls((gain(alpha) * gamma).to(like), beta.to(like), alpha, affine.copied_activation(old))
+        return _led(mean, std, new) if lead else new
+
+
+register_norm(DynamicTanh, per_sample=True)
+
+
+class Whitened(Seat):
+    """The convolution before a norm, with the norm's statistics: each channel of mean 0 and deviation 1."""
+
+    @classmethod
+    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor) -> Any:
+        mean, std, _, _ = _parts(norm)
+        new = copy.deepcopy(old)
+        new.weight.copy_(old.weight.double() / per_filter(old, std))
+        bias = -mean if old.bias is None else old.bias.double() - mean
+        new.bias = nn.Parameter((bias / std).to(old.weight), requires_grad=old.weight.requires_grad)
+        return new
+
+
+class Straight(Seat):
+    """What a `DynamicTanh` in the same seat bends: the BatchNorm without the statistics that are taken in before it."""
+
+    @classmethod
+    def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
+        mean, std, gamma, beta = _parts(old)
+        new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
+        return _led(mean, std, new) if lead else new
+
+
+def _led(mean: Tensor, std: Tensor, then: Any) -> Chain:
+    return Chain(ChannelAffine((1 / std).to(then.weight.detach()), (-mean / std).to(then.weight.detach())), then)
+
+
+def gain(alpha: float) -> float:
+    """E[u tanh(alpha u)] / E[tanh(alpha u)^2] for u of N(0, 1), by the trapezoidal rule."""
+    u = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+    density, bent = (-u.square() / 2).exp(), (alpha * u).tanh()
+    return float((density * u * bent).sum() / (density * bent.square()).sum())
+
+
+def _parts(norm: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean and deviation that a BatchNorm takes off, its gamma and beta, float64."""
+    scale, shift = affine.read(norm)
+    mean, std = norm.running_mean.double(), (norm.running_var.double() + affine.epsilon(norm)).sqrt()
+    return mean, std, scale * std, shift + scale * mean

@@ -1,0 +1,88 @@
+"""Dynamic Tanh in the seat of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no statistics.
+
+The convolution before takes in mean and deviation of the BatchNorm, so that one alpha fits all channels; where there is
+none, as in pre-activation networks, a scale and shift in front does. gamma' is gamma times a number that follows from
+alpha: the least-squares line through N(0, 1) bent by the tanh (`dynamic_tanh`). With `--calibrate` the convolutions,
+gamma and beta are then fitted, layer by layer. Approximate: the tanh bends what is large, which is what keeps training
+stable without a norm; the smaller `--bend`, the less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any
+
+from torch import nn
+
+from normswap.calibration.sequential_fit import Progress, refit
+from normswap.errors import OptionError, RefusedError
+from normswap.folding.canonical_form import undress
+from normswap.folding.draft import Draft
+from normswap.folding.passage import read_directly
+from normswap.folding.verdict import Fate
+from normswap.graph.inspection import Anatomy
+from normswap.layers import affine
+from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
+from normswap.plan import Edit, Step
+from normswap.schemes import Scheme
+from normswap.schemes.parts.per_sample_norms import conv_before
+
+
+def plan(anatomy: Anatomy, *, bend: Annotated[float, "ALPHA"] = 0.25) -> Draft:
+    """Args:
+    bend: the alpha that every layer starts with; its input has deviation 1.
+
+    Raises:
+        OptionError: it is not above 0, or more than 4.
+        RefusedError: there is no BatchNorm.
+    """
+    if isinstance(bend, bool) or not isinstance(bend, float | int) or not 0 < bend <= 4:
+        raise OptionError(f"--bend {bend} is not a number above 0 and up to 4")
+    modules = anatomy.traced.modules
+    norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
+    norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
+    if not norms:
+        remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
+        raise RefusedError("no BatchNorm to put a Dynamic Tanh in the seat of", remedy=remedy)
+    draft = undress(anatomy, leave=norms)
+    seen: set[int] = set()
+    for path, module in norms.items():
+        if id(module) in seen or id(module) not in anatomy.traced.calls:
+            continue
+        seen.add(id(module))
+        why = affine.refusal(module) or read_directly(anatomy.traced, module)
+        if why:
+            draft.refusals[path] = why
+            continue
+        conv = conv_before(draft, module)
+        if conv is not None:
+            draft.seats[conv] = Edit(conv, Whitened.__name__, {}, (path,))
+        draft.seat(path, DynamicTanh.__name__, alpha=float(bend), **({"lead": True} if conv is None else {}))
+        draft.judge(path, Fate.BENT, detail="" if conv else "behind a scale and shift")
+    return draft
+
+
+def fit(
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+) -> None:
+    """Args:
+    batches: read once.
+    """
+    refit(source, result, batches, seed=seed, progress=progress)
+
+
+def pattern(step: Step) -> Step:
+    """The same step without the tanh: what its result is fitted to."""
+    edits = (replace(e, layer=Straight.__name__) if e.layer == DynamicTanh.__name__ else e for e in step.edits)
+    return replace(step, edits=tuple(edits))
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Zhu et al. 2025, arXiv:2503.10622, section 4",
+    exact=False,
+    fit=fit,
+    pattern=pattern,
+    starts_from="batchnorm",
+)
