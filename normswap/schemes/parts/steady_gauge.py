@@ -50,7 +50,8 @@ def regauge(pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable
         if len(means) < ENOUGH:
             continue
         norm = norms[path]
-        sign, offset = gauge(means, squares, args["groups"], shares.get(path, args.get("steady", 0.0)))
+        share = shares[path] if path in shares else args.get("steady", 0.0)
+        sign, offset = gauge(means, squares, args["groups"], share)
         shift = offset - sign * norm.running_mean.double()
         for network in (pattern, result):
             before = network.get_submodule(path)
