@@ -11,13 +11,14 @@ import functools
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, torch.dtype,
           torch.device}  # fmt: skip
+Memo: TypeAlias = dict[int, Any]  # by the identity of an object, its copy
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
@@ -41,7 +42,7 @@ def twin(model: nn.Module) -> nn.Module:
     return copied
 
 
-def duplicate(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def duplicate(model: nn.Module, memo: Memo) -> nn.Module:
     """`copy.deepcopy`, several times as fast, and also of a network that holds what cannot be copied: that is shared.
 
     Args:
@@ -50,9 +51,7 @@ def duplicate(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return _copy(model, memo, _cloned, whole=True)
 
 
-def _copy(
-    model: nn.Module, memo: dict[int, Any], own: Callable[[Tensor, dict[int, Any]], Tensor], *, whole: bool
-) -> nn.Module:
+def _copy(model: nn.Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool) -> nn.Module:
     """Args:
     own: copies a parameter or a buffer.
     whole: other tensors are copied, too, and modules whose class says how they are copied in that way.
@@ -85,7 +84,7 @@ def _copies_itself(module: nn.Module) -> bool:
     )
 
 
-def _deeply(value: Any, memo: dict[int, Any]) -> bool:
+def _deeply(value: object, memo: Memo) -> bool:
     """Whether `copy.deepcopy` copies it; then `memo` holds the copy."""
     attempt: ChainMap[int, Any] = ChainMap({}, memo)  # who fails half-way leaves nothing
     try:
@@ -98,11 +97,11 @@ def _deeply(value: Any, memo: dict[int, Any]) -> bool:
     return True
 
 
-def _shared(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+def _shared(tensor: Tensor, memo: Memo) -> Tensor:
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
-def _cloned(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+def _cloned(tensor: Tensor, memo: Memo) -> Tensor:
     try:
         copied: Tensor = copy.deepcopy(tensor, memo)
     except Exception:  # it has a history, or its class raises
@@ -111,7 +110,7 @@ def _cloned(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return copied
 
 
-def _copied(value: Any, memo: dict[int, Any], whole: bool) -> Any:
+def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -120,12 +119,12 @@ def _copied(value: Any, memo: dict[int, Any], whole: bool) -> Any:
     if isinstance(value, Tensor) and not whole:
         return value
     if kind in (dict, OrderedDict):
-        table: dict[Any, Any] = kind()
+        table: dict[object, object] = kind()
         memo[id(value)] = table
         table.update((_copied(key, memo, whole), _copied(part, memo, whole)) for key, part in value.items())
         return table
     if kind is list:
-        row: list[Any] = []
+        row: list[object] = []
         memo[id(value)] = row
         row += [_copied(part, memo, whole) for part in value]
         return row

@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from normswap.errors import PlanError
 
+Body: TypeAlias = dict[str, Any]  # an object as JSON has it
 VERSION = 2
 _Kind = TypeVar("_Kind")
 
@@ -30,7 +31,7 @@ class Arch:
     """
 
     name: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Body = field(default_factory=dict)
     builder: str = "timm"
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ class Then:
     """One more layer of the same seat, after the newcomer."""
 
     layer: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: Body = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Edit:
 
     path: str
     layer: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: Body = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     takes: tuple[Take, ...] = ()
     keep: bool = False
@@ -124,7 +125,7 @@ class Step:
     """One conversion: the scheme, the options it was given, and its edits, at most one per seat."""
 
     scheme: str
-    options: dict[str, Any]
+    options: Body
     edits: tuple[Edit, ...]
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class Plan:
         """SHA-256 of the canonical JSON: two plans with the same digest do the same thing."""
         return digest_of(self._body())
 
-    def _body(self) -> dict[str, Any]:
+    def _body(self) -> Body:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
 
     def to_json(self, indent: int | None = None) -> str:
@@ -174,21 +175,21 @@ class Plan:
         return Plan(tuple(_step(item, f"{origin}: steps[{i}]", old=found == 1) for i, item in enumerate(steps)))
 
 
-def digest_of(body: dict[str, Any]) -> str:
+def digest_of(body: Body) -> str:
     """The digest of a plan as it stands in JSON, of whatever version; a digest that stands with it does not count."""
     kept = {key: value for key, value in body.items() if key != "digest"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def _step(item: Any, where: str, *, old: bool) -> Step:
-    _only(item, {"scheme", "options", "edits"}, where)
+def _step(item: object, where: str, *, old: bool) -> Step:
+    item = _only(item, {"scheme", "options", "edits"}, where)
     read = _edit_of_version_1 if old else _edit
     edits = [read(edit, f"{where}.edits[{i}]") for i, edit in enumerate(_list(item, "edits", where))]
     return Step(_get(item, "scheme", str, where), _get(item, "options", dict, where), tuple(edits))
 
 
-def _edit(item: Any, where: str) -> Edit:
-    _only(item, {"path", "layer", "args", "reads", "takes", "keep", "then", "out_of_place"}, where)
+def _edit(item: object, where: str) -> Edit:
+    item = _only(item, {"path", "layer", "args", "reads", "takes", "keep", "then", "out_of_place"}, where)
     takes = tuple(_take(one, f"{where}.takes[{i}]") for i, one in enumerate(_maybe(item, "takes", list, where, [])))
     then = tuple(_then(one, f"{where}.then[{i}]") for i, one in enumerate(_maybe(item, "then", list, where, [])))
     return Edit(
@@ -201,9 +202,9 @@ def _edit(item: Any, where: str) -> Edit:
     )
 
 
-def _edit_of_version_1(item: Any, where: str) -> Edit:
+def _edit_of_version_1(item: object, where: str) -> Edit:
     """What version 1 wrote into `args`: takes as words (`after 16:32`), and what became of the seat."""
-    _only(item, {"path", "layer", "args", "reads"}, where)
+    item = _only(item, {"path", "layer", "args", "reads"}, where)
     path, layer, args = _seat(item, where)
     args = dict(args)
     words = [str(word).partition(" ") for word in args.pop("takes", [])]
@@ -222,19 +223,19 @@ def _edit_of_version_1(item: Any, where: str) -> Edit:
     )
 
 
-def _seat(item: Any, where: str) -> tuple[str, str, dict[str, Any]]:
+def _seat(item: Body, where: str) -> tuple[str, str, Body]:
     return _get(item, "path", str, where), _get(item, "layer", str, where), _maybe(item, "args", dict, where, {})
 
 
-def _paths(item: Any, where: str) -> tuple[str, ...]:
+def _paths(item: Body, where: str) -> tuple[str, ...]:
     reads = item.get("reads", [])
     if not isinstance(reads, list) or not all(isinstance(read, str) for read in reads):
         raise PlanError(f"{where}.reads must be a list of module paths")
     return tuple(reads)
 
 
-def _take(item: Any, where: str) -> Take:
-    _only(item, {"way", "part"}, where)
+def _take(item: object, where: str) -> Take:
+    item = _only(item, {"way", "part"}, where)
     way, part = _get(item, "way", str, where), item.get("part")
     known = [one.value for one in Way]
     if way not in known:
@@ -244,29 +245,30 @@ def _take(item: Any, where: str) -> Take:
     return Take(Way(way), None if part is None else (part[0], part[1]))
 
 
-def _then(item: Any, where: str) -> Then:
-    _only(item, {"layer", "args"}, where)
+def _then(item: object, where: str) -> Then:
+    item = _only(item, {"layer", "args"}, where)
     return Then(_get(item, "layer", str, where), _maybe(item, "args", dict, where, {}))
 
 
-def _only(item: Any, known: Iterable[str], where: str) -> None:
+def _only(item: object, known: Iterable[str], where: str) -> Body:
     if not isinstance(item, dict):
         raise PlanError(f"{where} must be an object, not {type(item).__name__}")
     unknown = sorted(set(item) - set(known))
     if unknown:
         raise PlanError(f"{where} has unknown keys {unknown}", remedy=f"Known: {sorted(known)}.")
+    return item
 
 
-def _get(item: dict[str, Any], key: str, kind: type[_Kind], where: str) -> _Kind:
+def _get(item: Body, key: str, kind: type[_Kind], where: str) -> _Kind:
     value = item.get(key)
     if not isinstance(value, kind):
         raise PlanError(f"{where}.{key} must be of type {kind.__name__}")
     return value
 
 
-def _maybe(item: dict[str, Any], key: str, kind: type[_Kind], where: str, default: _Kind) -> _Kind:
+def _maybe(item: Body, key: str, kind: type[_Kind], where: str, default: _Kind) -> _Kind:
     return _get(item, key, kind, where) if key in item else default
 
 
-def _list(item: dict[str, Any], key: str, where: str) -> list[Any]:
+def _list(item: Body, key: str, where: str) -> list[object]:
     return _get(item, key, list, where)

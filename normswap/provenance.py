@@ -6,12 +6,11 @@ The record rides on the module itself, so that it survives `copy.deepcopy` and n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap.plan import Arch, Plan
+from normswap.plan import Arch, Body, Plan
 
 _KEY = "_normswap_provenance"
 
@@ -33,7 +32,7 @@ class Provenance:
     arch: Arch | None = None
     source: str = ""
     sha256: str | None = None
-    pretrained_cfg: dict[str, Any] = field(default_factory=dict)
+    pretrained_cfg: Body = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     norms: dict[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

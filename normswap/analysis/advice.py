@@ -9,7 +9,6 @@ to train with (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -19,6 +18,7 @@ from normswap.analysis.network_kind import Kind, kind_of
 from normswap.errors import OptionError, RefusedError
 from normswap.graph.inspection import inspect
 from normswap.layers import affine
+from normswap.plan import Body
 from normswap.surgery.conversion import drafts
 
 ENOUGH = 16  # images in a batch for BatchNorm
@@ -138,7 +138,7 @@ def _command(name: str, scheme: str, private: bool) -> str:
     return f"normswap convert {name} --to {scheme}{data}{' --for opacus' if private else ''}"
 
 
-def body_of(found: list[Advice], refused: dict[str, str], **asked: Any) -> dict[str, Any]:
+def body_of(found: list[Advice], refused: dict[str, str], **asked: object) -> Body:
     """The advice as a JSON-able record."""
     rows = [
         {"scheme": one.scheme, "why": one.why, "command": one.command, "kept": one.cost.kept,

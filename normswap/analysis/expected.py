@@ -11,11 +11,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 from normswap import schemes
 from normswap.analysis.network_kind import Kind
-from normswap.plan import Step
+from normswap.plan import Body, Step
 
 WHERE = "tests/benchmarks/kinds.md"
 ENOUGH = 99.0  # percent: 95, and the four points that a row moved when its signs were chosen on other noise
@@ -61,7 +60,7 @@ def _span(span: Span) -> str:
 
 
 @functools.cache
-def table() -> dict[str, Any]:
+def table() -> Body:
     """Made by a script from the tables of tests/benchmarks, which also say how they were made."""
     return dict(json.loads(resources.files("normswap.analysis").joinpath("measured_costs.json").read_text("utf-8")))
 
@@ -82,7 +81,7 @@ def figures(kind: Kind, way: str) -> Mapping[str, Span]:
     return {how: (span[0], span[1]) for how, span in found.items()}
 
 
-def without_images(kind: Kind, scheme: str, options: Mapping[str, Any]) -> Expected | None:
+def without_images(kind: Kind, scheme: str, options: Mapping[str, object]) -> Expected | None:
     """What to expect of a conversion that is not given images; None where there is nothing that images could fit.
 
     Args:

@@ -8,11 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normswap.analysis.signal_propagation import Point
 from normswap.errors import OutputError
+from normswap.plan import Body
 from normswap.storage import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.figure import Figure
+    from PIL import Image
 
 Curves = Mapping[str, Sequence[Point]]
 
@@ -54,7 +60,7 @@ def plot(
                           linestyle=(":", "-")[i % 2], label=legend)  # fmt: skip
         dress(axes, "residual block", label, "activation units²")
         _stages(axes, curves)
-    handles: dict[str, Any] = {}
+    handles: dict[str, Artist] = {}
     for axes in figure.axes:
         handles |= {legend: handle for handle, legend in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)), fontsize=11)
@@ -99,7 +105,7 @@ def _stages(axes: Any, curves: Curves) -> None:
             axes.axvline(depth - 0.5, color="0.75", linewidth=0.8, zorder=0)
 
 
-def save(figure: Any, file: str | Path) -> Path:
+def save(figure: Figure, file: str | Path) -> Path:
     """Write a matplotlib figure, under a temporary name first.
 
     Raises:
@@ -128,7 +134,7 @@ def check_format(file: Path) -> str:
     return form
 
 
-def _paletted(figure: Any) -> Any:
+def _paletted(figure: Figure) -> Image.Image:
     """The figure as a picture of few colours: a third of the size, and nothing to see of it."""
     from PIL import Image
 
@@ -137,7 +143,7 @@ def _paletted(figure: Any) -> Any:
     return Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
 
 
-def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
+def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = None) -> Body:
     """{"curves": {name: [point, ...]}, "expected": {name: [variance, ...]}}."""
     bodies = {name: [asdict(p) for p in points] for name, points in curves.items()}
     return {"curves": bodies, "expected": {name: list(values) for name, values in (expected or {}).items()}}

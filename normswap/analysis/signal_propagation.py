@@ -217,7 +217,7 @@ def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
 @contextmanager
 def _measuring(model: nn.Module, batch_statistics: bool) -> Iterator[None]:
     """Eval mode, but BatchNorms may take the statistics of the batch, and forget them again."""
-    norms: list[Any] = [m for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
+    norms = [m for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
     kept = [(norm, norm.track_running_stats, norm.running_mean, norm.running_var) for norm in norms]
     with evaluating(model):
         for norm in norms:

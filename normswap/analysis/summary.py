@@ -7,7 +7,6 @@ import inspect as python
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,13 +18,12 @@ from normswap.graph.inspection import Anatomy, Block, Norm, inspect
 from normswap.layers import affine
 from normswap.layers.scalars import Scale
 from normswap.models import network_input
-from normswap.plan import Step
+from normswap.plan import Body, Step
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.comparison import Report
 
-Body = dict[str, Any]
 _ROLES = ("stem", "last", "down", "other", "head")
 
 
@@ -198,7 +196,7 @@ def _unfold() -> Body:
     return {"name": "unfold", "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """`value` as strict JSON has it: numbers that are not finite become null."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}

@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
 
 from timm.models import group_parameters
 from timm.optim import auto_group_layers, param_groups_weight_decay
@@ -45,7 +44,7 @@ from normswap.graph import inspection
 from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer
-from normswap.plan import Way
+from normswap.plan import Body, Way
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 SCALARS = ("alpha", "scalar_bias", "skipinit_gain")
@@ -118,7 +117,7 @@ def param_groups(
     layer_decay: float | None = None,
     min_scale: float = 0.0,
     scalar_lr_scale: float | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Body]:
     """Groups for any torch or timm optimizer: every trainable parameter in exactly one, frozen ones in none.
 
     Args:
@@ -142,7 +141,7 @@ def param_groups(
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise OptionError(f"layer_decay {layer_decay} is not in (0, 1]")
     scale_of = _layer_scales(model, layer_decay, min_scale)
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Body] = {}
     for one in roles(model, policy):
         layer, scale = scale_of(one.path)
         parts = ["decay" if one.decay else "no-decay"] + ([] if layer is None else [f"layer{layer}"])

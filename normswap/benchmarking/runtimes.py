@@ -100,7 +100,7 @@ def find(name: str) -> tuple[Runtime, str]:
 class TorchSession:
     """Anything that is called with a tensor."""
 
-    def __init__(self, model: Callable[[Any], Any], settings: Settings, dtype: str) -> None:
+    def __init__(self, model: Callable[[Any], object], settings: Settings, dtype: str) -> None:
         self.model, self.settings, self.dtype = model, settings, dtype
 
     def feed(self, images: np.ndarray) -> None:

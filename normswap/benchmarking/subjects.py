@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from normswap.errors import NormswapError, OptionError, RefusedError, first_line
 from normswap.models import network_input, zoo
 from normswap.models.imaged import imaged
 from normswap.models.weight_files import quiet
+from normswap.plan import Body
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
 
@@ -25,7 +26,6 @@ _NEEDS: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
 _ONE = "Only networks that take images and give one answer are timed"
 Make = Callable[[], Path]
 Size = tuple[int, int, int]
-Sidecar = Mapping[str, Any]  # as JSON has it
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Making:
     settings: Settings
     batches: Sequence[int]
     export: Export
-    sidecar: Callable[[Path], Sidecar | None]
+    sidecar: Callable[[Path], Body | None]
 
     @property
     def dynamic(self) -> bool:
@@ -227,7 +227,7 @@ def is_file(name: str) -> bool:
     return Path(name).suffix.lower() in KINDS
 
 
-def of_file(file: Path, before: Group | None, body: Sidecar | None, side: int | None) -> tuple[Subject, Size]:
+def of_file(file: Path, before: Group | None, body: Body | None, side: int | None) -> tuple[Subject, Size]:
     """An exported file, as one more form of the network that was named before it, and the size it takes.
 
     Args:
@@ -258,7 +258,7 @@ def _foreign_precision(file: Path) -> str | None:
     return "int8" if any(operator in held for operator in operators) else None
 
 
-def _unprepared(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:
+def _unprepared(model: nn.Module, body: Body) -> Callable[[Tensor], Tensor]:
     """From images as `model` takes them to images as the file does."""
     if body["normalize"] is not None:
         return lambda images: images
@@ -267,7 +267,7 @@ def _unprepared(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:
     return lambda images: images * std + mean
 
 
-def _answering(model: nn.Module, body: Sidecar) -> Callable[[Tensor], Tensor]:
+def _answering(model: nn.Module, body: Body) -> Callable[[Tensor], Tensor]:
     """What the file must compute."""
     if body["output"]["name"] != "probabilities":
         return model

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from normswap.benchmarking.statistics import rotated, speedup, spread
 from normswap.benchmarking.subjects import Group, Subject
 from normswap.benchmarking.worker import Broken, Job, Ready, Worker, reason
 from normswap.errors import OptionError
+from normswap.plan import Body
 
 # relative L2 at the outputs, against float32 on the CPU. Runtimes sum in other orders, and transform convolutions;
 # a GPU rounds what it convolves to 10 bits of mantissa (TF32) unless told otherwise. Ranges of int8 were read off
@@ -278,7 +278,7 @@ def _row(contender: _Contender, base: _Contender | None) -> Row:
     )  # fmt: skip
 
 
-def machine(settings: Settings) -> dict[str, Any]:
+def machine(settings: Settings) -> Body:
     """Where it was measured: processor, load, and the versions of what ran."""
     named = ("torch", "timm", "onnxruntime", "openvino")
     return {

@@ -85,7 +85,7 @@ class Worker:
     """The parent's side of a contender."""
 
     def __init__(self, job: Job, images: np.ndarray) -> None:
-        context: Any = _context()
+        context = _context()
         self.job, (self.pipe, theirs) = job, context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, job, images))
         self.process.start()

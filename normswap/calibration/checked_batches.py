@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
 
-def checked(model: nn.Module, batches: Iterable[Any]) -> Iterator[Example]:
+def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     """The calls of `model` that the batches are; labels beside them are dropped.
 
     Args:
@@ -33,7 +32,7 @@ def checked(model: nn.Module, batches: Iterable[Any]) -> Iterator[Example]:
         yield example.like(model)
 
 
-def _demand_images(example: Example, batch: Any, index: int) -> None:
+def _demand_images(example: Example, batch: object, index: int) -> None:
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
     if not tensors or not (floats or example.kwargs) or (not example.listed and example.images.ndim < 2):

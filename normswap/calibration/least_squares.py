@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,8 +54,7 @@ class Moments:
         x, y = x.double(), y.double()
         (groups, _, fan), out = x.shape, y.shape[2]
         shapes = ((groups, fan), (groups, out), (groups, fan, fan), (groups, out, fan), (groups, out))
-        sums: list[Any] = [x.new_zeros(shape) for shape in shapes]
-        xs, ys, xx, xy, yy = sums
+        xs, ys, xx, xy, yy = (x.new_zeros(shape) for shape in shapes)
         return cls(0, xs, ys, xx, xy, yy, x.mean(1), y.mean(1))
 
     def add(self, x: Tensor, y: Tensor) -> None:

@@ -70,13 +70,13 @@ class Walker:
             del values[name]
         return values
 
-    def _compute(self, record: Traced, node: fx.Node, values: Values) -> Any:
+    def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
         return apply(record, node, _filled(node.args, values), _filled(node.kwargs, values))
 
 
-def _filled(value: Any, values: Values) -> Any:
+def _filled(value: object, values: Values) -> Any:
     """A node's arguments with the values of the nodes among them; lists are new, as they may be written to."""
     if isinstance(value, fx.Node):
         return values[value.name]
@@ -92,7 +92,7 @@ def _filled(value: Any, values: Values) -> Any:
     return value
 
 
-def walkers(batches: Iterable[Any], *models: nn.Module) -> tuple[list[Walker], Iterable[Example]]:
+def walkers(batches: Iterable[object], *models: nn.Module) -> tuple[list[Walker], Iterable[Example]]:
     """A walker for each network, recorded on the first of the batches, and all the batches again, as calls.
 
     Args:
@@ -201,7 +201,7 @@ class March:
         if keep:
             self.reached = ends
 
-    def _demand_finite(self, values: Iterable[Any]) -> None:
+    def _demand_finite(self, values: Iterable[object]) -> None:
         """Raises:
         VerificationError: a tensor among the values has something else in it than numbers.
         """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from timm import layers as timm_layers
@@ -58,7 +57,9 @@ def fits(anatomy: Anatomy, path: str) -> bool:
 
 
 @torch.no_grad()
-def fit_norms(source: nn.Module, result: nn.Module, batches: Iterable[Any], progress: Progress | None = None) -> None:
+def fit_norms(
+    source: nn.Module, result: nn.Module, batches: Iterable[object], progress: Progress | None = None
+) -> None:
     """Set the values of every norm of `result` that was seated for one of `source`, in place.
 
     Raises:

@@ -11,7 +11,7 @@ Weights stay; dropout and the like are off. What is kept in memory is two number
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +50,13 @@ class _Sums:
     variance: Tensor
 
 
-def norms_of(model: nn.Module) -> dict[str, Any]:
+def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
     """The norms that have statistics to estimate, by path.
 
     Raises:
         RefusedError: there is none, or one computes something unknown in training.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, _BatchNorm] = {}
     for path, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
@@ -70,7 +70,7 @@ def norms_of(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def estimate_population(model: nn.Module, batches: Iterable[Any], progress: Progress | None = None) -> Pass:
+def estimate_population(model: nn.Module, batches: Iterable[object], progress: Progress | None = None) -> Pass:
     """Set running mean and variance of every BatchNorm of `model`, in place, from batches of images.
 
     Args:
@@ -116,7 +116,7 @@ def _run(model: nn.Module, example: Example) -> None:
 
 
 @contextmanager
-def _as_in_training(model: nn.Module, norms: dict[str, Any]) -> Iterator[dict[str, _Sums]]:
+def _as_in_training(model: nn.Module, norms: dict[str, _BatchNorm]) -> Iterator[dict[str, _Sums]]:
     """The norms, and nothing else, in training mode; what reaches each is summed up. All is put back afterwards."""
     sums: dict[str, _Sums] = {}
     tracked = {path: {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)}
@@ -135,8 +135,8 @@ def _as_in_training(model: nn.Module, norms: dict[str, Any]) -> Iterator[dict[st
                 getattr(norm, name).copy_(buffer)
 
 
-def _adding(sums: dict[str, _Sums], path: str) -> Any:
-    def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
+def _adding(sums: dict[str, _Sums], path: str) -> Callable[..., None]:
+    def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
         for part in args[0].split(sizes):
             values = part.detach().double().transpose(0, 1).flatten(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from timm.layers import pad_same
 from torch import Tensor, nn
 
 from normswap.layers.reparametrized import CONVOLUTIONS
+from normswap.layers.seat import Linearity
 
 
 def fits(module: nn.Module) -> bool:
@@ -20,7 +20,7 @@ def fits(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """At most `count` places, the same for all images: what the layer reads there, and the target.
 
     Args:
@@ -42,7 +42,7 @@ def patches(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Gener
         place.view(-1, *(1,) * len(sides)) * stride + tap.view(-1, *(1,) * (len(sides) - 1 - side))
         for side, (place, stride, tap) in enumerate(zip(at, layer.stride, taps, strict=True))
     ]
-    every: tuple[Any, ...] = (slice(None), slice(None))
+    every = (slice(None), slice(None))
     seen = _pad(layer, x)[every + tuple(read)]  # (N, C, p, *kernel)
     groups = layer.groups
     seen = seen.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
@@ -56,7 +56,7 @@ def _draw(places: int, count: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(places, generator=generator)[:count]
 
 
-def _pad(conv: Any, x: Tensor) -> Tensor:
+def _pad(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
     if conv.padding == "same":
         totals = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
         return F.pad(x, [part for total in reversed(totals) for part in (total // 2, total - total // 2)])

@@ -27,6 +27,7 @@ from normswap.layers import affine, standardized
 from normswap.layers.activations import RELU_FUNCTIONS
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
+from normswap.layers.seat import Linearity
 from normswap.models.modes import Progress, evaluating
 
 PLACES = 64  # sampled per image and layer, at most
@@ -39,7 +40,7 @@ ROWS, FAN = 2**15, 12
 def refit(
     source: nn.Module,
     result: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     zero_sum: Callable[[str, nn.Module], Tensor | None] = lambda path, module: None,
     only: Callable[[str, nn.Module], bool] = lambda path, module: True,
@@ -232,7 +233,7 @@ def _relaxed(x: Tensor, y: Tensor, offset: Tensor, scale: Tensor, fit: Fit) -> T
 
 
 @torch.no_grad()
-def set_weight(module: Any, weight: Tensor, bias: Tensor) -> None:
+def set_weight(module: Linearity, weight: Tensor, bias: Tensor) -> None:
     """Let the layer compute `weight` and `bias`."""
     standardized.compute(module, weight)
     if module.bias is None:
@@ -242,7 +243,7 @@ def set_weight(module: Any, weight: Tensor, bias: Tensor) -> None:
 
 
 @torch.no_grad()
-def _fit_norm(module: Any, source: nn.Module, stop: Stop, end: End) -> None:
+def _fit_norm(module: nn.GroupNorm, source: nn.Module, stop: Stop, end: End) -> None:
     """gamma and beta per channel: the least-squares affine map from the normalized input to the source's output."""
     s, t = affine.read(source)
     sums = torch.zeros(5, s.numel(), dtype=torch.float64, device=s.device)

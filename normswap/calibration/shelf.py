@@ -55,7 +55,7 @@ class Store:
                 opened.write(_bytes(tensor))
         return Slip(file, tuple((tensor.dtype, tensor.shape, tensor.device) for tensor in tensors))
 
-    def put_anything(self, value: Any) -> Slip:
+    def put_anything(self, value: object) -> Slip:
         """Write whatever torch.save takes, views of the same memory as such."""
         file = self._new()
         torch.save(value, file)
@@ -101,9 +101,9 @@ class Shelf(Values):
     """
 
     def __init__(self, store: Store, slips: Mapping[str, Slip]) -> None:
-        self.store, self.slips, self.held = store, dict(slips), dict[str, Any]()
+        self.store, self.slips, self.held = store, dict(slips), dict[str, object]()
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         if name not in self.held:
             slip = self.slips[name]
             found = self.store.read(slip)
@@ -111,7 +111,7 @@ class Shelf(Values):
             self.held |= {one: together[one] for one in together if self.slips.get(one) is slip}
         return self.held[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self.held[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -135,9 +135,9 @@ class Shelf(Values):
             now.update(dict.fromkeys(together, self._put(together)))
         return now
 
-    def _unwritten(self) -> Iterator[dict[str, Any]]:
+    def _unwritten(self) -> Iterator[dict[str, object]]:
         """Those that are to be written, together what shares memory."""
-        shared: dict[object, dict[str, Any]] = {}
+        shared: dict[object, dict[str, object]] = {}
         for name, value in self.held.items():
             memory = value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else name
             shared.setdefault(memory, {})[name] = value
@@ -145,7 +145,7 @@ class Shelf(Values):
             if len({self.slips.get(name) for name in together}) > 1 or not together.keys() <= self.slips.keys():
                 yield together
 
-    def _put(self, together: dict[str, Any]) -> Slip:
+    def _put(self, together: dict[str, object]) -> Slip:
         (first, *more) = together.values()
         if not more and type(first) is Tensor and first.layout == torch.strided and first.is_contiguous():
             return self.store.put([first])

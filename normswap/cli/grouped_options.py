@@ -11,19 +11,18 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter
-from typing import Any
 
 Command = Callable[..., int]
 
 
-def spread(command: Command, **made: Mapping[str, Any]) -> Command:
+def spread(command: Command, **made: Mapping[str, object]) -> Command:
     """`command` as typer takes it.
 
     Args:
         made: by name of an argument, options that are not written but made: what typer is to know of each by its name.
             The argument gets those that are given, as a dict.
     """
-    records: dict[str, tuple[Callable[..., Any], list[Parameter]]] = {}
+    records: dict[str, tuple[Callable[..., object], list[Parameter]]] = {}
     flat: list[Parameter] = []
     for argument in inspect.signature(command, eval_str=True).parameters.values():
         kind = argument.annotation
@@ -38,7 +37,7 @@ def spread(command: Command, **made: Mapping[str, Any]) -> Command:
         )
 
     @functools.wraps(command)
-    def flattened(**given: Any) -> int:
+    def flattened(**given: object) -> int:
         for name, (build, options) in records.items():
             given[name] = build(**{option.name: given.pop(option.name) for option in options})
         return command(**given)
@@ -48,10 +47,10 @@ def spread(command: Command, **made: Mapping[str, Any]) -> Command:
     return flattened
 
 
-def _option(name: str, hint: Any, default: Any) -> Parameter:
+def _option(name: str, hint: object, default: object) -> Parameter:
     default = Parameter.empty if default is MISSING else default
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from normswap.cli.printing import Body
 from normswap.cli.tables import counts, facts, size
+from normswap.plan import Body
 
 
 def network(body: Body) -> None:

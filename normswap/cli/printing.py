@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-Body = Mapping[str, Any]
+from normswap.plan import Body
+
 Said = TypeVar("Said", Body, Sequence[Body])
 
 
@@ -20,7 +21,7 @@ def show(body: Said, as_json: bool, human: Callable[[Said], None]) -> None:
         human(body)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """`value` as JSON has it: numbers that are not finite become null, paths text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from normswap.cli.printing import Body
 from normswap.cli.tables import facts, listing, size, small, table
+from normswap.plan import Body
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ def correct(
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
-    def watch(path: str, lost: Any) -> Any:
+    def watch(path: str, lost: nn.Module) -> Callable[..., None]:
         def look(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             out = lost(args[0])
             rows = out.flatten(0, -2) if isinstance(lost, nn.Linear) else out.transpose(0, 1).flatten(1).T

@@ -10,7 +10,7 @@ ranges and columns ask for, again and again: for a pair of layers that is equati
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ def _scalable(network: nn.Module, x: Tensor) -> nn.Module:
     sixes = {path: module for path, module in twin.named_modules() if type(module) is nn.ReLU6}
     widths: dict[str, list[int]] = {path: [] for path in sixes}
 
-    def watch(path: str) -> Any:
+    def watch(path: str) -> Callable[..., None]:
         return lambda _module, args: widths[path].append(args[0].shape[1])
 
     handles = [module.register_forward_pre_hook(watch(path)) for path, module in sixes.items()]
@@ -161,8 +161,8 @@ def _settle(network: nn.Module, batches: list[Tensor]) -> None:
     """Let go, in place, of bounds that none of the images reaches, and of those that are one number."""
     reached: dict[str, bool] = {}
 
-    def watch(path: str) -> Any:
-        def look(module: Any, _args: object, output: Tensor) -> None:
+    def watch(path: str) -> Callable[..., None]:
+        def look(module: BoundedReLU, _args: object, output: Tensor) -> None:
             reached[path] = reached.get(path, False) or bool((output >= per_channel(module.bound, output)).any())
 
         return look
@@ -186,7 +186,7 @@ def _peaks(network: nn.Module, layers: list[Reach], batches: list[Tensor]) -> di
     """(I,) by path: how large each input channel of a layer gets, the mean over the images."""
     found: dict[str, Tensor] = {}
 
-    def watch(path: str) -> Any:
+    def watch(path: str) -> Callable[..., None]:
         def look(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             size = args[0].double().abs().flatten(2).amax(2) if args[0].ndim > 2 else args[0].double().abs()
             found[path] = found.get(path, 0) + size.sum(0)

@@ -34,7 +34,7 @@ from normswap.surgery.carrying_out import Conversion
 DTYPES = {  # of the weights that go to the format's writer
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32,
 }  # fmt: skip
-Batches = Iterable[Any] | Tensor
+Batches = Iterable[object] | Tensor
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
 _BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto
 
-def arrange(model: Any) -> None:
+
+def arrange(model: ModelProto) -> None:
     """Rewrite the graph of an ONNX ModelProto in place."""
     graph = _Graph(model.graph)
     for node in list(graph.nodes):
@@ -35,14 +38,14 @@ def arrange(model: Any) -> None:
 class _Graph:
     """The nodes of a graph in order, who makes and who reads what, and what is known of shapes and values."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: GraphProto) -> None:
         self.proto, self.nodes = graph, list(graph.node)
         known = (*graph.value_info, *graph.input, *graph.output)
         self.shapes = {one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in known}
         self.makers = {name: node for node in self.nodes for name in node.output}
         self.readers = Counter([*_read(graph), *(one.name for one in graph.output)])
 
-    def relu_before_pooling(self, relu: Any) -> None:
+    def relu_before_pooling(self, relu: NodeProto) -> None:
         pool = self.makers.get(relu.input[0])
         if pool is None or pool.op_type != "MaxPool" or self.readers[pool.output[0]] > 1 or len(pool.output) > 1:
             return
@@ -56,7 +59,7 @@ class _Graph:
         for value in [one for one in self.proto.value_info if one.name == between]:  # it has another shape now
             self.proto.value_info.remove(value)
 
-    def sum_of_its_own(self, relu: Any) -> None:
+    def sum_of_its_own(self, relu: NodeProto) -> None:
         total = self.makers.get(relu.input[0])
         if total is None or total.op_type != "Add" or self.readers[total.output[0]] < 2:
             return
@@ -65,7 +68,7 @@ class _Graph:
         self.readers[total.output[0]] -= 1
         relu.input[0] = name
 
-    def average_as_convolution(self, pool: Any) -> None:
+    def average_as_convolution(self, pool: NodeProto) -> None:
         from onnx import numpy_helper
 
         shape, said = self.shapes.get(pool.input[0], []), _attributes(pool)
@@ -81,7 +84,7 @@ class _Graph:
         given = [pool.input[0], name]
         self.nodes[self._at(pool)] = _node("Conv", given, pool.output[0], pool.name, strides=steps, group=shape[1])
 
-    def mean_as_pooling(self, mean: Any) -> None:
+    def mean_as_pooling(self, mean: NodeProto) -> None:
         given, rank = _attributes(mean), len(self.shapes.get(mean.input[0], ()))
         axes = self._values(mean.input[1]) if len(mean.input) > 1 else list(given.get("axes", ()))
         if rank < 3 or not given.get("keepdims", 1) or sorted(axis % rank for axis in axes) != [*range(2, rank)]:
@@ -97,7 +100,7 @@ class _Graph:
         del self.proto.node[:]
         self.proto.node.extend(self.nodes)
 
-    def _at(self, node: Any) -> int:
+    def _at(self, node: NodeProto) -> int:
         return next(i for i, one in enumerate(self.nodes) if one is node)
 
     def _values(self, name: str) -> list[int]:
@@ -106,7 +109,7 @@ class _Graph:
         return [int(v) for one in self.proto.initializer if one.name == name for v in numpy_helper.to_array(one)]
 
 
-def _read(graph: Any) -> Iterator[str]:
+def _read(graph: GraphProto) -> Iterator[str]:
     """What the nodes read, those of inner graphs, too."""
     for node in graph.node:
         yield from node.input
@@ -115,13 +118,13 @@ def _read(graph: Any) -> Iterator[str]:
                 yield from _read(inner)
 
 
-def _attributes(node: Any) -> dict[str, Any]:
+def _attributes(node: NodeProto) -> dict[str, Any]:
     from onnx import helper
 
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-def _node(kind: str, given: list[str], made: str, name: str, **attributes: Any) -> Any:
+def _node(kind: str, given: list[str], made: str, name: str, **attributes: Any) -> NodeProto:
     from onnx import helper
 
     return helper.make_node(kind, given, [made], name, **attributes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from normswap.exporting.exported_module import Shipped, as_convolutions
 from normswap.exporting.formats import Given, Runs, reason
 from normswap.exporting.signature import alone, batched, together
 from normswap.models.weight_files import quiet
+
+if TYPE_CHECKING:
+    import onnx
 
 NAME = "onnx"
 NEEDS = ("onnx", "onnxscript", "onnxruntime")
@@ -50,7 +53,7 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
     file.write_bytes(proto.SerializeToString())
 
 
-def _graph(network: Shipped, x: Given, dynamic: bool) -> Any:
+def _graph(network: Shipped, x: Given, dynamic: bool) -> onnx.ModelProto:
     shapes = batched(len(together(x))) if dynamic else None
     try:
         with quiet(), torch.no_grad():
@@ -64,7 +67,7 @@ def _graph(network: Shipped, x: Given, dynamic: bool) -> Any:
     return program.model_proto
 
 
-def _strip(graph: Any) -> None:
+def _strip(graph: onnx.GraphProto) -> None:
     """Take out what torch notes on each node: the user's file names and lines, twice the size of the graph."""
     for item in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer, graph):
         del item.metadata_props[:]
@@ -72,7 +75,7 @@ def _strip(graph: Any) -> None:
         node.doc_string = ""
 
 
-def _store_bf16(graph: Any) -> None:
+def _store_bf16(graph: onnx.GraphProto) -> None:
     """Store every weight that bfloat16 holds exactly in it, and let the graph cast it; runtimes do so once, on loading.
 
     Biases and what else is small stay as they are.
@@ -109,7 +112,7 @@ def open(file: Path) -> Runs:
         raise VerificationError(f"ONNX Runtime {ort.__version__} cannot run it", first_line(error)) from None
     names = [each.name for each in session.get_inputs()]
 
-    def runs(*given: Tensor) -> Any:
+    def runs(*given: Tensor) -> object:
         found = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
         return alone(torch.from_numpy(value) for value in found)
 

@@ -14,7 +14,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from normswap.exporting.formats import LEVELS, SAFE_BITS
 from normswap.exporting.signature import INPUT
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
+
+if TYPE_CHECKING:
+    import onnx
 
 NEEDS = ("onnxruntime", "onnx")
 RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
@@ -106,7 +109,7 @@ def quantize(
     file.write_bytes(written.SerializeToString())
 
 
-def _few(images: Sequence[Tensor], graph: Any) -> Sequence[Tensor]:
+def _few(images: Sequence[Tensor], graph: onnx.GraphProto) -> Sequence[Tensor]:
     """As many batches as the tool's histograms have memory for: it holds all activations of all images."""
     each = 4 * sum(
         math.prod(dim.dim_value or 1 for dim in value.type.tensor_type.shape.dim[1:]) for value in graph.value_info
@@ -120,7 +123,7 @@ class _Reader:
     """Images, as onnxruntime asks for them."""
 
     def __init__(self, images: Sequence[Tensor]) -> None:
-        self.left: Iterator[dict[str, np.ndarray[Any, Any]]] = ({INPUT: x.numpy()} for x in images)
+        self.left: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in images)
 
-    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
+    def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self.left, None)

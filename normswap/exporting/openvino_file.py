@@ -35,7 +35,7 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
     save(model, file, metadata, half=half)
 
 
-def graph(network: Shipped, x: Given, *, dynamic: bool) -> Any:
+def graph(network: Shipped, x: Given, *, dynamic: bool) -> object:
     """An OpenVINO model, in float32.
 
     Raises:
@@ -74,7 +74,7 @@ def open(file: Path) -> Runs:
     except Exception as error:  # its own exceptions derive from nothing else
         raise VerificationError("OpenVINO cannot run it", first_line(error)) from None
 
-    def runs(*given: Tensor) -> Any:
+    def runs(*given: Tensor) -> object:
         found = compiled([x.numpy() for x in given])
         return alone(torch.from_numpy(found[place].copy()) for place in range(len(compiled.outputs)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,14 @@ def write_int8(
 
 
 def quantize(
-    model: Any,
+    model: object,
     images: Sequence[Tensor],
     *,
     ranges: str = RANGES[0],
     per_channel: bool = True,
     bits: int = SAFE_BITS,
     keep: Sequence[str] = (),
-) -> Any:
+) -> object:
     """An OpenVINO model in int8.
 
     Args:
@@ -108,7 +108,7 @@ def _readers(model: Any, keep: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _hushed() -> Any:
+def _hushed() -> Iterator[None]:
     """NNCF draws progress bars on stdout and logs as it is imported."""
     logger = logging.getLogger("nncf")
     level = logger.level

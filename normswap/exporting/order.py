@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +134,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
     return whole
 
 
-def _demand_plain(form: Format, dtype: str, given: Mapping[str, Any]) -> None:
+def _demand_plain(form: Format, dtype: str, given: Mapping[str, object]) -> None:
     """Raises:
     OptionError: what is only for images in and an answer out.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -92,7 +91,7 @@ def quantize(
     return done
 
 
-def _config(ranges: str, per_channel: bool, levels: int) -> Any:
+def _config(ranges: str, per_channel: bool, levels: int) -> object:
     """As X86InductorQuantizer's own, but for the weights' levels and steps as small as the numbers: its least step,
     2^-12, would leave nothing of a channel that a gauge has made small."""
     from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver

@@ -12,8 +12,6 @@ residual branches alone. Measured in tests/benchmarks/export.md.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +51,7 @@ def main_path(network: nn.Module) -> set[str]:
     calls = [node for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     if not seen.blocks:
         return {str(node.target) for node in (*calls[:1], *calls[-1:])}
-    first: Any = inputs(seen.blocks[0].total)
+    first = inputs(seen.blocks[0].total)
     found = {str(node.target) for node in calls if all(traced.depends(arm, on=node) for arm in first)}
     for block in seen.blocks:
         skip = next(arm for arm in inputs(block.total) if arm is not block.branch)

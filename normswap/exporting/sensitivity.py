@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +35,9 @@ def costs(
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _round_input(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """To 255 steps between the least value (or 0) and the largest."""
-    x: Tensor = args[0]
+    x = args[0]
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     step = ((high - low) / _STEPS).clamp_min(torch.finfo(x.dtype).tiny)
     return (((x - low) / step).round() * step + low, *args[1:])

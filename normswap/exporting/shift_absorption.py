@@ -99,7 +99,7 @@ class _Absorber:
             return [(self._conv_above(other, alone=True), -shift)]
         if self.draft.silent(reader):
             return [undo for user in self.traced.users[reader] for undo in self._undo(user, reader, shift)]
-        conv: Any = self.traced.module(reader)
+        conv = self.traced.module(reader)
         if isinstance(conv, nn.Conv2d) and not pads(conv):
             path = self._usable(reader)
             weight = conv.weight.detach().double().sum((2, 3))  # (O, I / groups)

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from normswap import __version__, provenance
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import zoo
+from normswap.plan import Body
 from normswap.storage import atomic_write
-
-Body = dict[str, Any]
 
 
 def place(file: Path) -> Path:

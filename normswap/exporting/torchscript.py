@@ -6,7 +6,6 @@ import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
     file.write_bytes(held.getbuffer())
 
 
-def _leave_out_ones(graph: Any) -> None:
+def _leave_out_ones(graph: torch.Graph) -> None:
     """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
 
     One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
@@ -61,7 +60,7 @@ def _leave_out_ones(graph: Any) -> None:
             node.destroy()
 
 
-def _store_bf16(graph: Any) -> None:
+def _store_bf16(graph: torch.Graph) -> None:
     """Hold every weight in bfloat16 that it is exact in, and cast it; the runtime does so once, as it folds constants.
 
     After freezing, which would cast them, too.
@@ -93,6 +92,6 @@ def open(file: Path) -> Runs:
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
     with quiet():
-        graph: Any = torch.jit.load(file).inlined_graph
+        graph = torch.jit.load(file).inlined_graph
     kinds = [node.kind() for node in graph.nodes()]
     return dict(Counter(kind.removeprefix("aten::") for kind in kinds if kind not in _BOOKKEEPING).most_common())

@@ -135,7 +135,7 @@ class Channels:
             return channels if over and min(over) > 1 else None
         return channels if passes_positive(self.draft, node) else None
 
-    def _usable(self, node: fx.Node, module: Any) -> bool:
+    def _usable(self, node: fx.Node, module: nn.Module) -> bool:
         if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
             return False  # channels that are not the second dimension are not followed
         try:
@@ -169,14 +169,14 @@ class Channels:
         return channel
 
 
-def _level(module: Any) -> str | None:
+def _level(module: nn.Module | None) -> str | None:
     """The name of the numbers (C,) that follow the factors of the channels that a layer hands on."""
     if isinstance(module, BoundedReLU):
         return "bound"
     return "bias" if isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act) else None
 
 
-def _dim(node: fx.Node, default: Any) -> Any:
+def _dim(node: fx.Node, default: object) -> Any:
     """The `dim` that a function is called with."""
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
 

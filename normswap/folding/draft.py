@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -15,7 +14,7 @@ from normswap.graph.channel_axes import Axes
 from normswap.layers import affine
 from normswap.layers.activations import SILENT
 from normswap.layers.placeholders import Vacant
-from normswap.plan import Edit, Take, Then, Way
+from normswap.plan import Body, Edit, Take, Then, Way
 
 
 @dataclass
@@ -27,7 +26,7 @@ class Intake:
     in_gain: float = 1.0
     bake: bool = False
     layer: str = "Folded"
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Body = field(default_factory=dict)
 
     def add(self, path: str, way: Way, part: tuple[int, int] | None = None) -> None:
         """Take in the module at `path`, or, of its channels, those of a part."""
@@ -58,7 +57,7 @@ class Draft:
     def take(self, path: str) -> Intake:
         return self.takes.setdefault(path, Intake())
 
-    def seat(self, path: str, layer: str, **args: Any) -> None:
+    def seat(self, path: str, layer: str, **args: object) -> None:
         self.seats[path] = Edit(path, layer, args)
 
     def vacate(self, path: str) -> None:

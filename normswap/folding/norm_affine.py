@@ -7,8 +7,6 @@ beta.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx, nn
 
 from normswap.folding.draft import Draft
@@ -88,7 +86,7 @@ def _ends(traced: Traced, draft: Draft, seen: Axes, start: fx.Node) -> list[tupl
 
 def _check(draft: Draft, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx.Node]) -> None:
     traced = draft.anatomy.traced
-    linear: Any = traced.module(end)
+    linear = traced.module(end)
     if not isinstance(linear, LINEAR):
         raise Blocked(f"{name(end)} reads it, not a linear layer")
     path, axis = str(end.target), seen.get(source)

@@ -10,6 +10,7 @@ keeps its gamma, since the features that the network returns would change.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def free(draft: Draft) -> None:
     """Fold the scalars of every normalizer-free block of the network."""
     traced = draft.anatomy.traced
     for node in traced.nodes:
-        module: Any = traced.module(node)
+        module = traced.module(node)
         if not isinstance(module, GammaAct) or not draft.anatomy.takes_part(str(node.target)):
             continue
         if module.gamma != 1 and len(traced.calls[id(module)]) == 1:
@@ -36,7 +37,7 @@ def free(draft: Draft) -> None:
             _free_block(draft, path, module)
 
 
-def _try(draft: Draft, path: str, way: Any) -> None:
+def _try(draft: Draft, path: str, way: Callable[..., None]) -> None:
     try:
         with attempt(draft):
             way()
@@ -44,7 +45,7 @@ def _try(draft: Draft, path: str, way: Any) -> None:
         draft.notes.append(f"{path} keeps its factor: {why}")
 
 
-def _free_block(draft: Draft, path: str, block: Any) -> None:
+def _free_block(draft: Draft, path: str, block: NormFreeBlock) -> None:
     own = [node for node in draft.anatomy.traced.nodes if node.meta["inside"][-1:] == (path,)]
     attention = block.attn is not None or block.attn_last is not None
     named = [("beta", block.beta), *([("attn_gain", block.attn_gain)] if attention else []), ("alpha", block.alpha)]

@@ -123,8 +123,7 @@ def check_linear(draft: Draft, path: str, conv: nn.Module) -> None:
     if any((conv._forward_hooks, conv._forward_pre_hooks)):
         raise Blocked(f"{path} has forward hooks, which see its output")
     traced = draft.anatomy.traced
-    weight: Any = conv.weight
-    if traced.owners[id(weight)] > 1:
+    if traced.owners[id(conv.weight)] > 1:
         raise Blocked(f"{path}.weight is shared with another module")
     read = read_directly(traced, conv)
     if read:
@@ -136,7 +135,7 @@ def read_directly(traced: Traced, module: nn.Module) -> str | None:
     own = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     for node in [*traced.nodes, *traced.hidden]:
         if node.op == "get_attr" and traced.users[node]:
-            value: Any = traced.modules[""]
+            value: object = traced.modules[""]
             for name in str(node.target).split("."):
                 value = getattr(value, name, None)
             if id(value) in own:

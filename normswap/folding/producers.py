@@ -101,7 +101,7 @@ def _parts(draft: Draft, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node,
         raise Blocked("it follows cat, not a convolution")
     start = 0
     for node in joined:
-        conv: Any = traced.module(node)
+        conv = traced.module(node)
         if not isinstance(conv, nn.modules.conv._ConvNd):
             raise Blocked(f"it follows cat, of {name(node)} among others, not of convolutions")
         _only_user(draft, node)

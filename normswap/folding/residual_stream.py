@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx, nn
 
@@ -90,7 +89,7 @@ def _passes(draft: Draft, node: fx.Node) -> bool:
 
 def _ignores_the_mean(draft: Draft, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
-    norm: Any = draft.anatomy.traced.module(user)
+    norm = draft.anatomy.traced.module(user)
     axis = seen.get(node)
     if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
@@ -155,7 +154,7 @@ def _scaled(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
 
 def _check_linear(draft: Draft, stream: Stream, path: str) -> None:
     traced = draft.anatomy.traced
-    linear: Any = traced.modules[path]
+    linear = traced.modules[path]
     check_linear(draft, path, linear)
     if getattr(linear, "groups", 1) > 1:
         raise Blocked(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
@@ -166,7 +165,7 @@ def _check_linear(draft: Draft, stream: Stream, path: str) -> None:
 
 def _check_tensor(draft: Draft, seen: Axes, stream: Stream, path: str) -> None:
     traced = draft.anatomy.traced
-    value: Any = traced.modules[""]
+    value: object = traced.modules[""]
     for part in path.split("."):
         value = getattr(value, part, None)
     if not isinstance(value, nn.Parameter):

@@ -115,7 +115,7 @@ class _Reading:
         return {self.same[n]: _axis(label, n.meta["shape"]) for n, label in self.labels.items()
                 if isinstance(label, _Label)}  # fmt: skip
 
-    def _label(self, node: fx.Node, shape: Any) -> Any:
+    def _label(self, node: fx.Node, shape: object) -> object:
         if isinstance(shape, torch.Size) and (own := self._written(node, shape)):
             return own
         sources = inputs(node)
@@ -182,7 +182,7 @@ class _Reading:
         return _recognized(moved, *sizes, pure=pure)
 
 
-def _recognized(numbers: Any, size: int, *, pure: bool) -> _Label | None:
+def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
     """The label that gives these numbers, where they are not 0."""
     if not isinstance(numbers, Tensor) or not numbers.numel():
         return None

@@ -8,7 +8,6 @@ first norm of a downsampling block, which feeds it; `head` after the last block;
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -269,7 +268,7 @@ class _Reader:
         return any(self._kind(n) not in ("Identity", "Vacant", "DropPath") for n in arm)
 
     def _kind(self, node: fx.Node) -> str:
-        module: Any = self.traced.module(node)
+        module = self.traced.module(node)
         return type(module).__name__ if module is not None else str(node.target)
 
 

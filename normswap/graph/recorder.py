@@ -46,10 +46,10 @@ class _Mark:
 
     __slots__ = ("keys", "node", "run", "version")
 
-    def __init__(self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[Any, ...] = ()) -> None:
+    def __init__(self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[object, ...] = ()) -> None:
         self.run, self.node, self.version, self.keys = run, node, at, keys
 
-    def __deepcopy__(self, memo: Any) -> _Mark:
+    def __deepcopy__(self, memo: object) -> _Mark:
         return self
 
 
@@ -61,7 +61,7 @@ class Recorder(TorchFunctionMode):
         look: called with the name of each node, as it is made, and its value.
     """
 
-    def __init__(self, model: nn.Module, look: Callable[[str, Any], None] | None = None) -> None:
+    def __init__(self, model: nn.Module, look: Callable[[str, object], None] | None = None) -> None:
         super().__init__()
         self.model, self.look = model, look
         self.graph = fx.Graph()
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
 
     # operations
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
@@ -132,7 +132,7 @@ class Recorder(TorchFunctionMode):
         node = self._add(kind, target, given, named, result)
         return self._made(node, result, tensors, overwritten)
 
-    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: object) -> fx.Node:
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
         node.meta["shape"] = shapes(value)
@@ -140,7 +140,7 @@ class Recorder(TorchFunctionMode):
             self.look(node.name, value)
         return node
 
-    def _made(self, node: fx.Node, result: Any, tensors: list[Tensor], overwritten: list[Tensor]) -> Any:
+    def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
         """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
 
     # what tensors remember
 
-    def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[Any, ...] = ()) -> None:
+    def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
                 self._known[id(tensor)] = (tensor, node, version(tensor))
@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
 
-    def _mapped(self, value: Any) -> Any:
+    def _mapped(self, value: object) -> Any:
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, slice):
@@ -230,7 +230,7 @@ class Recorder(TorchFunctionMode):
 
     # modules
 
-    def _call(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, module: nn.Module, original: Callable[..., object], args: Any, kwargs: Any) -> object:
         path = self.paths.get(id(module))
         if self.resting or not path:
             return original(module, *args, **kwargs)
@@ -260,7 +260,7 @@ class Recorder(TorchFunctionMode):
             return not isinstance(module, _CONTAINERS)
         return type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS)
 
-    def _leaf(self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _leaf(self, module: nn.Module, path: str, original: Callable[..., object], args: Any, kwargs: Any) -> object:
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
@@ -279,11 +279,11 @@ class Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def intercepted(call: Callable[..., Any]) -> Iterator[None]:
+def intercepted(call: Callable[..., object]) -> Iterator[None]:
     """Calls of modules go through `call(module, original, args, kwargs)`."""
     original = nn.Module.__call__
 
-    def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:
         return call(module, original, args, kwargs)
 
     nn.Module.__call__ = wrapper  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -171,10 +170,10 @@ def _same(one: Traced, two: Traced) -> bool:
     )
 
 
-def _outline(traced: Traced) -> Any:
+def _outline(traced: Traced) -> object:
     """The modules in the order of their calls, and who reads whom, however often."""
 
-    def label(node: fx.Node) -> Any:
+    def label(node: fx.Node) -> object:
         if node.op == "placeholder":
             return node.meta["place"]
         return node.target if node.op in ("call_module", "get_attr") else (str(node.target), node.meta["inside"])
@@ -185,7 +184,7 @@ def _outline(traced: Traced) -> Any:
 
 @torch.no_grad()
 def record_once(
-    model: nn.Module, example: Example, look: Callable[[str, Any], None] | None = None, *, heads: bool = False
+    model: nn.Module, example: Example, look: Callable[[str, object], None] | None = None, *, heads: bool = False
 ) -> Traced:
     """Record one forward of `model`, which is not changed; with `heads`, as in training (`modes.with_heads`).
 
@@ -234,7 +233,7 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
     """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them."""
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
-            value: Any = node.args[0]
+            value: object = node.args[0]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
             one, two = node.args
             value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None

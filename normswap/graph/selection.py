@@ -10,10 +10,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from normswap.errors import OptionError
 from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.plan import Body
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
@@ -46,7 +46,7 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
     return replace(anatomy, outside=frozenset(outside))
 
 
-def patterns(options: dict[str, Any]) -> dict[str, list[str]]:
+def patterns(options: Body) -> dict[str, list[str]]:
     """The patterns among a scheme's options, as a plan keeps them; a single one may be given as a string."""
     given = {name: options[name] for name in ("only", "skip") if options.get(name)}
     return {name: [one] if isinstance(one, str) else list(one) for name, one in given.items()}

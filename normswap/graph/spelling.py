@@ -42,12 +42,12 @@ def setitem_(x: Tensor, index: Any, value: Any) -> Tensor:
     return x
 
 
-def after(x: Tensor, write: Any) -> Tensor:
+def after(x: Tensor, write: object) -> Tensor:
     """x, once `write` has been done to a view of it."""
     return x
 
 
-def left(x: Any, way: str) -> None:
+def left(x: object, way: str) -> None:
     """What reads x where no graph can follow: in Python."""
 
 
@@ -67,7 +67,7 @@ class Attribute(str):
     """The name of an attribute, where other keys are items."""
 
 
-def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Tensor]]:
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, Mapping):
@@ -81,7 +81,7 @@ def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from places(part, (*keys, Attribute(name)))
 
 
-def spelled(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+def spelled(func: Any, args: Any, kwargs: object) -> tuple[str, object, object, object]:
     """(kind, target, args, kwargs) of a node, as the symbolic trace of torch.fx would name them."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -113,7 +113,7 @@ def memory(tensor: Tensor) -> StorageWeakRef | None:
         return None
 
 
-def shapes(value: Any) -> Any:
+def shapes(value: object) -> object:
     if isinstance(value, Tensor):
         return value.shape
     return tuple(shapes(part) for part in value) if isinstance(value, list | tuple) else None

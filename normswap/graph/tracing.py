@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from normswap.models.calling import Example
 
@@ -50,7 +50,7 @@ class Traced:
     calls: dict[int, list[fx.Node]]
     outputs: dict[fx.Node, list[str]]
     opaque: dict[str, str]
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
     others: list[Traced] = field(default_factory=list, repr=False)
     adopted: list[Traced] = field(default_factory=list, repr=False)
     hidden: list[fx.Node] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Traced:
         """The leaf module that `node` calls, if it calls one."""
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
-    def fetch(self, path: str) -> Any:
+    def fetch(self, path: str) -> Tensor:
         """The tensor that a `get_attr` node names."""
         if path in self.constants:
             return self.constants[path]
@@ -165,7 +165,7 @@ def constant(node: fx.Node) -> float:
     return float(next(arg for arg in node.args if isinstance(arg, int | float)))  # type: ignore[arg-type]
 
 
-def apply(traced: Traced, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def apply(traced: Traced, node: fx.Node, args: Any, kwargs: Any) -> object:
     """What `node` does, done to other values."""
     if node.op == "call_module":
         return traced.modules[str(node.target)](*args, **kwargs)

@@ -20,7 +20,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class Widening(TorchFunctionMode):
     """While it lasts, what is made in float32 or less is in float64, and what is cast to that is not rounded."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:

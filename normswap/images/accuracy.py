@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Iterable[object],
     *,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
@@ -69,7 +68,7 @@ def evaluate(
 
 def _pass(
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Iterable[object],
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None,
@@ -93,7 +92,7 @@ def _pass(
     return Evaluation(100 * top1, 100 * top5, loss, count, count / (time.perf_counter() - start))
 
 
-def _run(model: nn.Module, example: Example) -> Any:
+def _run(model: nn.Module, example: Example) -> object:
     try:
         return example.call(model)
     except NormswapError:

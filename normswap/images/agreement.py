@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,9 @@ from normswap.images.accuracy import Evaluation, Progress, evaluate
 from normswap.models.network_input import scores
 
 
-def classify(model: nn.Module, loader: Iterable[Any], *, progress: Progress | None = None) -> tuple[Evaluation, Tensor]:
+def classify(
+    model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
+) -> tuple[Evaluation, Tensor]:
     """The evaluation of `model`, and its answers (N,) in the order of the loader.
 
     Args:

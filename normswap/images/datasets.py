@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from normswap import provenance
 from normswap.errors import OptionError, SourceError, first_line
 from normswap.models import zoo
+from normswap.models.hub_config import Cfg
 from normswap.models.weight_files import quiet, some
 
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
@@ -71,7 +72,7 @@ class Loader:
 
 
 def make_loader(
-    model: nn.Module | Mapping[str, Any],
+    model: nn.Module | Mapping[str, object],
     data: str,
     *,
     batch_size: int = 64,
@@ -106,14 +107,14 @@ def make_loader(
         if samples is not None and samples < count:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
             dataset, count = Subset(dataset, sorted(order.tolist())), samples
-    batches: DataLoader[Any] = DataLoader(
+    batches: DataLoader[object] = DataLoader(
         dataset, batch_size, num_workers=workers, collate_fn=collate, generator=torch.Generator().manual_seed(seed)
     )
     return Loader(batches, data, count if count is not None else samples, samples if count is None else None)
 
 
 def open_images(
-    model: nn.Module | Mapping[str, Any], data: str, split: str, transform: Any, *, labelled: bool = True
+    model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool = True
 ) -> Any:
     """A dataset of (transformed image, the network's label); one that streams has no length.
 
@@ -134,12 +135,12 @@ def open_images(
     return _Labelled(dataset, mode, transform, _label_table(dataset, classes, names, data) if labelled else None)
 
 
-def _wanted(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, Any], int | None, list[str]]:
+def _wanted(model: nn.Module | Mapping[str, object]) -> tuple[Cfg, int | None, list[str]]:
     """The transform's arguments, the number of classes if known, and their names if known."""
     if isinstance(model, nn.Module):
         origin = provenance.of(model)
         record = dict(origin.pretrained_cfg) if origin else {}
-        classes: Any = getattr(model, "num_classes", record.get("num_classes"))
+        classes = getattr(model, "num_classes", record.get("num_classes"))
         config = zoo.data_config(model)
     else:
         record, config, classes = dict(model), dict(model), model.get("num_classes")
@@ -151,7 +152,7 @@ def _wanted(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, Any], int |
     return config, classes, [str(name) for name in (names.values() if isinstance(names, Mapping) else names)]
 
 
-def _open(data: str, split: str, mode: str) -> Any:
+def _open(data: str, split: str, mode: str) -> object:
     path, prefix = Path(data), data.partition("/")[0].lower()
     if path.exists():
         name, root = "", str(_plain_tar(path))
@@ -190,7 +191,7 @@ def _plain_tar(path: Path) -> Path:
     return _unpacked[key]
 
 
-def _label_table(dataset: Any, classes: int | None, names: list[str], data: str) -> dict[int, int] | None:
+def _label_table(dataset: object, classes: int | None, names: list[str], data: str) -> dict[int, int] | None:
     """From the dataset's label to the network's: by name if it has names for all of them, else they must be as many.
 
     Raises:
@@ -208,7 +209,7 @@ def _label_table(dataset: Any, classes: int | None, names: list[str], data: str)
     return None
 
 
-class _Labelled(Dataset[Any]):
+class _Labelled(Dataset[object]):
     """Images and the network's labels; an image that cannot be read comes as `_Unreadable`."""
 
     def __init__(self, images: Any, mode: str, transform: Any, table: dict[int, int] | None) -> None:
@@ -225,7 +226,7 @@ class _Labelled(Dataset[Any]):
         label = -1 if label is None else int(label)
         return self.transform(image), label if self.table is None else self.table[label]
 
-    def _image(self, index: int) -> tuple[Any, Any]:
+    def _image(self, index: int) -> tuple[object, int]:
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
             return image.convert(self.mode), label
@@ -242,7 +243,7 @@ class _Labelled(Dataset[Any]):
         return str(named(index)) if named else f"image {index}"
 
 
-def _tar_member(reader: Any, index: int) -> tuple[io.BytesIO, Any]:
+def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
     """The image's bytes: timm's own way leaves a tar open, in a state that worker processes would share."""
     member, _, inside = reader.samples[index]  # `inside`: the tar within the tar that has it, or None
     with open(reader.root, "rb") as tar:
@@ -250,7 +251,7 @@ def _tar_member(reader: Any, index: int) -> tuple[io.BytesIO, Any]:
         return io.BytesIO(tar.read(member.size)), reader.targets[index]
 
 
-def collate(batch: list[Any]) -> Any:
+def collate(batch: list[object]) -> object:
     """A batch for `Loader`, which raises what a worker could not read."""
     broken = next((item for item in batch if isinstance(item, _Unreadable)), None)
     return default_collate(batch) if broken is None else broken

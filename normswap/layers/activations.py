@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers
@@ -32,7 +30,7 @@ def is_activation(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_MODULES)
 
 
-def is_activation_call(target: Any) -> bool:
+def is_activation_call(target: object) -> bool:
     """Whether a function, or a method of that name, is an activation."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") in _NAMES

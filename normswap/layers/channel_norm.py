@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,7 +85,7 @@ def probe(channels: int, dim: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def is_layernorm(module: nn.Module) -> bool:
+def is_layernorm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
     """Whether `module` is one of the LayerNorms that `channel_dim` knows."""
     return isinstance(module, nn.LayerNorm) and channel_dim(module) is not None
 

@@ -83,7 +83,7 @@ class ChannelBias(Seat, OwnLayer):
         return cls(shift.to(like), sign.to(like) if signed else None, affine.copied_activation(old))
 
     @classmethod
-    def invert(cls, old: Any, now: Any, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
+    def invert(cls, old: Any, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
         magnitude, sign, shift = affine.split(old, old.weight.dtype)

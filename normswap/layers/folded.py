@@ -122,7 +122,7 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     """A copy of `old` with these tensors (None: it has no bias and gets none); the old ones are never copied."""
     grad = old.weight.requires_grad
     parameter = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=grad)
-    memo: dict[int, Any] = {id(old.weight): parameter}
+    memo: copying.Memo = {id(old.weight): parameter}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)
     new: Any = copying.duplicate(old, memo)

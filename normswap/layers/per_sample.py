@@ -72,7 +72,7 @@ class Steadied(Seat):
     """The convolution before a per-sample norm, whose output is brought into the norm's `Gauge`."""
 
     @classmethod
-    def replacing(cls, old: Any, norm: Any, *, like: Tensor, **gauge: Any) -> Any:
+    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, **gauge: Any) -> Any:
         into = Gauge.of(norm, **gauge)
         new = copy.deepcopy(old)
         new.weight.mul_(per_filter(old, into.sign).to(new.weight))
@@ -130,7 +130,7 @@ def _led(gauge: Gauge, norm: Any) -> Chain:
     return Chain(ChannelAffine(gauge.sign.to(like), gauge.offset.to(like)), norm)
 
 
-def per_filter(conv: Any, sign: Tensor) -> Tensor:
+def per_filter(conv: nn.modules.conv._ConvNd, sign: Tensor) -> Tensor:
     """A value per output channel in a shape that goes with the weight."""
     rest = (1,) * (conv.weight.ndim - 2)
     if not getattr(conv, "transposed", False):

@@ -119,5 +119,5 @@ class Number(Seat):
     """A number (or a scalar parameter) of a module, read in its forward; None takes it out."""
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor, value: float | None) -> float | None:
+    def replacing(cls, old: object, *, like: Tensor, value: float | None) -> float | None:
         return value

@@ -138,7 +138,7 @@ def is_stuck(module: nn.Module) -> bool:
 
 def plain(module: nn.Module) -> Any:
     """What a dressed layer computes in eval mode, as a layer of the plain class, in float64."""
-    twin: Any = copy.deepcopy(module).double().eval()
+    twin = copy.deepcopy(module).double().eval()
     tensors = _tensors(twin)
     kind = plain_class(twin)
     new = kind.__new__(kind)

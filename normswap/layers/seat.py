@@ -30,7 +30,7 @@ class Seat:
     TENSORS: ClassVar[bool] = False
     KEEPS_NORM: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **rest: Any) -> None:
+    def __init_subclass__(cls, **rest: object) -> None:
         super().__init_subclass__(**rest)
         if _SEATED.setdefault(cls.__name__, cls).__module__ != cls.__module__:
             raise PlanError(f"two layers are called {cls.__name__}", f"one is in {_SEATED[cls.__name__].__module__}")

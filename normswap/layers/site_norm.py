@@ -111,7 +111,7 @@ class FrozenNorm(Seat):
 
     @classmethod
     def replacing(
-        cls, old: Any, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
     ) -> nn.Module:
         live = SiteNorm.replacing(old, like=like, mean=mean, std=std)
         count, eps = live.num_features, live.eps
@@ -150,7 +150,7 @@ class EvalNorm(Seat, OwnLayer):
 
     @classmethod
     def replacing(
-        cls, old: Any, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
     ) -> EvalNorm:
         return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std))
 

@@ -14,26 +14,25 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, pad_same
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from normswap.layers.folded import Folded
 from normswap.layers.reparametrized import Standardized, effective, keeps_mean
-from normswap.layers.seat import Seat
+from normswap.layers.seat import Linearity, Seat
 
 
-class Other(Standardized):
+class Other(Standardized, _ConvNd):
     """Of dimensions that timm has no class for."""
 
     def __init__(self, *args: Any, mean: bool = False, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        weight: Any = self.weight
-        self.gain = nn.Parameter(weight.new_ones(len(weight), *(1,) * (weight.ndim - 1)))
-        self.scale, self.eps = weight[0].numel() ** -0.5, eps
+        self.gain = nn.Parameter(self.weight.new_ones(len(self.weight), *(1,) * (self.weight.ndim - 1)))
+        self.scale, self.eps = self.weight[0].numel() ** -0.5, eps
         self.register_parameter("mean", nn.Parameter(torch.zeros_like(self.gain)) if mean else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, I, ...) -> (N, O, ...)"""
-        conv: Any = self
-        return conv._conv_forward(x, effective(self), conv.bias)  # type: ignore[no-any-return]
+        return self._conv_forward(x, effective(self), self.bias)
 
 
 class ScaledStdConv1d(Other, nn.Conv1d):
@@ -84,14 +83,13 @@ def set_effective(conv: Any, weight: Tensor) -> None:
         conv.mean.copy_(mean)
 
 
-def computed(layer: Any) -> Tensor:
+def computed(layer: Linearity) -> Tensor:
     """The weight that a linear layer, standardized or not, computes with."""
-    weight: Tensor = effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
-    return weight
+    return effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
 
 
 @torch.no_grad()
-def compute(layer: Any, weight: Tensor) -> None:
+def compute(layer: Linearity, weight: Tensor) -> None:
     """Let a linear layer, standardized or not, compute with `weight`; without its filters' means where it has none."""
     if isinstance(layer, STANDARDIZED):
         set_effective(layer, weight)

@@ -26,7 +26,7 @@ def has_the_tensors(module: nn.Module) -> bool:
         return False
     if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
-    own: dict[str, Any] = {**module._parameters, **module._buffers}
+    own = {**module._parameters, **module._buffers}
     tensors: list[Any] = [own.get(name) for name in _TENSORS]
     return all(isinstance(t, Tensor) and t.ndim == 1 and t.shape == tensors[0].shape for t in tensors)
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers import reparametrized
 from normswap.layers.folded import Folded
-from normswap.layers.seat import Seat
+from normswap.layers.seat import Linearity, Seat
 
 
 class WeightNorm(Seat):
@@ -53,7 +53,7 @@ class SpectralNorm(Seat):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             parametrizations.spectral_norm(new, dim=dim)
-        spectral: Any = new.parametrizations.weight[0].eval()
+        spectral = new.parametrizations.weight[0].eval()
         flat = spectral._reshape_weight_to_matrix(new.parametrizations.weight.original)
         sigma = torch.vdot(spectral._u, torch.mv(flat, spectral._v))
         gain = reparametrized.Gain(torch.where(dead, torch.zeros_like(sigma), sigma))
@@ -61,7 +61,7 @@ class SpectralNorm(Seat):
         return new
 
 
-def _direction(old: Any, weight: Tensor, dead: Tensor, dim: int) -> Tensor:
+def _direction(old: Linearity, weight: Tensor, dead: Tensor, dim: int) -> Tensor:
     """`weight`, but where it is dead what stood there before, or ones."""
     before = old.weight.detach().to(weight)
     norm = torch.norm_except_dim(before, 2, dim)

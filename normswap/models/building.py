@@ -6,17 +6,18 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from normswap.errors import PlanError, SourceError, first_line
+from normswap.models.hub_config import Cfg
 from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
-Cfg = dict[str, Any]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def seeded() -> Iterator[None]:
         yield
 
 
-def make(arch: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) -> Made:
     """What `factory` gives, on the CPU.
 
     Raises:

@@ -9,24 +9,24 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, TraceError
 
-Inputs = Any  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
+Inputs: TypeAlias = object  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
 
 
 @dataclass(frozen=True)
 class Example:
     """The arguments of one call."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...]
+    kwargs: dict[str, object] = field(default_factory=dict)
 
-    def call(self, model: nn.Module) -> Any:
+    def call(self, model: nn.Module) -> object:
         return model(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
@@ -52,14 +52,14 @@ class Example:
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         return len(listed) if listed is not None else len(self.images) if self.images.ndim else 1
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[object]:
         return [*self.args, *self.kwargs.values()]
 
-    def _cut(self, cut: Callable[[Any], Any]) -> Example | None:
+    def _cut(self, cut: Callable[[Any], object]) -> Example | None:
         """Every tensor and list cut, or None where not each of them has the same number of samples."""
         sizes: set[int] = set()
 
-        def measured(value: Any) -> Any:
+        def measured(value: Any) -> object:
             sizes.add(len(value) if isinstance(value, list) or value.ndim else 0)
             return value
 
@@ -132,7 +132,7 @@ class Example:
         """
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists and self.only_images:
-            held: Any = list(images)
+            held = list(images)
             args = tuple(held if value is lists[0] else value for value in self.args)
             return Example(args, {name: held if value is lists[0] else value for name, value in self.kwargs.items()})
         if not self.only_images:
@@ -140,7 +140,7 @@ class Example:
             raise TraceError("the network takes more than images", f"it takes {what}", "Give all of it: see `inputs=`")
         return self.map(lambda _: images)
 
-    def read(self, batch: Any) -> tuple[Example, Any]:
+    def read(self, batch: Inputs) -> tuple[Example, object]:
         """What a batch is for a network that is called like this: the call, and the labels beside it, or None.
 
         Args:
@@ -170,7 +170,7 @@ class Example:
         only = batch[0]
         return (Example((only,)) if isinstance(only, list | tuple) else self.read(only)[0]), labels
 
-    def _around(self, images: list[Any]) -> Example:
+    def _around(self, images: list[object]) -> Example:
         """The same call with another list."""
         args = tuple(images if isinstance(value, list) else value for value in self.args)
         return Example(args, {n: images if isinstance(value, list) else value for n, value in self.kwargs.items()})
@@ -179,20 +179,20 @@ class Example:
         return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
 
 
-def _is_listed(batch: list[Any] | tuple[Any, ...]) -> bool:
+def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
     """Whether these are images, one by one, or records of them; and not a batch with labels."""
     images = all(isinstance(part, Tensor) and part.ndim == 3 for part in batch)
     return isinstance(batch, list) and (images or all(isinstance(part, Mapping) for part in batch))
 
 
-def named_arguments(model: nn.Module, example: Example) -> dict[str, Any]:
+def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     """What a call gives, by the names of forward's arguments; a dict among them by its own keys."""
     try:
         taken = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         taken = {}.values()
     names = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for i, value in enumerate(example.args):
         found |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
     return found | example.kwargs
@@ -213,7 +213,7 @@ def form(model: nn.Module) -> Example:
     first = next((p for p in (*own, *named) if p.name == stated), None) or next(iter((*own, *named)), None)
     if first is None:
         return Example((empty,))
-    value: Any = [empty] if _takes_list(model, first) else empty
+    value: object = [empty] if _takes_list(model, first) else empty
     others = [p for p in (*own, *named) if p.default is p.empty and p is not first]
     if own and first is own[0]:
         return Example((value, *(empty for p in others if p in own)), {p.name: empty for p in others if p in named})
@@ -248,7 +248,7 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
     return found
 
 
-def _call(one: Any) -> Example:
+def _call(one: Inputs) -> Example:
     if isinstance(one, Example):
         return one
     if isinstance(one, Mapping):
@@ -262,7 +262,7 @@ def anchor(model: nn.Module) -> Tensor:
     return next((t for t in tensors if t is not None and t.is_floating_point()), torch.empty(0))
 
 
-def named_tensors(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in tuples, lists, dicts and records of them, with its name."""
     if isinstance(value, Tensor):
         yield name, value
@@ -271,7 +271,7 @@ def named_tensors(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[
             yield from named_tensors(part, f"{name}.{key}" if name else str(key), depth - 1)
 
 
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+def _parts(value: object) -> Iterable[tuple[object, object]]:
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -281,14 +281,14 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     return vars(value).items() if is_record(value) else ()
 
 
-def is_record(value: Any) -> bool:
+def is_record(value: object) -> bool:
     """Whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass), not a program."""
     kind = type(value)
     return hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in (
         "torch", "builtins", "types", "numpy")  # fmt: skip
 
 
-def changed(value: Any, change: Callable[[Any], Any], *kinds: type) -> Any:
+def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:
     """The same structure, every tensor in it changed, and whatever is of these kinds as a whole."""
     if isinstance(value, (Tensor, *kinds)):
         return change(value)

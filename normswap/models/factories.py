@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -31,7 +30,7 @@ def build(name: str, wanted: Wanted) -> Built:
     """
     arch = Arch(name, wanted.given, "factory")
     model = create(arch)
-    own: Any = getattr(model, "pretrained_cfg", None)
+    own: object = getattr(model, "pretrained_cfg", None)
     seen = {key: value for key, value in own.items() if _plain(value)} if isinstance(own, Mapping) else {}
     if wanted.num_classes is not None:
         seen["num_classes"] = wanted.num_classes
@@ -67,7 +66,7 @@ def _working_directory() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _found(name: str) -> Callable[..., Any]:
+def _found(name: str) -> Callable[..., object]:
     module_name, _, path = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -80,7 +79,7 @@ def _found(name: str) -> Callable[..., Any]:
         remedy = remedy or ("It is looked for in the working directory and on PYTHONPATH" if absent else "")
         raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None
     try:
-        factory: Any = functools.reduce(getattr, path.split("."), module)
+        factory: object = functools.reduce(getattr, path.split("."), module)
     except AttributeError:
         public = [one for one in vars(module) if not one.startswith("_")]
         raise SourceError(f"{module_name} has no {path}", remedy=near(path, public, f"It has {some(public)}")) from None
@@ -90,7 +89,7 @@ def _found(name: str) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     """Whether JSON has it."""
     if isinstance(value, list | tuple):
         return all(_plain(one) for one in value)

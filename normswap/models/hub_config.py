@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from normswap.errors import SourceError, first_line
+from normswap.plan import Body
 
-Cfg = dict[str, Any]
+Cfg = Body  # timm's record of the preprocessing, or a config.json
 
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -54,7 +54,7 @@ def read_config(file: Path, origin: str) -> Config:
     return Config(name, args, {key: value for key, value in {**stated, **top}.items() if value is not None})
 
 
-def shape_of(size: Any, origin: str) -> tuple[int, int, int]:
+def shape_of(size: object, origin: str) -> tuple[int, int, int]:
     """An `input_size` as `(C, H, W)`.
 
     Raises:
@@ -76,7 +76,7 @@ def crop_share(crop: int, resize: int) -> float:
     return found if math.floor(crop / found) == resize else math.nextafter(found, 0)
 
 
-def record(cfg: Mapping[str, Any], kwargs: Mapping[str, Any], classes: int) -> Cfg:
+def record(cfg: Cfg, kwargs: Body, classes: int) -> Cfg:
     """The JSON-able preprocessing of a network, which may have another head and other channels than its source.
 
     Args:

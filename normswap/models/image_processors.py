@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from normswap.models.hub_config import Cfg, crop_share
 
-from normswap.models.hub_config import crop_share
-
-Cfg = dict[str, Any]
 _INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
-def preprocessing(stated: Cfg, channels: int, side: Any = None) -> Cfg:
+def preprocessing(stated: Cfg, channels: int, side: object = None) -> Cfg:
     """timm's record of the preprocessing, as far as it is stated.
 
     Args:
@@ -45,7 +42,7 @@ def _keeps_shape(stated: Cfg) -> bool:
     return not (isinstance(size, dict) and "height" in size)
 
 
-def _sides(size: Any) -> tuple[int, int] | None:
+def _sides(size: object) -> tuple[int, int] | None:
     """(height, width) of a size, as the processors write it: a number, two, or by name."""
     if isinstance(size, dict):
         edge = size.get("shortest_edge")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,5 +38,5 @@ def _loads_itself(module: nn.Module) -> bool:
     return any(way not in _TORCHS for way in ways) or any(getattr(module, name) for name in _HOOKS)
 
 
-def _layout(state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _layout(state: Mapping[str, Tensor]) -> dict[str, object]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}

@@ -7,7 +7,6 @@ Hugging Face config), else from its first layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ def demand_shapes(model: nn.Module) -> None:
                 raise SourceError(f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example")
 
 
-def answer(output: Any) -> Tensor:
+def answer(output: object) -> Tensor:
     """The network's answer among what it gives: the tensor, or the one in a dict or record that has that name, or is
     the only one.
 
@@ -55,7 +54,7 @@ def answer(output: Any) -> Tensor:
     return found
 
 
-def scores(output: Any) -> Tensor:
+def scores(output: object) -> Tensor:
     """The scores of the classes (N, classes) in what the network gives.
 
     Raises:
@@ -114,7 +113,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _said(model: Any) -> tuple[int, ...] | None:
+def _said(model: nn.Module) -> tuple[int, ...] | None:
     """What the network says of itself."""
     record = provenance.of(model)
     configs = (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {})
@@ -125,7 +124,7 @@ def _said(model: Any) -> tuple[int, ...] | None:
     return stated or _configured(getattr(model, "config", None))
 
 
-def _configured(config: Any) -> tuple[int, ...] | None:
+def _configured(config: object) -> tuple[int, ...] | None:
     """Of a Hugging Face config, or of the config of the vision part in it."""
     for one in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
         side, channels = getattr(one, "image_size", None), getattr(one, "num_channels", 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import segmentation_models_pytorch as smp
 from torch import nn
@@ -84,7 +83,7 @@ def _trained(arch: Arch) -> nn.Module:
 def _preprocessing(called: str) -> Cfg:
     """What the encoder was trained with."""
     try:
-        found: Any = smp.encoders.get_preprocessing_params(_parts(called)[1], _TRAINED)
+        found: object = smp.encoders.get_preprocessing_params(_parts(called)[1], _TRAINED)
     except Exception:  # an encoder without such weights
         return {}
     stated = found if isinstance(found, Mapping) else {}

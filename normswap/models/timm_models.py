@@ -68,7 +68,7 @@ def _registered(name: str) -> Cfg:
 
 
 def _own_cfg(model: nn.Module) -> Cfg:
-    cfg: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     return dict(cfg) if isinstance(cfg, Mapping) else {}
 
 

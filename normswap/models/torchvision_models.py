@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,14 +64,13 @@ def create(arch: Arch) -> nn.Module:
     tag = kwargs.pop(_TAG, None)
     member = _member(arch.name, tag) if tag else None
 
-    def builder(**kwargs: Any) -> Any:
+    def builder(**kwargs: object) -> nn.Module:
         takes = inspect.signature(models.get_model_builder(arch.name)).parameters
         none = {"weights_backbone": None} if "weights_backbone" in takes else {}
         with _unfilled():
             return models.get_model(arch.name, weights=member, **none, **kwargs)
 
-    model: nn.Module = make(f"torchvision:{arch.name}", builder, kwargs)
-    return model.eval()
+    return make(f"torchvision:{arch.name}", builder, kwargs).eval()
 
 
 @contextlib.contextmanager
@@ -94,12 +92,12 @@ def _demand_known(name: str) -> None:
         raise SourceError(f"torchvision has no model '{name}'", remedy=remedy)
 
 
-def _default(name: str) -> Any:
+def _default(name: str) -> models.WeightsEnum | None:
     """The weights that torchvision takes by default, or None where it has none."""
     return getattr(models.get_model_weights(name), "DEFAULT", None)
 
 
-def _member(name: str, tag: str) -> Any:
+def _member(name: str, tag: str) -> models.WeightsEnum:
     """The weights of that name, or the default ones."""
     known = [one.name for one in models.get_model_weights(name)]
     if tag in ("", "DEFAULT"):
@@ -114,11 +112,11 @@ def _member(name: str, tag: str) -> Any:
     return models.get_model_weights(name)[tag]
 
 
-def _classes(member: Any) -> int | None:
+def _classes(member: models.WeightsEnum | None) -> int | None:
     return len(member.meta["categories"]) if member is not None and "categories" in member.meta else None
 
 
-def _download(member: Any, source: str) -> State:
+def _download(member: models.WeightsEnum, source: str) -> State:
     """The tensors, from torch's cache or from torchvision's server; nothing in the file is run."""
     name = source.partition(":")[2]
     try:
@@ -137,7 +135,7 @@ def _download(member: Any, source: str) -> State:
     return state
 
 
-def _rehead(state: Mapping[str, Any], model: nn.Module, classes: int | None) -> State:
+def _rehead(state: State, model: nn.Module, classes: int | None) -> State:
     """The weights but for the layers that give the classes: those keep their random values."""
     own = model.state_dict()
     return {
@@ -148,7 +146,7 @@ def _rehead(state: Mapping[str, Any], model: nn.Module, classes: int | None) -> 
     }
 
 
-def _preprocessing(member: Any, classes: int | None) -> Cfg:
+def _preprocessing(member: models.WeightsEnum | None, classes: int | None) -> Cfg:
     """What torchvision does to an image before it, in timm's words, as far as one can say it in those."""
     if member is None:
         return {}

@@ -133,7 +133,7 @@ def _labels(given: Cfg) -> Cfg:
     return {**rest, "id2label": names, "label2id": {name: int(label) for label, name in names.items()}}
 
 
-def _architecture(name: str, config: Cfg, named: Any) -> Arch:
+def _architecture(name: str, config: Cfg, named: object) -> Arch:
     """The class that the config names, else the one that AutoModel takes."""
     classes = [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
     if classes and hasattr(transformers, classes[0]):
@@ -147,7 +147,7 @@ def _architecture(name: str, config: Cfg, named: Any) -> Arch:
     return Arch(kind.__name__, config, "transformers")
 
 
-def _config(arch: Arch) -> Any:
+def _config(arch: Arch) -> transformers.PretrainedConfig:
     """Raises:
     SourceError: there is no such config, or it cannot be made with that.
     """

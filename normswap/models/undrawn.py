@@ -26,7 +26,7 @@ class _Undrawn(TorchFunctionMode):
         super().__init__()
         self.zeros, self.drew = zeros, False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DRAWS:
             tensor = args[0] if args else (kwargs or {}).get("tensor")

@@ -24,6 +24,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, first_line
+from normswap.models.hub_config import Cfg
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
@@ -144,7 +145,7 @@ def _read_safetensors(file: Path) -> State:
         raise SourceError(f"{file} is not a readable safetensors file", first_line(error), remedy) from None
 
 
-def _read_pickle(file: Path) -> Any:
+def _read_pickle(file: Path) -> object:
     try:
         # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
         with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
@@ -182,7 +183,7 @@ def _foreign_names(file: Path) -> list[str]:
         return []
 
 
-def _unwrap(content: Any, file: Path) -> tuple[Mapping[str, Any], list[str]]:
+def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str]]:
     """The state dict, and the keys that led to it."""
     wrappers: list[str] = []
     while isinstance(content, Mapping):
@@ -225,7 +226,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
         raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy="These weights are broken.")
 
 
-def load_into(model: nn.Module, state: State, origin: str, cfg: Mapping[str, Any]) -> None:
+def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load `state` strictly, after timm's own conversions: foreign keys, another stem or head than the file's.
 
     Args:
@@ -266,7 +267,7 @@ def _native(state: State, model: nn.Module) -> State:
         return state
 
 
-def _restem(state: State, own: State, origin: str, cfg: Mapping[str, Any]) -> State:
+def _restem(state: State, own: State, origin: str, cfg: Cfg) -> State:
     """Adapt the stem to another number of input channels: the only convs whose kernels differ in that alone."""
     base = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
@@ -281,11 +282,11 @@ def _restem(state: State, own: State, origin: str, cfg: Mapping[str, Any]) -> St
     return state
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _names(value: Iterable[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def _rehead(state: State, own: State, model: nn.Module, cfg: Mapping[str, Any]) -> State:
+def _rehead(state: State, own: State, model: nn.Module, cfg: Cfg) -> State:
     fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
     offset = cfg.get("label_offset") or 0
     for name in (f"{head}.{leaf}" for head in _names(cfg.get("classifier")) for leaf in ("weight", "bias")):

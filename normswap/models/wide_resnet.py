@@ -127,7 +127,7 @@ class WideResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
                 nn.init.zeros_(module.bias)
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+    def group_matcher(self, coarse: bool = False) -> dict[str, object]:
         """Layers as timm groups them: the stem, then every block (or stage)."""
         blocks = r"^stages\.(\d+)" if coarse else [(r"^stages\.(\d+)\.(\d+)", None), (r"^norm2", (99999,))]
         return {"stem": r"^(?:conv1|norm1)", "blocks": blocks}

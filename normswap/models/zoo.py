@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
@@ -14,7 +13,7 @@ from normswap import provenance
 from normswap.errors import OptionError, SourceError
 from normswap.models import kinds, network_input
 from normswap.models.building import Built, Wanted
-from normswap.models.hub_config import per_channel
+from normswap.models.hub_config import Cfg, per_channel
 from normswap.models.mapped_weights import same_layout, take
 from normswap.models.undrawn import undrawn
 from normswap.models.weight_files import SUFFIXES, hash_tensors, load_into, read_wrapped
@@ -64,7 +63,7 @@ def open_source(
     *,
     weights: str = "pretrained",
     arch: str | None = None,
-    arch_args: Mapping[str, Any] | None = None,
+    arch_args: Mapping[str, object] | None = None,
     num_classes: int | None = None,
     in_chans: int | None = None,
     trust_factory: bool = True,
@@ -162,10 +161,10 @@ _GENERAL = {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"
 _GENERAL |= {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 
 
-def data_config(model: nn.Module) -> dict[str, Any]:
+def data_config(model: nn.Module) -> Cfg:
     """The evaluation preprocessing: input_size, mean, std, interpolation, crop_pct, crop_mode."""
     origin = provenance.of(model)
-    own: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    own: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     cfg = (origin.pretrained_cfg if origin else None) or (dict(own) if isinstance(own, Mapping) else {})
     if not cfg.get("input_size"):
         size = network_input.size(model)

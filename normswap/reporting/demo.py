@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from normswap.analysis import summary
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import make_loader
+from normswap.plan import Body
 from normswap.storage import checkpoint
 from normswap.surgery import comparison
 from normswap.surgery.conversion import convert
@@ -58,7 +58,7 @@ class Demo:
     passed: bool
     seconds: float
     images: int
-    anatomy: dict[str, Any]
+    anatomy: Body
     rows: tuple[Row, ...]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from normswap.analysis.signal_propagation import Point
-from normswap.plan import Arch
+from normswap.plan import Arch, Body
 from normswap.surgery.comparison import Report
 
 ROLES = ("stem", "other", "last", "down", "head")
@@ -37,7 +36,7 @@ class StepFact:
     """One step of the plan: the scheme, what it is, and how many of which layers it seated."""
 
     scheme: str
-    options: dict[str, Any]
+    options: Body
     summary: str
     paper: str
     edits: dict[str, int]

@@ -12,7 +12,7 @@ less is lost; nothing is tied to the batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import nn
 
@@ -51,7 +51,7 @@ def plan(
 
 
 def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
 ) -> None:
     """Args:
     batches: read twice.

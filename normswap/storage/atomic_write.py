@@ -9,12 +9,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from normswap.errors import OutputError
 
 
-def whole(file: Path, write: Callable[[Path], Any], parts: Sequence[str] = ()) -> Path:
+def whole(file: Path, write: Callable[[Path], object], parts: Sequence[str] = ()) -> Path:
     """Let `write` fill a temporary file beside `file`, then give it its name.
 
     The temporary name ends as `file` does, for writers that go by the ending.

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -42,7 +41,7 @@ def open_model(
     *,
     weights: str = "pretrained",
     arch: str | None = None,
-    arch_args: Mapping[str, Any] | None = None,
+    arch_args: Mapping[str, object] | None = None,
     num_classes: int | None = None,
     in_chans: int | None = None,
     trust_factory: bool = False,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from normswap.errors import SourceError, first_line
+from normswap.plan import Body
 from normswap.storage.hub_folder import WEIGHTS
 from normswap.surgery.comparison import Report
 
@@ -31,7 +31,7 @@ def weights_of(place: Path) -> Path:
     return place if place.is_file() else place / WEIGHTS
 
 
-def read_header(folder: Path) -> dict[str, Any]:
+def read_header(folder: Path) -> Body:
     """The record, whose fields are there and of their types.
 
     Raises:
@@ -51,7 +51,7 @@ def read_header(folder: Path) -> dict[str, Any]:
             f"{file} was not written by normswap", "its header holds no plan", "Name what `normswap convert` wrote"
         )
     try:
-        header: dict[str, Any] = json.loads(text)
+        header: Body = json.loads(text)
         version = header["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{file}: the header cannot be read", repr(error)) from None
@@ -78,7 +78,7 @@ def read_report(folder: Path) -> Report | None:
 
 
 def _demand_fields(
-    record: Mapping[str, Any],
+    record: Mapping[str, object],
     types: Mapping[str, type | tuple[type, ...]],
     maybe: Mapping[str, type | tuple[type, ...]],
     file: Path,
@@ -94,7 +94,7 @@ def _demand_fields(
         raise SourceError(f"{file}: the header cannot be read", what, "The file is damaged: get it again")
 
 
-def _demand_known(record: Mapping[str, Any], known: Mapping[str, object], file: Path) -> None:
+def _demand_known(record: Mapping[str, object], known: Mapping[str, object], file: Path) -> None:
     unknown = sorted(set(record) - set(known))
     if unknown:
         raise SourceError(f"{file}: the header cannot be read", f"arch has an unknown field {unknown[0]!r}")

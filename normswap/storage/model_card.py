@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from normswap.models import kinds
+from normswap.plan import Body
 from normswap.provenance import Provenance
 from normswap.surgery.comparison import Report
 from normswap.surgery.held_out import Kept
@@ -78,7 +77,7 @@ def is_card(text: str) -> bool:
     return _MARK in text
 
 
-def _options(options: dict[str, Any]) -> str:
+def _options(options: Body) -> str:
     return f" ({', '.join(f'{key} = {value}' for key, value in options.items())})" if options else ""
 
 

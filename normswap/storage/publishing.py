@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub as client
 from torch import nn
@@ -63,7 +62,7 @@ def push(
     model = checkpoint.load(folder, trust_factory=trust_factory)  # also sees that it is whole
     record = provenance.of(model)
     arguments = _arguments(model, record.arch if record else None)
-    contents: dict[str, Any] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
     contents[CONFIG] = _config(folder, arguments)
     card = (folder / CARD).read_text(encoding="utf-8") if CARD in contents else ""
     contents[CARD] = model_card.published(card, repo, alone=arguments is not None).encode()
@@ -86,7 +85,7 @@ def push(
     return Published(str(done.commit_url), repo, tuple(contents), arguments is not None)
 
 
-def _config(folder: Path, arguments: Mapping[str, Any] | None) -> bytes:
+def _config(folder: Path, arguments: Mapping[str, object] | None) -> bytes:
     """config.json, with the arguments that make timm build the result itself."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if arguments is not None:
@@ -94,7 +93,7 @@ def _config(folder: Path, arguments: Mapping[str, Any] | None) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, Any] | None:
+def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
     """Arguments with which timm builds this very network, if there are any: found by building it and running both."""
     if arch is None or arch.builder != "timm":
         return None

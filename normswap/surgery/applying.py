@@ -37,8 +37,8 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
     like = _like(model).double() if double else _like(model)
     duplicate = to_double if double else copying.duplicate
-    memo: dict[int, Any] = {}
-    attributes: list[tuple[str, Any]] = []
+    memo: copying.Memo = {}
+    attributes: list[tuple[str, object]] = []
     # innermost seats first, so that a kept module is copied with its own newcomers inside
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
@@ -98,7 +98,7 @@ def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:
     return model
 
 
-def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def to_double(model: nn.Module, memo: copying.Memo | None = None) -> nn.Module:
     """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
     memo = {} if memo is None else memo
     for module in copying.tree(model).values():
@@ -106,7 +106,7 @@ def to_double(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point() and id(tensor) not in memo:
-                double: Any = tensor.detach().double()
+                double = tensor.detach().double()
                 if isinstance(tensor, nn.Parameter):
                     double = nn.Parameter(double, tensor.requires_grad)
                 memo[id(tensor)] = double

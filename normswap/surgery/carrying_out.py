@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, TraceError, VerificationError, first_line
@@ -129,7 +129,7 @@ def _precise(model: nn.Module, result: nn.Module, step: Step, batches: Sequence[
 
 
 def examples(
-    model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int, seen: Anatomy | None = None
+    model: nn.Module, inputs: Inputs, size: Sequence[int] | None, seed: int, seen: Anatomy | None = None
 ) -> tuple[list[Example], str]:
     """What to compare on, and how reports call it. One size is enough where the way does not depend on the input."""
     if inputs is not None:
@@ -163,7 +163,7 @@ def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
     """
     at = ["the network"]
 
-    def watch(path: str, norm: nn.Module) -> Any:
+    def watch(path: str, norm: nn.Module) -> RemovableHandle:
         return norm.register_forward_pre_hook(lambda _, args: at.append(f"{path} on {tuple(args[0].shape)}"))
 
     handles = [watch(path, module) for path, module in model.named_modules() if affine.is_norm(module)]

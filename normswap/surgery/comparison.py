@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from normswap.graph.anatomy import Block
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
+from normswap.plan import Body
 from normswap.surgery.held_out import Kept
 from normswap.surgery.running import Outputs, both, double, noise, outputs_double, run, run_double, widely
 
@@ -82,11 +83,11 @@ class Report:
         own = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
         return max(own, key=lambda error: error.relative_l2)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Body:
         return asdict(self)
 
     @staticmethod
-    def from_dict(body: dict[str, Any]) -> Report:
+    def from_dict(body: Body) -> Report:
         errors = {
             name: tuple(Error(**{**e, "size": tuple(e["size"])}) for e in body[name]) for name in ("logits", "sites")
         }
@@ -297,7 +298,7 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     return Error(site, precision, size, relative, largest, cosine, agreement)
 
 
-def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Any]) -> list[str]:
+def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:
     found = []
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if floats and all(len(value) == len(floats[0]) > 1 for value in floats):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -18,12 +17,13 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.plan import Plan, Step
+from normswap.schemes import Options
 from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.fitting import Batches, Progress
 
 
-def draft(seen: Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
+def draft(seen: Anatomy, to: str, **options: object) -> tuple[Step, Draft]:
     """What `convert` would do: the step, and the draft with its verdicts and notes.
 
     Raises:
@@ -35,7 +35,7 @@ def draft(seen: Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
 
 
 def drafts(
-    model: nn.Module, to: str, purpose: str | None = None, *, measured: bool = False, **options: Any
+    model: nn.Module, to: str, purpose: str | None = None, *, measured: bool = False, **options: object
 ) -> Iterator[tuple[Step, Draft]]:
     """All the steps that `convert` would take, without their values from data.
 
@@ -55,7 +55,7 @@ def drafts(
         yield before, sketch
 
 
-def _draft(seen: Anatomy, to: str, options: dict[str, Any]) -> tuple[Step, Draft]:
+def _draft(seen: Anatomy, to: str, options: Options) -> tuple[Step, Draft]:
     own, chosen = schemes.own(schemes.resolve(to, options)), selection.patterns(options)
     part = selection.restrict(seen, **chosen)
     scheme = schemes.get(to)
@@ -97,7 +97,7 @@ def convert(
     seed: int = 0,
     calibrate: Batches | str | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: object,
 ) -> Conversion:
     """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
 
@@ -143,7 +143,9 @@ def convert(
     return done[0] if len(done) == 1 else _joined(model, done, inputs, size, seed)
 
 
-def _joined(model: nn.Module, done: list[Conversion], inputs: Any, size: Sequence[int] | None, seed: int) -> Conversion:
+def _joined(
+    model: nn.Module, done: list[Conversion], inputs: Inputs, size: Sequence[int] | None, seed: int
+) -> Conversion:
     """Several steps as one conversion, measured from end to end."""
     last = done[-1]
     steps = last.plan.steps[-len(done) :]
@@ -173,9 +175,7 @@ def _steps(model: nn.Module) -> tuple[Step, ...]:
     return record.plan.steps if record else ()
 
 
-def _unfold(
-    model: nn.Module, inputs: Any, size: Sequence[int] | None, seed: int, options: dict[str, Any]
-) -> Conversion:
+def _unfold(model: nn.Module, inputs: Inputs, size: Sequence[int] | None, seed: int, options: Options) -> Conversion:
     if options:
         raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
     batches, described = carrying_out.examples(model, inputs, size, seed)

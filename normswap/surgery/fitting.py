@@ -95,7 +95,7 @@ class Synthetic(StandIn):
 
 WORDS: dict[str, StandIn] = {"synthetic": Synthetic(), "noise": Noise()}
 
-Batches = Iterable[Any] | Callable[[], Iterable[Any]] | StandIn | Made
+Batches = Iterable[object] | Callable[[], Iterable[object]] | StandIn | Made
 
 
 def wanted(step: Step, calibrate: Batches | None) -> bool:
@@ -140,7 +140,7 @@ def repeatable(calibrate: Batches | None) -> Batches | None:
 class _Calls:
     """Batches of any form, as calls of the network, as often as they are read."""
 
-    batches: Iterable[Any]
+    batches: Iterable[object]
     form: Example
 
     def __iter__(self) -> Iterator[Example]:

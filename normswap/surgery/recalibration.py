@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -23,7 +22,7 @@ def recalibrate(
     size: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    **record: Any,
+    **record: object,
 ) -> Conversion:
     """`model`, which is not changed, with population statistics estimated on `batches` (`population`).
 

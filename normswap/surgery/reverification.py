@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from normswap.images.datasets import Loader
 from normswap.models import kinds, network_input
 from normswap.models.calling import Inputs
 from normswap.models.weight_files import SUFFIXES, has_hash
+from normswap.plan import Body
 from normswap.surgery import comparison
 from normswap.surgery.comparison import Report
 
@@ -36,7 +37,7 @@ def recorded(result: nn.Module, directory: Path) -> str:
     return record.source
 
 
-def how(result: nn.Module) -> dict[str, Any]:
+def how(result: nn.Module) -> Body:
     """The options that `recorded` must be opened with."""
     record = provenance.of(result)
     if record is None or record.arch is None:
@@ -70,7 +71,7 @@ def again(source: nn.Module, result: nn.Module, inputs: Inputs = None) -> Report
     return comparison.compare(source, result, noise, exact=exact, anatomy=seen, described=comparison.described(0))
 
 
-def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> dict[str, Any]:
+def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:
     """Top-1 in percent of both on labelled images, and the fraction of equal answers.
 
     Raises:
@@ -83,7 +84,7 @@ def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Pr
     return {"source": one.top1, "result": two.top1, "agreement": same, "count": one.count}
 
 
-def _halves(progress: Progress | None) -> Any:
+def _halves(progress: Progress | None) -> Callable[[int], Progress | None]:
     """The progress of two passes as one."""
 
     def part(index: int) -> Progress | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from timm.models.nfnet import NormFreeBlock
 
 from normswap import schemes
@@ -11,12 +9,13 @@ from normswap.calibration import norm_estimate
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
 from normswap.layers import affine
+from normswap.schemes import Options
 from normswap.schemes.parts.norm_sites import sites
 
-Leg = tuple[str, dict[str, Any]]
+Leg = tuple[str, Options]
 
 
-def legs(seen: Anatomy, to: str, options: dict[str, Any], purpose: str | None, *, measured: bool) -> list[Leg]:
+def legs(seen: Anatomy, to: str, options: Options, purpose: str | None, *, measured: bool) -> list[Leg]:
     """Schemes and their options, in order.
 
     Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a

@@ -28,8 +28,8 @@ def run(
     """
     seen: Outputs = {}
 
-    def keep(path: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+    def keep(path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, Tensor):
                 seen[path] = output.clone()  # in-place activations would overwrite it
 
@@ -103,13 +103,13 @@ def by_parts(
     ready: dict[int, Tensor] = {}
 
     @_unseen  # as it is made elsewhere: what is cast there is cast
-    def make(module: nn.Module, _args: Any) -> None:
+    def make(module: nn.Module, _args: object) -> None:
         assert newcomers is not None
         made = dict(_tensors(newcomers[module]()))
         ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
 
     @_unseen
-    def lend(module: nn.Module, _args: Any) -> None:
+    def lend(module: nn.Module, _args: object) -> None:
         own = {**module._parameters, **module._buffers}
         floats = {name: t for name, t in own.items() if t is not None and t.is_floating_point()}
         lent[module] = {name: t.data for name, t in floats.items()}
@@ -118,7 +118,7 @@ def by_parts(
             _hold(module, name, tensor.data.double() if made is None else made)
 
     @_unseen
-    def back(module: nn.Module, *_: Any) -> None:
+    def back(module: nn.Module, *_: object) -> None:
         for name, tensor in lent.pop(module).items():
             _hold(module, name, tensor)
 
@@ -139,7 +139,7 @@ def by_parts(
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
     """`work` without anybody who looks at torch's functions, which may take longer than it does."""
 
-    def alone(*args: Any) -> None:
+    def alone(*args: object) -> None:
         with torch._C.DisableTorchFunction():
             work(*args)
 

@@ -64,7 +64,7 @@ def unfold(model: nn.Module, inputs: Inputs = None) -> nn.Module:
         if edit.path not in ours:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
         _invert(edit, modules, ours[edit.path])
-    known: Any = {name: value for name, value in model.__dict__.items() if name in ("pretrained_cfg", "default_cfg")}
+    known = {name: value for name, value in model.__dict__.items() if name in ("pretrained_cfg", "default_cfg")}
     source.__dict__.update(known)
     source.train(model.training)
     return provenance.attach(source, Provenance(arch, record.source, record.sha256, record.pretrained_cfg))

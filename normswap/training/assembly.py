@@ -19,6 +19,7 @@ from normswap import provenance
 from normswap.errors import OptionError, first_line
 from normswap.images import datasets
 from normswap.models import zoo
+from normswap.plan import Body
 from normswap.storage import checkpoint
 from normswap.surgery import conversion
 from normswap.training import launching, synced_batchnorm, teachers
@@ -186,7 +187,7 @@ class Task:
         teacher = Teacher(network, begin.model, features=part.kind == "features")
         return teacher.to(self.engine.device).to(memory_format=self.layout)
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, object]:
         """The tensors of a state."""
         scaler = self.engine.scaler
         return {
@@ -206,7 +207,7 @@ class Task:
             self.engine.scaler.load_state_dict(parts["scaler"])
 
 
-def _preprocessing(model: nn.Module, side: int | None) -> dict[str, Any]:
+def _preprocessing(model: nn.Module, side: int | None) -> Body:
     """The network's record, for images of another size if the recipe says so."""
     origin = provenance.of(model)
     record = dict(origin.pretrained_cfg) if origin else {}

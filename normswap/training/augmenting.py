@@ -36,7 +36,7 @@ def transform(model: Mapping[str, Any], augment: Augment) -> Compose:
     from torchvision import transforms
 
     size = tuple(model["input_size"][1:])
-    how: dict[str, Any] = {
+    how: dict[str, object] = {
         "mean": model["mean"],
         "std": model["std"],
         "interpolation": model.get("interpolation", "bilinear"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from normswap.errors import OptionError, TraceError
@@ -17,7 +15,7 @@ def classifier(model: nn.Module) -> nn.Module:
         OptionError: it has none.
     """
     ask = getattr(model, "get_classifier", None)
-    found: Any = ask() if callable(ask) else None
+    found = ask() if callable(ask) else None
     if isinstance(found, nn.Module) and any(True for _ in found.parameters()):
         return found
     try:

@@ -11,9 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from normswap.errors import SourceError
+from normswap.plan import Body
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # a second to import, for pictures alone
@@ -131,7 +132,7 @@ def _close(axes: Axes) -> None:
         axes.set_ylim(max(0.0, low - margin), min(100.0, high + margin))
 
 
-def to_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def to_json(runs: Sequence[Run]) -> list[Body]:
     """One object per run: name, rows and best ({epoch, top1}, or None)."""
     bodies = []
     for run in runs:

@@ -6,8 +6,6 @@ features, the squared distance of the normalized inputs of the two classifiers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
@@ -77,7 +75,7 @@ class Tap:
         self.value: Tensor | None = None
         self.hook = layer.register_forward_pre_hook(self._keep)
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.value = args[0]
 
     def take(self) -> Tensor:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from normswap import schemes
 from normswap.errors import OptionError, first_line
+from normswap.plan import Body
 from normswap.training.recipe_part import NotNegative, Part, Positive, Share
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Optim(Part):
     )
     scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
     layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
-    args: dict[str, Any] = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
+    args: Body = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
     clip: Clip | None = None
 
 

@@ -6,10 +6,11 @@ No torch here, nor in what this imports: recipes are listed and checked without 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
+from normswap.plan import Body
 from normswap.training.augmenting import Augment
 from normswap.training.optimizing import Optim, Schedule
 from normswap.training.recipe_part import AtLeastOne, Count, Part, Positive, Share
@@ -20,14 +21,14 @@ class Network(Part):
 
     name: str = Field(description="As MODEL on the command line: a timm name, a directory, hf-hub:...")
     weights: Literal["pretrained", "random"] = Field("pretrained", description="Random: train from scratch.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the timm architecture.")
+    args: Body = Field(default_factory=dict, description="Arguments of the timm architecture.")
 
 
 class Convert(Part):
     """`convert`: the conversion before training, as `normswap convert` does it."""
 
     to: str = Field(description="A scheme, see `normswap schemes`.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Its options, e.g. {alpha: 0}.")
+    options: Body = Field(default_factory=dict, description="Its options, e.g. {alpha: 0}.")
     calibrate: bool = Field(False, description="Fit values on training images (labels are not used).")
     samples: AtLeastOne = Field(1000, description="How many of them.")
 

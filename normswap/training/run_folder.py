@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from torch import nn
 from normswap import provenance
 from normswap.errors import OptionError, OutputError, SourceError, first_line
 from normswap.models.weight_files import hash_in_a_row
+from normswap.plan import Body
 from normswap.storage import atomic_write, checkpoint
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
@@ -29,7 +29,7 @@ from normswap.training.recipe import Recipe
 VERSION = 1
 COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")
 Row = dict[str, float | None]
-State = dict[str, Any]
+State = dict[str, object]
 
 
 @dataclass
@@ -173,7 +173,7 @@ def _flat(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, ob
             yield f"{above}{name}", value
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _differences(then: Body, now: Body) -> Iterator[str]:
     for name, what in (("network", "the network is another"), ("plan", "it was converted otherwise"),
                        ("images", "the training images are others")):  # fmt: skip
         if then[name] != now[name]:

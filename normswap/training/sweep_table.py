@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from normswap.errors import OptionError
 from normswap.storage import atomic_write
@@ -144,8 +144,8 @@ def plot(trials: Sequence[Trial], found: Sequence[Line], file: Path, *, title: s
     axes.plot(*_columns(runs), "o", color=plots.COLOURS[5], markersize=5, alpha=0.7, label="a run")
     means = [(line.lr, line.mean) for line in found if line.mean is not None]
     spread = [line.std or 0.0 for line in found if line.mean is not None]
-    style: dict[str, Any] = {"color": plots.COLOURS[0], "marker": "s", "capsize": 4, "linewidth": 1.6}
-    axes.errorbar(*_columns(means), spread, label="mean and std of the best", **style)
+    axes.errorbar(*_columns(means), spread, color=plots.COLOURS[0], marker="s", capsize=4, linewidth=1.6,
+                  label="mean and std of the best")  # fmt: skip
     for line in found:
         if line.best and line.mean is not None:
             axes.plot([line.lr], [line.mean], "*", color=plots.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}")

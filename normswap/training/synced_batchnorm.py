@@ -5,8 +5,6 @@ Ghost batch norm is left alone: small batches are its purpose.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from timm.layers import BatchNormAct2d
@@ -20,13 +18,13 @@ class _Sum(torch.autograd.Function):
     """The sum over all processes; so is its gradient, since every process has used it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
+    def forward(ctx: object, value: Tensor) -> Tensor:
         value = value.clone()
         dist.all_reduce(value)
         return value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
         grad = grads[0].clone()
         dist.all_reduce(grad)
         return grad
@@ -42,11 +40,11 @@ class Synced(_BatchNorm):
         x, over = input.to(torch.promote_types(input.dtype, torch.float32)), [0, *range(2, input.ndim)]
         rest = (1, -1, *(1,) * (input.ndim - 2))
         number = x.new_tensor([x.numel() / x.shape[1]])
-        sums: Any = _Sum.apply(torch.cat([x.sum(over), number]))
+        sums: Tensor = _Sum.apply(torch.cat([x.sum(over), number]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(rest)
-        squares: Any = _Sum.apply(centred.square().sum(over))
+        squares: Tensor = _Sum.apply(centred.square().sum(over))
         var = squares / count
         self._remember(mean.detach(), var.detach() * count / (count - 1))
         x = centred * torch.rsqrt(var + self.eps).view(rest)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,9 +17,10 @@ from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import facts, listing, table, written
 from normswap.errors import OptionError
+from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -135,7 +136,7 @@ def _bench(
         rows = timing.run(
             groups, settings, folder, batches=setting.batches, wanted=setting.runtimes, timing=turns, say=say
         )
-    body: dict[str, Any] = {
+    body: Body = {
         "rows": [asdict(row) for row in rows],
         "settings": {**asdict(settings), **asdict(turns), "sizes": {g.network: list(g.size) for g in groups}},
         "machine": {**before, "load_after": timing.machine(settings)["load"]},

@@ -6,7 +6,7 @@ The options of the schemes are made from what the schemes declare: a new one is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,12 +18,12 @@ from normswap.cli.fitting_images import Fitting
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import cell, counts, facts, line, listing, table
 from normswap.errors import OptionError, OutputError, PlanError, first_line
-from normswap.plan import Plan, Step
-from normswap.schemes import purpose_names
+from normswap.plan import Body, Plan, Step
+from normswap.schemes import Options, purpose_names
 from normswap.schemes.parts.declared import Option, declared_options
 from normswap.storage import atomic_write
 
@@ -41,7 +41,7 @@ class Wanted:
     """What shall be done: a scheme with its options, or a plan."""
 
     to: str | None
-    options: Mapping[str, Any]
+    options: Options
     purpose: str | None
     from_plan: Path | None
 
@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
     app.command("convert")(spread(run, options=_scheme_options()))
 
 
-def _scheme_options() -> dict[str, Any]:
+def _scheme_options() -> dict[str, object]:
     """As `spread` takes them: of the type that the scheme takes, or text where it takes a word or a number."""
     return {
         option.name: Annotated[
@@ -81,7 +81,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-SCHEME].")
     ] = None,
-    options: dict[str, Any],
+    options: dict[str, object],
     only: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
     ] = None,
@@ -179,7 +179,7 @@ def _demand(wanted: Wanted, *, planning: bool) -> None:
     schemes.demand_purpose(wanted.purpose)
 
 
-Outcome = tuple["Conversion | None", list[dict[str, Any]], list[Step]]
+Outcome = tuple["Conversion | None", list[Body], list[Step]]
 """The conversion (None for a dry run), what to say of each step, and the steps."""
 
 
@@ -191,7 +191,7 @@ def _follow(
     from normswap.surgery.carrying_out import carry_out, stand_ins
     from normswap.surgery.fitting import fits
 
-    bodies: list[dict[str, Any]] = []
+    bodies: list[Body] = []
     done: Conversion | None = None
     given = fitting.on(model, advance)
     given["calibrate"] = stand_ins(model, given["calibrate"], seed=fitting.seed, progress=advance)

@@ -10,8 +10,9 @@ import typer
 
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Drawn, Json
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import table, written
+from normswap.plan import Body
 
 ORDER = 120
 _COLUMNS = ("run", "epochs", "loss", "top-1 before", "top-1 at the end", "best top-1", "in epoch")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import facts, table
 from normswap.errors import OptionError
+from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -84,11 +85,11 @@ def _group(group: Body) -> Body:
     return {**named, "tensors": len(group["params"]), "values": values}
 
 
-def _by_role(model: nn.Module, assigned: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_role(model: nn.Module, assigned: list[Body]) -> list[Body]:
     from normswap.analysis.weight_decay import ROLES
 
     sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
-    rows: dict[tuple[str, bool], dict[str, Any]] = {}
+    rows: dict[tuple[str, bool], Body] = {}
     for one in assigned:
         new = {"role": one["role"], "decay": one["decay"], "reason": one["reason"], "tensors": 0, "values": 0}
         row = rows.setdefault((one["role"], one["decay"]), new)

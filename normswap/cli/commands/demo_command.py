@@ -9,8 +9,9 @@ import typer
 from normswap.cli import progress
 from normswap.cli.network_table import network
 from normswap.cli.options import Json
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import line, small, table
+from normswap.plan import Body
 
 ORDER = 60
 _COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2", "speed")

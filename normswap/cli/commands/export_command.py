@@ -12,10 +12,11 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Images, Json, Model, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import size
 from normswap.errors import OptionError
 from normswap.exporting import formats
+from normswap.plan import Body
 
 if TYPE_CHECKING:
     from normswap.images.datasets import Loader

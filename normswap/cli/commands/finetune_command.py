@@ -14,8 +14,9 @@ from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
 from normswap.cli.options import Device, Json, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.errors import NormswapError, OptionError
+from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
     from torch import nn

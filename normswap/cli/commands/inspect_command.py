@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import typer
 
@@ -12,8 +11,9 @@ from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.network_table import network
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import span, table
+from normswap.plan import Body
 
 ORDER = 10
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
@@ -60,7 +60,7 @@ def _say(body: Body) -> None:
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
     """Consecutive blocks of a stage that look alike make one row."""
 
-    def look(block: Body) -> tuple[Any, ...]:
+    def look(block: Body) -> tuple[object, ...]:
         within = [_inside(block["path"], block[name]) for name in ("last", "gate", "drop_path")]
         return block["stage"], block["skip"], block["order"], len(block["norms"]), *within
 

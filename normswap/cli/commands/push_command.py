@@ -10,8 +10,9 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Json, Trust
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import facts, line
+from normswap.plan import Body
 
 ORDER = 95
 

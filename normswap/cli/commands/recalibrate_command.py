@@ -12,9 +12,10 @@ from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
 from normswap.cli.options import Images, Json, Model, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line
+from normswap.plan import Body
 
 ORDER = 110
 

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from normswap.cli.options import Json
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import line, table
+from normswap.plan import Body
 from normswap.storage import atomic_write
 
 ORDER = 170

@@ -9,8 +9,9 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import entry
+from normswap.plan import Body
 
 ORDER = 50
 

@@ -13,9 +13,10 @@ from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Images, Json, Opening
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import table, written
 from normswap.errors import OptionError
+from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn

@@ -11,9 +11,10 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, Opening, Weights
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.tables import line, table, written
 from normswap.errors import OptionError
+from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
     from normswap.training.progress_records import Moment

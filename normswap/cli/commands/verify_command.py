@@ -10,9 +10,10 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Images, Json, Trust, open_model
-from normswap.cli.printing import Body, show
+from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line
+from normswap.plan import Body
 
 ORDER = 30
 

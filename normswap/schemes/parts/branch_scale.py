@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from numpy.polynomial import hermite_e
@@ -19,7 +19,7 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.layers.scalars import Scale
-from normswap.plan import Edit, Take, Then, Way
+from normswap.plan import Body, Edit, Take, Then, Way
 
 
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> Draft:
@@ -46,7 +46,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         if block.tail in scaled:
             _rescale(draft, block.tail, value, with_bias)
             continue
-        old: Any = modules[block.tail]
+        old = modules[block.tail]
         if not _learns(old):
             deviation, dead = _normalize(draft, block)
             alpha = (0.0 if dead else deviation) if value is None else value
@@ -62,11 +62,11 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     return draft
 
 
-def _learns(module: nn.Module) -> bool:
+def _learns(module: nn.Module) -> TypeGuard[Scale]:
     return isinstance(module, Scale) and module.learns
 
 
-def _stays(module: Any, bias: bool) -> bool:
+def _stays(module: nn.Module, bias: bool) -> bool:
     """Whether it is a scalar that learns, without a bias that has to go elsewhere, and could: not where alpha is 0."""
     return _learns(module) and (bias or module.bias is None or not (module.bias.any() and module.alpha.any()))
 
@@ -146,7 +146,7 @@ def seat_scale(draft: Draft, path: str, alpha: float, bias: bool, layer: str = "
     modules = draft.anatomy.traced.modules
     vacated = draft.vacated(path)
     empty = vacated or isinstance(modules[path], nn.Identity | Vacant)
-    args: dict[str, Any] = {"alpha": alpha}
+    args: Body = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     if path in draft.takes or (path in draft.seats and not vacated):  # the seat gets its newcomer, and the scalar
         if path in draft.scalars:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from normswap import schemes
 
@@ -30,7 +29,7 @@ class Option:
 
     name: str
     kind: type
-    default: Any
+    default: object
     metavar: str
     help: str
     schemes: tuple[str, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
@@ -52,7 +51,7 @@ def _scale(draft: Draft, block: Block, a: float, b: float, owed: dict[fx.Node, f
     modules = draft.anatomy.traced.modules
     if block.tail is None:
         raise Blocked("its branch ends in a function of the block itself, where no module can sit")
-    tail: Any = modules[block.tail]
+    tail = modules[block.tail]
     if isinstance(tail, Scale) and tail.bias is not None and block.tail not in draft.seats:
         raise Blocked(f"it has a scalar that {draft.verdicts.get(block.tail, 'stays')}")
     if a == 1:

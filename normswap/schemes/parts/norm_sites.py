@@ -8,7 +8,6 @@ computes what the seat computes now (Ioffe & Szegedy 2015, section 3: the transf
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,12 +20,12 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain, Vacant
-from normswap.plan import Way
+from normswap.plan import Body, Way
 
 Wish = Callable[[Draft, str, nn.Module], None]
 
 
-def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: Any) -> Draft:
+def dress_in_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Draft:
     """Undress all but the BatchNorms, give each of those to `keep`, and seat a `layer` wherever one was lost.
 
     Raises:
@@ -79,7 +78,7 @@ def site_of(anatomy: Anatomy, path: str) -> str:
     return ".".join(parts)
 
 
-def _restore(draft: Draft, site: str, layer: str, args: dict[str, Any]) -> None:
+def _restore(draft: Draft, site: str, layer: str, args: Body) -> None:
     path = seat_of(draft.anatomy, site)
     old = draft.anatomy.traced.modules.get(path)
     if old is None or (id(old) not in draft.anatomy.traced.calls and not isinstance(old, Vacant)):

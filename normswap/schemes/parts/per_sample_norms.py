@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.plan import Edit, Step
+from normswap.plan import Body, Edit, Step
 from normswap.schemes.parts import steady_signs
 from normswap.schemes.parts.steady_signs import Signs
 
@@ -86,7 +85,7 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
     channels = affine.channels(module)
     detail = f"over {count} group{'s' * (count > 1)} of {channels // count} channels"
     conv = conv_before(draft, module) if steady else None
-    args: dict[str, Any] = {"groups": count}
+    args: Body = {"groups": count}
     if conv is not None or (steady and signs is not None):
         args |= {"steady": steady, **asdict(signs or steady_signs.alternating(channels, count))}
     if conv is not None:

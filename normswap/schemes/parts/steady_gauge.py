@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from normswap.calibration.checked_batches import checked, misfit
 from normswap.layers import affine
@@ -32,7 +33,7 @@ Seen = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def regauge(pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any]) -> None:
+def regauge(pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable[object]) -> None:
     """Give pattern and result, in place, another gauge before each norm that has one; the pattern computes the same.
 
     Args:
@@ -50,7 +51,8 @@ def regauge(pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable
         if len(means) < ENOUGH:
             continue
         norm = norms[path]
-        sign, offset = gauge(means, squares, args["groups"], shares.get(path, args.get("steady", 0.0)))
+        share = shares[path] if path in shares else args.get("steady", 0.0)
+        sign, offset = gauge(means, squares, args["groups"], share)
         shift = offset - sign * norm.running_mean.double()
         for network in (pattern, result):
             before = network.get_submodule(path)
@@ -104,15 +106,15 @@ def _constants(x: Tensor, energy: Tensor, size: float) -> Tensor:
     return vectors @ (found * (size / float(found.square().sum().clamp_min(1e-30))) ** 0.5)
 
 
-def _inner(seat: Any) -> Any:
+def _inner(seat: nn.Module) -> Any:
     return seat.then if isinstance(seat, Chain) else seat
 
 
-def _observe(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> dict[str, Seen]:
+def _observe(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[object]) -> dict[str, Seen]:
     """Per norm, what reaches it about its running mean: each image's means and mean squares, (N, C)."""
     found: dict[str, list[Seen]] = {}
 
-    def spy(path: str, norm: Any) -> Any:
+    def spy(path: str, norm: Any) -> RemovableHandle:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].double().flatten(2) if args[0].ndim > 2 else args[0].double()[:, :, None]
             x = x - norm.running_mean.double()[:, None]

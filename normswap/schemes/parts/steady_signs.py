@@ -10,7 +10,7 @@ image. That is seen well enough on noise with the spectrum of natural images, 1/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
 
 
 Seen = tuple[Tensor, Tensor]
-Numbers = npt.NDArray[Any]
+Numbers = npt.NDArray[np.float64]
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def _observe(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
     """Per norm, what reaches it about its running mean: each image's means and mean squares, (N, C); maybe nothing."""
     found: dict[str, list[Seen]] = {}
 
-    def spy(path: str) -> Any:
+    def spy(path: str) -> Callable[..., None]:
         def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
             x = args[0].flatten(2) if args[0].ndim > 2 else args[0].unsqueeze(2)
             mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]

@@ -43,7 +43,7 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
     first = True
     seen: set[int] = set()
     for node in traced.nodes:
-        module: Any = traced.module(node)
+        module = traced.module(node)
         if not isinstance(module, reparametrized.CONVOLUTIONS) or id(module) in seen:
             continue
         seen.add(id(module))

@@ -38,7 +38,7 @@ FARTHEST = 2.0  # of a factor's logarithm
 
 
 def rescale(
-    pattern: nn.Module, result: nn.Module, batches: Iterable[Any], zero_sum: Callable[[str, nn.Module], bool]
+    pattern: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Callable[[str, nn.Module], bool]
 ) -> dict[str, Tensor]:
     """Scale channels of pattern and result, in place; the pattern computes the same.
 
@@ -139,7 +139,7 @@ class _Seen:
         self.y: Any = 0
         self.yy: Any = 0
 
-    def look(self, layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def look(self, layer: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], output: Tensor) -> None:
         read, given = patches(layer, args[0], output, PLACES, self.generator)
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, given))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -27,7 +26,7 @@ def plan(anatomy: Anatomy) -> Draft:
 
 
 def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
 ) -> None:
     fit_norms(source, result, batches, progress)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ def plan(anatomy: Anatomy, *, data: str = "", samples: int | None = None, batch_
 
 
 def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
 ) -> tuple[str, ...]:
     seen = estimate_population(result, batches, progress)
     said = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
