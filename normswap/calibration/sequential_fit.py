@@ -243,7 +243,7 @@ def set_weight(module: Linearity, weight: Tensor, bias: Tensor) -> None:
 
 
 @torch.no_grad()
-def _fit_norm(module: nn.GroupNorm, source: nn.Module, stop: Stop, end: End) -> None:
+def _fit_norm(module: Any, source: nn.Module, stop: Stop, end: End) -> None:
     """gamma and beta per channel: the least-squares affine map from the normalized input to the source's output."""
     s, t = affine.read(source)
     sums = torch.zeros(5, s.numel(), dtype=torch.float64, device=s.device)
