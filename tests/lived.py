@@ -18,6 +18,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 from normswap import schemes
 from normswap.analysis import signal_propagation
 from normswap.folding.draft import Draft
+from normswap.folding.overwriting import torn
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
@@ -101,6 +102,7 @@ def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, Dra
     options = schemes.resolve(to, options)
     seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
     draft = schemes.get(to).plan(seen, **options)
+    draft.refusals.update(torn(draft))
     return Step(to, options, draft.edits()), draft
 
 

@@ -114,6 +114,24 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     assert batchnorms(result) == [path for path, why in draft.verdicts.items() if why.fate is Fate.NEVER_CALLED]
 
 
+NAMED_TWICE: list[Instruction] = [
+    ("sum", "+=", 0, 2),
+    ("sum", "+", 0, 2),
+]  # y += x, and then read as it was called before
+
+
+@pytest.mark.parametrize("seat", ["act", "identity", "drop"])
+def test_a_seat_between_two_names_is_refused(seat: str) -> None:
+    """It passes on the memory it reads; a scalar there would part what is written from what is read."""
+    torch.manual_seed(0)
+    model, _ = prepared(Program([("conv", 0, 0, 0), ("module", seat, 0, 0), *NAMED_TWICE], 1), 0)
+    _, draft = step(model, "skipinit")
+    assert draft.refusals
+    kept = Program([("conv", 0, 0, 0), ("module", seat, 0, 0), ("sum", "+=", 0, 2)], 1)
+    model, x = prepared(kept, 0)
+    assert distance(run(model, x.clone()), run(swapped(model, "skipinit"), x.clone())) <= 1e-10
+
+
 @settings(max_examples=100)
 @given(program=programs, seed=st.integers(0, 3))
 def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import inspect
 import operator
 
-from torch import fx
+from timm.layers import DropPath
+from torch import fx, nn
 
 from normswap.folding.draft import Draft
+from normswap.graph.spelling import after
 from normswap.graph.tracing import Traced, inputs
+from normswap.layers.placeholders import Vacant
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+_PASSING = (nn.Identity, nn.Dropout, DropPath, nn.Flatten, Vacant)
+_VIEWS = (
+    "view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "getitem", "chunk",
+    "split", "narrow", "detach", "expand", "view_as",
+)  # fmt: skip
 
 
 def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
@@ -30,6 +38,46 @@ def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
             elif draft.silent(user) and user is not call:
                 family.append(user)
     return None
+
+
+def torn(draft: Draft) -> dict[str, str]:
+    """Seats that pass on the memory they read and will not any more, where it is written to under one of its names and
+    read under the other: why each must stay as it is, by path.
+    """
+    traced, found = draft.anatomy.traced, {}
+    for node in traced.nodes:
+        if node.target is not after:
+            continue
+        one, other = (_passing(traced, value) for value in inputs(node))
+        for name in (*(n for n in one if n not in other), *(n for n in other if n not in one[1:])):
+            path = str(name.target)
+            if name.op == "call_module" and _copies(draft, path):
+                found[path] = "what it passes on is written to later, and read under the name it had before"
+    return found
+
+
+def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
+    """What the value's memory has gone through, the latest first."""
+    found = []
+    while inputs(value) and shares(traced, value):
+        found.append(value)
+        value = inputs(value)[0]
+    return found
+
+
+def shares(traced: Traced, node: fx.Node) -> bool:
+    """Whether the value of `node` is, in eval mode, in the memory of its first input."""
+    module = traced.module(node)
+    if module is None:
+        return overwrites(traced, node) or getattr(node.target, "__name__", node.target) in _VIEWS
+    if isinstance(module, Vacant) and module.act is not None:
+        module = module.act
+    return isinstance(module, _PASSING) or bool(getattr(module, "inplace", False))
+
+
+def _copies(draft: Draft, path: str) -> bool:
+    """Whether something will sit there that makes a tensor of its own."""
+    return path in draft.scalars or (path in draft.seats and not draft.vacated(path))
 
 
 def overwrites(traced: Traced, node: fx.Node) -> bool:

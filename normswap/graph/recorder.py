@@ -146,7 +146,8 @@ class Recorder(TorchFunctionMode):
             self._writes[memory(tensor)] = node
             self._set(tensor, node)
         if isinstance(result, Tensor):
-            if any(result is t for t in tensors) and not any(result is t for t in overwritten):
+            leaf = node.op == "call_module"  # something that makes a copy may sit there one day
+            if any(result is t for t in tensors) and (leaf or not any(result is t for t in overwritten)):
                 result = torch.Tensor.detach(result)  # passed on as it is: the same memory under another name
             self._set(result, node)
             return result

@@ -11,6 +11,7 @@ from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
+from normswap.folding.overwriting import torn
 from normswap.folding.verdict import Fate, Verdict, counts
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
@@ -60,6 +61,7 @@ def _draft(seen: Anatomy, to: str, options: Options) -> tuple[Step, Draft]:
     part = selection.restrict(seen, **chosen)
     scheme = schemes.get(to)
     sketch: Draft = scheme.plan(part, **own)
+    sketch.refusals.update(torn(sketch))
     if sketch.refusals:
         listed = [f"{path}: {why}" for path, why in list(sketch.refusals.items())[:3]]
         more = f"; and {len(sketch.refusals) - 3} more" if len(sketch.refusals) > 3 else ""

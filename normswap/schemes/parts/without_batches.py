@@ -15,16 +15,14 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.folding.draft import Draft
-from normswap.folding.overwriting import overwrites
+from normswap.folding.overwriting import overwrites, shares
 from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelBias
-from normswap.layers.placeholders import Copy, Vacant
+from normswap.layers.placeholders import Copy
 from normswap.plan import Edit, Then
-
-_VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous")
 
 
 def plan_federated(anatomy: Anatomy) -> Draft:
@@ -96,7 +94,7 @@ def _copy_before(draft: Draft, node: fx.Node) -> None:
     """Let what a layer that learns returns be copied before `node` writes into it."""
     traced = draft.anatomy.traced
     value = inputs(node)[0]
-    while not _owners(traced, value) and _shares(traced, value) and inputs(value):
+    while not _owners(traced, value) and shares(traced, value) and inputs(value):
         value = inputs(value)[0]
     owners = _owners(traced, value)
     if not owners or _writer_is_gone(draft, node):
@@ -119,11 +117,3 @@ def _owners(traced: Traced, node: fx.Node) -> list[str]:
 def _writer_is_gone(draft: Draft, node: fx.Node) -> bool:
     edit = draft.seats.get(str(node.target)) if node.op == "call_module" else None
     return edit is not None and edit.layer == "OutOfPlace"
-
-
-def _shares(traced: Traced, node: fx.Node) -> bool:
-    """Whether the value of `node` may be, or view, the memory of its input."""
-    module = traced.module(node)
-    if module is not None:
-        return isinstance(module, nn.Identity | nn.Flatten | Vacant) or overwrites(traced, node)
-    return node.target in _VIEWS or getattr(node.target, "__name__", "") in _VIEWS or overwrites(traced, node)
