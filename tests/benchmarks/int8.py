@@ -9,7 +9,8 @@ The same 512 training images calibrate all; nothing is chosen on the test images
 `nncf.quantize` on the OpenVINO model of that file, and from torchao's PT2E on torch.export's program of timm's network;
 `safe`: the same with 7 bits in the weights and unsigned activations, which a CPU without VNNI needs (torchao's way: 7
 bits in the activations). `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
-What was measured is kept in runs/int8.jsonl. Needs ../shared.
+A file that answers another thing than fp32 is right about as often, by chance: "same answer" tells files apart that
+top-1 does not. What was measured is kept in runs/int8.jsonl. Needs ../shared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import io
 import logging
+import statistics
 import sys
 import tempfile
 import time
@@ -69,11 +71,13 @@ FOLDERS = {
 }
 NAMES = (*ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir()))
 CALIBRATED = 512
+TESTED = 10_000
+WORKS = 50  # % of fp32's answers that a file must give to be compared
 FINE = "ours, 8 bits"
 OURS = {"ours": 7, FINE: 8}
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", FINE,
-        "of which the gauge", "same answer", "ours took")  # fmt: skip
+        "of which the gauge", "same answer as fp32, %: of these four", "ours took")  # fmt: skip
 
 
 VNNI = {
@@ -202,8 +206,8 @@ def made(name: str, runtime: str, per_channel: bool, which: str) -> Row:
         return {**case.measure(file, runtime), **how, "seconds": seconds}
 
 
-def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> str | None:
-    """A line of the table; None where something of it is not measured, and only what is `known` is wanted."""
+def cell(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> dict[str, Row] | None:
+    """What was measured of source and files; None where something is missing, and only what is `known` is wanted."""
     step = "channel" if per_channel else "tensor"
     keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", *OURS)}
     if known and keys[FINE] not in kept.rows:
@@ -213,13 +217,32 @@ def row(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> 
     source = kept.get((name,), lambda: {"top1": _share(opened(name).answers == opened(name).labels)})
     found = {which: kept.get(key, functools.partial(made, name, runtime, per_channel, which))
              for which, key in keys.items()}  # fmt: skip
-    mine, fine = found["ours"], found.get(FINE)
+    return {"fp32": source, **found}
+
+
+def row(name: str, runtime: str, per_channel: bool, found: dict[str, Row]) -> str:
+    """The same as a line of the table."""
+    mine, files = found["ours"], [found[which] for which in ("defaults", "safe", *OURS) if which in found]
     return _line(
-        f"`{name}`", runtime, step, f"{source['top1']:.2f}", f"{found['defaults']['top1']:.2f}",
-        f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**", f"{fine['top1']:.2f}" if fine else "",
-        mine["gauge"], f"{mine['same']:.2f} %",
-        f"{mine['seconds']:.0f} s",
+        f"`{name}`", runtime, "channel" if per_channel else "tensor", f"{found['fp32']['top1']:.2f}",
+        f"{found['defaults']['top1']:.2f}", f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**",
+        f"{found[FINE]['top1']:.2f}" if FINE in found else "", mine["gauge"],
+        ", ".join(f"{file['same']:.2f}" for file in files), f"{mine['seconds']:.0f} s",
     )  # fmt: skip
+
+
+def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
+    """Ours against the tool's where the tool's file still works."""
+    pairs = [(one[which], one[tool]) for one in cells if which in one and one[tool]["same"] > WORKS]
+    lead = [a["top1"] - b["top1"] for a, b in pairs]
+    same, theirs = (statistics.mean(pair[i]["same"] for pair in pairs) for i in (0, 1))
+    # answers that differ from fp32's are right or wrong by chance, as often
+    luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / TESTED) ** 0.5 for a, b in pairs)
+    return (
+        f"{which} against {tool}, {len(pairs)} pairs of files: {statistics.mean(lead):+.2f} points of top-1 on "
+        f"average, {min(lead):+.2f} to {max(lead):+.2f}, where chance alone moves a pair by {luck:.2f} (one standard "
+        f"error); the same answer as fp32 on {same:.2f} against {theirs:.2f} % of the images."
+    )
 
 
 def _line(*cells: str) -> str:
@@ -235,14 +258,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     kept = Kept(KEPT, fresh=args.fresh)
-    lines = []
+    lines, cells = [], []
     for runtime in RUNTIMES:
         for name in args.names or NAMES:
             for per_channel in (True, False):
-                line = row(kept, name, runtime, per_channel, args.known)
-                if line is not None:
-                    print(line, flush=True)
-                    lines.append(line)
+                found = cell(kept, name, runtime, per_channel, args.known)
+                if found is not None:
+                    cells.append(found)
+                    lines.append(row(name, runtime, per_channel, found))
+                    print(lines[-1], flush=True)
     versions = (
         f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}, "
         f"torchao {torchao.__version__}"
@@ -254,6 +278,7 @@ def main() -> None:
         f"{versions}. Measured at commit {', '.join(commits)}. The same {CALIBRATED} training images calibrate all. "
         f"What the columns are, `tests/benchmarks/int8.py` says. {VNNI[vnni()]}", "",
         _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
+        *(f"- {against(cells, *pair)}" for pair in (("ours", "safe"), (FINE, "defaults"), ("ours", "defaults"))), "",
     ]  # fmt: skip
     HERE.with_suffix(".md").write_text("\n".join(text))
 
