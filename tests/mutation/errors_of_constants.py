@@ -93,8 +93,8 @@ ERRORS = (
     Planted(
         "norms that data will fill lose their eps",
         "normswap/layers/site_norm.py",
-        "eps=old.eps, momentum=0.1, ghost=0",
-        "eps=1e-5, momentum=0.1, ghost=0",
+        'getattr(old, "eps", 1e-5), momentum=0.1, ghost=0',
+        "1e-5, momentum=0.1, ghost=0",
         PAPERS,
     ),
     Planted(

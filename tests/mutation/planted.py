@@ -23,13 +23,17 @@ from typing import Any
 import errors_of_constants
 import errors_of_fitting
 import errors_of_gauges
+import errors_of_layers
 import errors_of_proof
 import errors_of_runs
 import errors_of_survivors
 from planted_error import Planted
 from workplace import ROOT, circumstance, copied, demand_the_copy, outcome_of, written
 
-FILES = (errors_of_proof, errors_of_constants, errors_of_fitting, errors_of_gauges, errors_of_runs, errors_of_survivors)
+FILES = (
+    errors_of_proof, errors_of_constants, errors_of_fitting, errors_of_gauges, errors_of_layers, errors_of_runs,
+    errors_of_survivors,
+)  # fmt: skip
 ERRORS = tuple(error for file in FILES for error in file.ERRORS)
 KNOWN = ROOT / "runs" / "planted.jsonl"
 

@@ -1,0 +1,50 @@
+"""Planted errors: Dynamic Tanh, the integers of int8 files, names of the same memory, what is expected to be kept."""
+
+from __future__ import annotations
+
+from planted_error import Planted
+
+TANH, TESTS = "normswap/layers/dynamic_tanh.py", ("tests/test_dynamic_tanh.py",)
+FIT = "normswap/calibration/sequential_fit.py"
+OPENVINO, BIASES = "normswap/exporting/openvino_int8.py", "normswap/exporting/bias_correction.py"
+GRIDS = ("tests/test_int8_weights.py",)
+NAMES, PROGRAMS = "normswap/folding/overwriting.py", ("tests/test_programs.py",)
+RIGHT, ANSWERS = "normswap/surgery/right_answers.py", ("tests/test_right_answers.py",)
+ORDER, INPUTS = "normswap/exporting/order.py", ("tests/test_export_inputs.py",)
+
+ERRORS = (
+    Planted("gamma is that of a straight line", TANH, "(gain(alpha) * gamma)", "(gamma / alpha)", TESTS),
+    Planted("gain over numbers as often as others", TANH, "(-u.square() / 2).exp(), (alpha", "u.exp() * 0 + 1, (alpha",
+            TESTS),
+    Planted("the convolution keeps its units", TANH, " / per_filter(old, std)", "", TESTS),
+    Planted("the convolution keeps its mean", TANH, "old.bias.double() - mean", "old.bias.double()", TESTS),
+    Planted("eps is no part of the deviation", TANH, "(norm.running_var.double() + affine.epsilon(norm)).sqrt()",
+            "norm.running_var.double().sqrt()", TESTS),
+    Planted("the scale in front is the deviation", TANH, "ChannelAffine((1 / std)", "ChannelAffine((std)", TESTS),
+    Planted("what a BatchNorm carried is lost", TANH, "beta.to(like), alpha, affine.copied_activation(old))",
+            "beta.to(like), alpha)", TESTS),
+    Planted("the pattern is bent", TANH, "ChannelAffine(gamma.to", "ChannelAffine(gamma.tanh().to", TESTS),
+    Planted("gamma and beta are not fitted", FIT, "if normalizes(module):\n", "if False:\n", TESTS),
+    Planted("no norm of this kind is a source", TANH, "register_norm(DynamicTanh, per_sample=True)", "", TESTS),
+    Planted("NNCF's integers are those of others", OPENVINO, "63.5 if", "64 if", GRIDS),
+    Planted("depthwise layers have 7 bits", OPENVINO, " and not depthwise else", " else", GRIDS),
+    Planted("every grouped layer has 8 bits", OPENVINO, " == layer.in_channels", "",
+            GRIDS),
+    Planted("weights are cut off", BIASES, "+ 0.5).floor()", ").floor()", GRIDS),
+    Planted("one side less", BIASES, "math.ceil(levels)", "math.floor(levels) - 1", GRIDS),
+    Planted("a seat between two names is taken", NAMES, "found[path] = ", "found = found or {}; _ = ", PROGRAMS),
+    Planted("what writes in place has one name", "normswap/graph/recorder.py", "(leaf or not any(", "(not any(",
+            PROGRAMS),
+    Planted("errors by rank are left out", RIGHT, "in (by_class, by_rank)", "in (by_class,)", ANSWERS),
+    Planted("errors by class are left out", RIGHT, "in (by_class, by_rank)", "in (by_rank,)", ANSWERS),
+    Planted("images that were fitted to are not asked", RIGHT, "*(places(one).double() for one in others)", "",
+            ANSWERS),
+    Planted("one number has a largest", "normswap/surgery/comparison.py", " or a.shape[1] == 1:", ":",
+            ("tests/test_gates.py",)),
+    Planted("batches without tensors are dealt", "normswap/surgery/held_out.py", "if not batch.tensors():", "if False:",
+            ("tests/test_batches.py",)),
+    Planted("scalars are seated before the biases", "normswap/schemes/parts/fixup_scalars.py",
+            "_shift_layers(draft)\n    _seat_scales(draft)", "_seat_scales(draft)\n    _shift_layers(draft)",
+            ("tests/test_exact.py::test_a_branch_that_ends_in_its_convolution",)),
+    Planted("everything in the file, of int8, too", ORDER, 'or self.dtype == "int8" or', "or", INPUTS),
+)  # fmt: skip
