@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 from crossed import crossed
-from lived import lived_in
+from lived import batchnorms, distance, lived_in, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -113,6 +113,22 @@ def test_unfold_keeps_what_was_learned_since() -> None:
     back = convert(folded, "unfold").model
     assert relative(back, folded) <= 1e-5
     assert any(isinstance(module, nn.BatchNorm2d) for module in back.modules())
+
+
+@pytest.mark.parametrize(("to", "kind"), [("groupnorm", "GroupNorm"), ("dyt", "DynamicTanh")])
+def test_unfold_of_another_kind_of_norm_is_refused(to: str, kind: str, tmp_path: Path) -> None:
+    """No BatchNorm computes what it does; one that does so on average folds away, and then there is a way back."""
+    source = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=3).eval()
+    x = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    done = convert(source, to, size=(3, 32, 32))
+    with pytest.raises(RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* --calibrate DATA"):
+        convert(done.model, "unfold", size=(3, 32, 32))
+    checkpoint.save(done, tmp_path / "other")
+    assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text()
+    folded = convert(done.model, "folded", size=(3, 32, 32), calibrate=x).model
+    back = convert(folded, "unfold", size=(3, 32, 32)).model
+    assert len(batchnorms(back)) == len(batchnorms(source))
+    assert distance(run(folded, x), run(back, x)) < 1e-4
 
 
 def test_unfold_without_norms_is_refused() -> None:

@@ -95,6 +95,8 @@ def refusal(module: nn.Module) -> str | None:
         return "it has forward hooks, which would be lost with it"
     if _own(module) is not None or _vouched(module):
         return None
+    if isinstance(module, OwnLayer) and module.NORMALIZES:
+        return f"{type(module).__name__} bends what it reads"
     if not is_batchnorm(module):
         return f"{type(module).__name__} computes its statistics per sample"
     if known(module) is None and not _was_read(module):

@@ -42,7 +42,11 @@ def render(record: Provenance, report: Report | None) -> str:
         "```",
         "",
         "`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here"
-        + ("; `--to unfold` brings the BatchNorm network back." if record.norms else "."),
+        + (
+            "; `--to unfold` brings the BatchNorm network back."
+            if record.norms and (not report or report.exact)
+            else "."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.calibration import norm_estimate
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.layer_scale import scaled_dim
 from normswap.layers.placeholders import Holder
@@ -26,6 +28,7 @@ from normswap.models import zoo
 from normswap.models.calling import Inputs, batches
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
+from normswap.schemes.parts import norm_sites
 from normswap.surgery import applying
 
 
@@ -79,12 +82,24 @@ def architecture(model: nn.Module) -> Arch | None:
 def _canonical(model: nn.Module, given: Inputs) -> nn.Module:
     """`model` without scalars."""
     draft = undress(inspection.inspect(model, given))
+    _demand_no_newcomer(draft.anatomy)
     kept = [path for path, module in draft.anatomy.traced.modules.items()
             if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
         raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.verdicts.get(path, "")))
     return applying.apply_step(model, Step("folded", {}, draft.edits()))
+
+
+def _demand_no_newcomer(seen: Anatomy) -> None:
+    """See that no other kind of norm sits where the source had a BatchNorm."""
+    places = norm_sites.sites(seen)
+    for norm in seen.norms:
+        if norm_estimate.fits(seen, norm.path) and norm_sites.site_of(seen, norm.path) in places:
+            raise RefusedError(
+                f"cannot unfold {norm.path}", f"a {norm.kind} sits there now, which no BatchNorm computes",
+                "Keep the source network; or first `--to folded --calibrate DATA`, by what it does on average",
+            )  # fmt: skip
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
