@@ -48,10 +48,16 @@ EXACT: tuple[Way, ...] = (
 )  # fmt: skip
 DATALESS: tuple[Way, ...] = (
     ("groupnorm", {"steady": 0}), ("groupnorm", {"steady": 0.5}), ("groupnorm", {}), ("groupnorm", {"groups": 4}),
-    ("instancenorm", {}),
+    ("instancenorm", {}), ("dyt", {}),
 )  # fmt: skip
-FITTED: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("nf", {"stem": "fit"}), ("centered-weightnorm", {}))
-MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}))
+FITTED: tuple[Way, ...] = (
+    ("groupnorm", {}),
+    ("nf", {}),
+    ("nf", {"stem": "fit"}),
+    ("centered-weightnorm", {}),
+    ("dyt", {}),
+)
+MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("dyt", {}))
 BATCHNORM: Way = ("batchnorm", {})
 SOURCES: tuple[Way, ...] = (
     BATCHNORM, ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
