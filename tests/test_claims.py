@@ -181,8 +181,9 @@ def accuracy(network: str) -> tuple[str, ...]:
 
 EVERY = ("none", "synthetic", "100", "1000")  # images to calibrate on
 CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
-    "ResNets, `groupnorm` | {}, {} and {} | {}, {} and {} | | {}, {} and {} |":
-        lambda: sum((schemes("groupnorm", how) for how in ("none", "synthetic", "1000 images")), ()),
+    **{f"ResNets, `{way}` | {{}}, {{}} and {{}} | {{}}, {{}} and {{}} | | {{}}, {{}} and {{}} |":
+           lambda way=way: sum((schemes(way, how) for how in ("none", "synthetic", "1000 images")), ())
+       for way in ("groupnorm", "dyt")},
     "ResNets, `nf` | | {}, {} and {} | | {}, {} and {} |":
         lambda: schemes("nf", "synthetic") + schemes("nf", "1000 images"),
     **{f"ten kinds, `{way}` | {{}} to {{}} | {{}} to {{}} | {{}} to {{}} | {{}} to {{}} |":
