@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import NormswapError, VerificationError
-from normswap.exporting import formats
+from normswap.exporting import exporter, formats
 from normswap.models.calling import named_tensors
 
 X = batches(1)[0]
@@ -123,11 +123,16 @@ class Two(nn.Module):
         return {"boxes": self.boxes(scores).view(-1, 2, 5), "scores": scores}
 
 
+def two() -> nn.Module:
+    model = Two(trunk()).eval()
+    model(X[:1])
+    return model
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> None:
     """Nothing is said about inputs; the sidecar tells of the images, and of everything that comes out."""
-    model = Two(trunk()).eval()
-    model(X[:1])
+    model = two()
     done = normswap.export(model, tmp_path / "a.onnx", input_size=SIZE, dynamic_batch=dynamic)
     assert done.figures.inputs == "smooth noise, seed 0"
     assert done.figures.count == 4
@@ -171,12 +176,17 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "softmax": True}, "softmax is for images in and one answer out"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "dtype": "int8"}, "int8 is for images in and one answer out"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "format": "safetensors"}, "holds tensors, no inputs or outputs"),
+    *(
+        (two, {"input_size": SIZE, **options}, "does not give one tensor: it gives a dict")
+        for options in ({"normalize": True}, {"softmax": True}, {"dtype": "int8", "calibrate": X, "images": X[:4]})
+    ),
     (lambda: Listed(trunk()), {"inputs": (list(X),), "dynamic_batch": True}, "number of samples cannot be free"),
 ]
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_cannot_be_is_said(case: int, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said(case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_prepare", lambda _: pytest.fail("folded before it was refused"))
     make, options, message = REFUSED[case]
     file = tmp_path / ("a.safetensors" if options.get("format") == "safetensors" else "a.onnx")
     with pytest.raises(NormswapError, match=message) as caught:
