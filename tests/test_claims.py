@@ -149,6 +149,15 @@ def mobilenet() -> tuple[str, ...]:
     return tuple(tenths(one) for one in found)
 
 
+def int8_answers() -> tuple[str, ...]:
+    """How often files give fp32's answer: ours with 7 and with 8 bits, then the tools'."""
+    pairs = re.findall(
+        r"^- ours.* against (safe|defaults), .* fp32 on ([\d.]+) against ([\d.]+) %", text("int8.md"), re.M
+    )
+    (_, seven, sevens), (_, eight, eights), _ = pairs
+    return tuple(map(tenths, (seven, eight, sevens, eights)))
+
+
 def int8_speed() -> tuple[str, ...]:
     """Against ours in fp32 in either runtime, and against timm in eager mode."""
     rows = list(table("int8_speed.md"))
@@ -218,6 +227,8 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "Exported files give the source's answer on all {} CIFAR-10 test images in fp32, and on at least {} % in fp16":
         exports,
     "In ONNX Runtime {} networks lose at most {} points of top-1 on the CIFAR-10 test images": int8,
+    "ours give fp32's answer on {} % of the images with 7 bits and {} with 8, the tools' own files {} and {};":
+        int8_answers,
     "by the tool's defaults it falls from {} to {}, by the tool with 7-bit weights to {}, with the factors to {} "
     "(in OpenVINO to {}, {} and {};": mobilenet,
     "on such a CPU int8 is {} to {} times as fast as fp32 in ONNX Runtime, {} to {} in OpenVINO, and {} to {} times as "
