@@ -13,8 +13,9 @@ from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, fx, nn
 
 from normswap.exporting import formats, pt2
-from normswap.exporting.bias_correction import Layer, rounded
+from normswap.exporting.bias_correction import rounded
 from normswap.exporting.exported_module import Shipped
+from normswap.layers.seat import Linearity
 
 
 def network(ending: str) -> nn.Sequential:
@@ -85,7 +86,7 @@ def test_weights_are_rounded_as_the_file_does(ending: str, bits: int, per_channe
         pytest.importorskip("nncf")
     file, x = tmp_path / f"net.{ending}", torch.randn(16, 3, 24, 24)
     tool, model = formats.quantizer(formats.choose(file, None).NAME), network(ending)
-    layers: list[Layer] = [m for m in model.modules() if isinstance(m, tool.LAYERS)]  # type: ignore[misc]
+    layers: list[Linearity] = [m for m in model.modules() if isinstance(m, tool.LAYERS)]  # type: ignore[misc]
     tool.write_int8(
         Shipped(model).eval().requires_grad_(False), x, file, [x], ranges=tool.RANGES[0], per_channel=per_channel,
         bits=bits, keep=[], dynamic=True, metadata={},

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from normswap.graph.inspection import LINEAR
+from normswap.layers.seat import Linearity
 
-Layer = nn.Linear | nn.modules.conv._ConvNd
 
-
-def rounded(module: Layer, *, levels: float, per_channel: bool) -> Tensor:
+def rounded(module: Linearity, *, levels: float, per_channel: bool) -> Tensor:
     """The weights as integers times a step give them, one step for each output channel or one for all: the largest
     weight is `levels` steps from 0 (64; of 63.5 the file has 64 on one side and 63 on the other).
     """
