@@ -55,6 +55,9 @@ class Opening:
     ] = None
     num_classes: Annotated[int | None, typer.Option(min=0, metavar="N", help="Another head than the source's.")] = None
     in_chans: Annotated[int | None, typer.Option(min=1, metavar="N", help="Another number of input channels.")] = None
+    input_size: Annotated[
+        str | None, typer.Option("--input-size", metavar="C,H,W", help="Size of its images, where it says another.")
+    ] = None
     trust_factory: Trust = False
 
     def weights_of(self, name: str) -> str:
@@ -66,7 +69,7 @@ class Opening:
         given: list[tuple[str, object]] = [
             ("--weights", None if self.weights == "pretrained" else self.weights), ("--arch", self.arch),
             *(("--arch-arg", one) for one in self.arch_arg or ()),
-            ("--num-classes", self.num_classes), ("--in-chans", self.in_chans),
+            ("--num-classes", self.num_classes), ("--in-chans", self.in_chans), ("--input-size", self.input_size),
         ]  # fmt: skip
         words = [str(word) for flag, value in given if value is not None for word in (flag, value)]
         return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
@@ -81,9 +84,10 @@ class Opening:
             SourceError, OptionError: it cannot be had.
         """
         args = dict(_pair(text) for text in self.arch_arg or [])
+        size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
-            name, weights=self.weights_of(name), arch=self.arch, arch_args=args,
-            num_classes=self.num_classes, in_chans=self.in_chans, trust_factory=self.trust_factory, mapped=mapped,
+            name, weights=self.weights_of(name), arch=self.arch, arch_args=args, num_classes=self.num_classes,
+            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, mapped=mapped,
         )  # fmt: skip
 
 
@@ -109,6 +113,13 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
     if not sign or not key.isidentifier():
         raise OptionError(f"--arch-arg {text!r} is not KEY=VALUE", remedy="For instance channels=16,32,64,128")
     return key, parse(value)
+
+
+def _sides(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise OptionError(f"--input-size {text}", "it is C,H,W, for instance 3,224,224")
+    return tuple(int(part) for part in parts)
 
 
 def parse(text: str) -> Value | list[Value]:

@@ -215,13 +215,11 @@ def _wish(
     return Wish(torch.cat(batches), per_channel, weight_bits, sensitive, max_drop)
 
 
-def preprocessing(model: nn.Module, size: Sequence[int] | None) -> sidecar.Body:
-    """The record by which images are made for `model`, at another size (C, H, W) if one is given."""
+def preprocessing(model: nn.Module) -> sidecar.Body:
+    """The record by which images are made for `model`."""
     record = provenance.of(model)
     config = {**(record.pretrained_cfg if record else {}), **sidecar.config(model)}
-    return (
-        config | {"num_classes": getattr(model, "num_classes", None)} | ({} if size is None else {"input_size": size})
-    )
+    return config | {"num_classes": getattr(model, "num_classes", None)}
 
 
 def _body(order: Order, made: Mapping[str, Tensor]) -> sidecar.Body:

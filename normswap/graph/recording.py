@@ -208,7 +208,7 @@ def record_once(
         raise TraceError(
             f"{where}, at {recorder.failed}" if recorder.failed else where,
             reason(error),
-            "Give an example of what it takes: `inputs=`",
+            "Give an example of what it takes: `inputs=`; to a command, `--input-size C,H,W`",
         ) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)

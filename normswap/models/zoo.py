@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
@@ -171,3 +172,19 @@ def data_config(model: nn.Module) -> Cfg:
         cfg = {**_GENERAL, **cfg, "input_size": size if len(size) == 3 else (size[0], 224, 224)}
         cfg |= {key: per_channel(cfg[key], size[0]) for key in ("mean", "std")}
     return dict(resolve_data_config(pretrained_cfg=cfg))
+
+
+def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
+    """The network itself, whose record says that it is made for images of this size (C, H, W).
+
+    Raises:
+        OptionError: it is built for another.
+    """
+    origin = provenance.of(model) or Provenance()
+    record = {**(origin.pretrained_cfg or data_config(model)), "input_size": tuple(size)}
+    provenance.attach(model, replace(origin, pretrained_cfg=record))
+    built = network_input.size(model)
+    if tuple(built) != tuple(size):
+        text, own = (",".join(map(str, one)) for one in (size, built))
+        raise OptionError(f"--input-size {text}", f"the network is built for {own}", "See `--arch-arg img_size=...`")
+    return model

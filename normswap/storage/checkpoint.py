@@ -13,7 +13,7 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ def open_model(
     arch_args: Mapping[str, object] | None = None,
     num_classes: int | None = None,
     in_chans: int | None = None,
+    input_size: Sequence[int] | None = None,
     trust_factory: bool = False,
     named: bool = True,
     mapped: bool = False,
@@ -51,6 +52,7 @@ def open_model(
     """Any MODEL: what `zoo.open_source` opens, a directory that `save` wrote, or a file that `write_file` wrote.
 
     Args:
+        input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`).
         trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported; mapped:
             as in `zoo.open_source`.
 
@@ -66,13 +68,15 @@ def open_model(
             raise SourceError(
                 f"{folder} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}"
             )
-        return load(folder, trust_factory=trust_factory)
-    if (ours := hub_folder.fetch(source)) is not None:
-        return load(ours, trust_factory=trust_factory)
-    return zoo.open_source(
-        source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans,
-        trust_factory=named or trust_factory, mapped=mapped,
-    )  # fmt: skip
+        model = load(folder, trust_factory=trust_factory)
+    elif (ours := hub_folder.fetch(source)) is not None:
+        model = load(ours, trust_factory=trust_factory)
+    else:
+        model = zoo.open_source(
+            source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans,
+            trust_factory=named or trust_factory, mapped=mapped,
+        )  # fmt: skip
+    return model if input_size is None else zoo.for_size(model, input_size)
 
 
 def save(

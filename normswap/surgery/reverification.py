@@ -44,7 +44,8 @@ def how(result: nn.Module) -> Body:
         return {}
     name = kinds.spelled(record.arch) if record.source.endswith(SUFFIXES) else None
     trusted = kinds.by_builder(record.arch.builder).foreign  # or it would not have been loaded
-    return {"arch": name, "arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
+    size = network_input.size(result) if record.pretrained_cfg.get("input_size") else None
+    return {"arch": name, "arch_args": record.arch.kwargs, "input_size": size, "named": False, "trust_factory": trusted}
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:

@@ -105,9 +105,6 @@ def run(
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
     ] = False,
-    input_size: Annotated[
-        str | None, typer.Option(metavar="C,H,W", help="[default: the size the network was made for]")
-    ] = None,
     normalize: Annotated[
         bool, typer.Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")
     ] = False,
@@ -138,7 +135,6 @@ def run(
     --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges, per_channel,
     weight_bits, fp32, trials).
     """
-    wanted = _sides(input_size)
     with progress.working("starting"):
         from normswap.exporting import exporter
 
@@ -150,27 +146,18 @@ def run(
             raise OptionError(what)
     net = opening.open(model)
     with progress.stages() as say:
-        config = exporter.preprocessing(net, wanted)
+        config = exporter.preprocessing(net)
         calibrate, loader = None, None if images.data is None else images.checks(config)
         if int8.calibrate is not None:
             calibrate, loader = int8.parts(images, config)
         done = exporter.export(
-            net, output, format=format, dtype=dtype, dynamic_batch=dynamic_batch, input_size=wanted,
+            net, output, format=format, dtype=dtype, dynamic_batch=dynamic_batch,
             normalize=normalize, softmax=softmax, images=loader, calibrate=calibrate, per_channel=not int8.per_tensor,
             weight_bits=int8.weight_bits, sensitive=int8.sensitive, max_drop=int8.max_drop, force=force,
             count_plain=count_plain, say=say,
         )  # fmt: skip
     show({"source": model, **asdict(done)}, json, _say)
     return 0
-
-
-def _sides(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise OptionError(f"--input-size {text}", "it is C,H,W, for instance 3,224,224")
-    return tuple(int(part) for part in parts)
 
 
 def _say(body: Body) -> None:

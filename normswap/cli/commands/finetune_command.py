@@ -96,7 +96,7 @@ def _arguments(training: Training, opening: Opening) -> list[str]:
     """What each process is told of these."""
     options = {"resume": training.resume, "device": training.device, "track": training.track,
                "weights": opening.weights, "arch": opening.arch, "num-classes": opening.num_classes,
-               "in-chans": opening.in_chans}  # fmt: skip
+               "in-chans": opening.in_chans, "input-size": opening.input_size}  # fmt: skip
     told = [f"--{option}={value}" for option, value in options.items() if value is not None]
     told += ["--trust-factory"] * opening.trust_factory
     return told + [f"--arch-arg={pair}" for pair in opening.arch_arg or []]
