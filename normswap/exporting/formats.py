@@ -58,7 +58,7 @@ class Quantizer(Protocol):
     LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.inspection.LINEAR`
 
     def levels(self, layer: nn.Module, bits: int) -> float:
-        """How many steps of its own the largest weight of a channel is large; half a step more where 0 is no middle."""
+        """How many steps from 0 the file puts the largest weight that a step is made for."""
 
     def write_int8(
         self,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import operator
 
-from timm.layers import DropPath
 from torch import fx, nn
 
 from normswap.folding.draft import Draft
 from normswap.graph.spelling import after
 from normswap.graph.tracing import Traced, inputs
+from normswap.layers.activations import SILENT
 from normswap.layers.placeholders import Vacant
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-_PASSING = (nn.Identity, nn.Dropout, DropPath, nn.Flatten, Vacant)
+_PASSING = (nn.Identity, nn.Flatten, Vacant)
 _VIEWS = (
     "view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "getitem", "chunk",
     "split", "narrow", "detach", "expand", "view_as",
@@ -57,16 +57,16 @@ def torn(draft: Draft) -> dict[str, str]:
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
-    """What the value's memory has gone through, the latest first."""
+    """What the value's memory has gone through in eval mode, the latest first."""
     found = []
-    while inputs(value) and shares(traced, value):
+    while inputs(value) and (shares(traced, value) or isinstance(traced.module(value), SILENT)):
         found.append(value)
         value = inputs(value)[0]
     return found
 
 
 def shares(traced: Traced, node: fx.Node) -> bool:
-    """Whether the value of `node` is, in eval mode, in the memory of its first input."""
+    """Whether the value of `node` is in the memory of its first input, in training, too."""
     module = traced.module(node)
     if module is None:
         return overwrites(traced, node) or getattr(node.target, "__name__", node.target) in _VIEWS

@@ -10,7 +10,6 @@ is the least-squares fit to the BatchNorm's output where x^ is N(0, 1), as u is.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import register_norm
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
-from normswap.layers.per_sample import per_filter
-from normswap.layers.placeholders import Chain
+from normswap.layers.per_sample import led, rescaled
 from normswap.layers.seat import Seat
 
 
@@ -49,9 +47,9 @@ class DynamicTanh(Seat, OwnLayer):
         """Args:
         lead: a `ChannelAffine` in front takes in the statistics; else the convolution before has, a `Whitened`.
         """
-        mean, std, gamma, beta = _parts(old)
+        scale, offset, gamma, beta = _parts(old)
         new = cls((gain(alpha) * gamma).to(like), beta.to(like), alpha, affine.copied_activation(old))
-        return _led(mean, std, new) if lead else new
+        return led(scale, offset, new) if lead else new
 
 
 register_norm(DynamicTanh, per_sample=True)
@@ -62,12 +60,8 @@ class Whitened(Seat):
 
     @classmethod
     def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor) -> Any:
-        mean, std, _, _ = _parts(norm)
-        new = copy.deepcopy(old)
-        new.weight.copy_(old.weight.double() / per_filter(old, std))
-        bias = -mean if old.bias is None else old.bias.double() - mean
-        new.bias = nn.Parameter((bias / std).to(old.weight), requires_grad=old.weight.requires_grad)
-        return new
+        scale, offset, _, _ = _parts(norm)
+        return rescaled(old, scale, offset)
 
 
 class Straight(Seat):
@@ -75,13 +69,9 @@ class Straight(Seat):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
-        mean, std, gamma, beta = _parts(old)
+        scale, offset, gamma, beta = _parts(old)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
-        return _led(mean, std, new) if lead else new
-
-
-def _led(mean: Tensor, std: Tensor, then: Any) -> Chain:
-    return Chain(ChannelAffine((1 / std).to(then.weight.detach()), (-mean / std).to(then.weight.detach())), then)
+        return led(scale, offset, new) if lead else new
 
 
 def gain(alpha: float) -> float:
@@ -92,7 +82,7 @@ def gain(alpha: float) -> float:
 
 
 def _parts(norm: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean and deviation that a BatchNorm takes off, its gamma and beta, float64."""
-    scale, shift = affine.read(norm)
+    """Scale and offset to x^, and gamma and beta, of a BatchNorm, (C,) float64."""
+    slope, shift = affine.read(norm)
     mean, std = norm.running_mean.double(), (norm.running_var.double() + affine.epsilon(norm)).sqrt()
-    return mean, std, scale * std, shift + scale * mean
+    return 1 / std, -mean / std, slope * std, shift + slope * mean

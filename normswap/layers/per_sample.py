@@ -65,7 +65,7 @@ class GroupNorm(Seat):
             own = getattr(old, name, None)
             if isinstance(own, nn.Parameter):
                 getattr(new, name).requires_grad_(own.requires_grad)
-        return _led(gauge, new) if lead else new
+        return led(gauge.sign, gauge.offset, new) if lead else new
 
 
 class Steadied(Seat):
@@ -74,11 +74,7 @@ class Steadied(Seat):
     @classmethod
     def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, **gauge: Any) -> Any:
         into = Gauge.of(norm, **gauge)
-        new = copy.deepcopy(old)
-        new.weight.mul_(per_filter(old, into.sign).to(new.weight))
-        bias = into.offset if old.bias is None else into.sign * old.bias.double() + into.offset
-        new.bias = nn.Parameter(bias.to(old.weight), requires_grad=old.weight.requires_grad)
-        return new
+        return rescaled(old, into.sign, into.offset)
 
 
 class Recentred(Seat):
@@ -95,7 +91,7 @@ class Recentred(Seat):
             new.affine, ones = True, torch.ones_like(new.running_var)
             new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
         new.weight.mul_(gauge.sign)
-        return _led(gauge, new) if lead else new
+        return led(gauge.sign, gauge.offset, new) if lead else new
 
 
 @dataclass(frozen=True)
@@ -125,9 +121,19 @@ class Gauge:
         return cls(sign, size.repeat_interleave(mean.numel() // groups) * lean - sign * mean)
 
 
-def _led(gauge: Gauge, norm: Any) -> Chain:
+def rescaled(conv: Any, scale: Tensor, offset: Tensor) -> Any:
+    """A copy of the convolution that computes scale * y + offset, (C,) each, where it computed y."""
+    new = copy.deepcopy(conv)
+    new.weight.copy_(conv.weight.double() * per_filter(conv, scale))
+    bias = offset if conv.bias is None else scale * conv.bias.double() + offset
+    new.bias = nn.Parameter(bias.to(conv.weight), requires_grad=conv.weight.requires_grad)
+    return new
+
+
+def led(scale: Tensor, offset: Tensor, norm: Any) -> Chain:
+    """The norm behind a scale and an offset, (C,) each."""
     like = norm.weight.detach()
-    return Chain(ChannelAffine(gauge.sign.to(like), gauge.offset.to(like)), norm)
+    return Chain(ChannelAffine(scale.to(like), offset.to(like)), norm)
 
 
 def per_filter(conv: nn.modules.conv._ConvNd, sign: Tensor) -> Tensor:

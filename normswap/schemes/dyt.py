@@ -10,23 +10,19 @@ stable without a norm; the smaller `--bend`, the less.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Annotated, Any
 
 from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
-from normswap.errors import OptionError, RefusedError
-from normswap.folding.canonical_form import undress
+from normswap.errors import OptionError
 from normswap.folding.draft import Draft
-from normswap.folding.passage import read_directly
 from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
 from normswap.plan import Edit, Step
 from normswap.schemes import Scheme
-from normswap.schemes.parts.per_sample_norms import conv_before
+from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
 
 
 def plan(anatomy: Anatomy, *, bend: Annotated[float, "ALPHA"] = 0.25) -> Draft:
@@ -39,22 +35,8 @@ def plan(anatomy: Anatomy, *, bend: Annotated[float, "ALPHA"] = 0.25) -> Draft:
     """
     if isinstance(bend, bool) or not isinstance(bend, float | int) or not 0 < bend <= 4:
         raise OptionError(f"--bend {bend} is not a number above 0 and up to 4")
-    modules = anatomy.traced.modules
-    norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
-    norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
-    if not norms:
-        remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
-        raise RefusedError("no BatchNorm to put a Dynamic Tanh in the seat of", remedy=remedy)
-    draft = undress(anatomy, leave=norms)
-    seen: set[int] = set()
-    for path, module in norms.items():
-        if id(module) in seen or id(module) not in anatomy.traced.calls:
-            continue
-        seen.add(id(module))
-        why = affine.refusal(module) or read_directly(anatomy.traced, module)
-        if why:
-            draft.refusals[path] = why
-            continue
+    draft, seats = batchnorm_seats(anatomy, "Dynamic Tanh")
+    for path, module in seats:
         conv = conv_before(draft, module)
         if conv is not None:
             draft.seats[conv] = Edit(conv, Whitened.__name__, {}, (path,))
@@ -74,8 +56,7 @@ def fit(
 
 def pattern(step: Step) -> Step:
     """The same step without the tanh: what its result is fitted to."""
-    edits = (replace(e, layer=Straight.__name__) if e.layer == DynamicTanh.__name__ else e for e in step.edits)
-    return replace(step, edits=tuple(edits))
+    return exchanged(step, DynamicTanh.__name__, Straight.__name__)
 
 
 SCHEME = Scheme(

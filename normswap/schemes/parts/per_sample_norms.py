@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from torch import nn
 
-from normswap.errors import OptionError, RefusedError
-from normswap.folding.canonical_form import undress
+from normswap.errors import OptionError
 from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, check_linear, read_directly
 from normswap.folding.verdict import Fate
-from normswap.graph.inspection import LINEAR, Anatomy
-from normswap.graph.tracing import inputs
+from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Body, Edit, Step
 from normswap.schemes.parts import steady_signs
+from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
 from normswap.schemes.parts.steady_signs import Signs
 
 
@@ -38,22 +36,9 @@ def dress_per_sample(
     if not isinstance(steady, float | int) or not 0 <= steady < 1:
         raise OptionError(f"--steady {steady} is not in [0, 1)")
     modules = anatomy.traced.modules
-    norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
-    norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
-    if not norms:
-        remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
-        raise RefusedError("no BatchNorm to put a norm with statistics per sample in the seat of", remedy=remedy)
-    draft = undress(anatomy, leave=norms)
+    draft, seats = batchnorm_seats(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
-    seen: set[int] = set()
-    for path, module in norms.items():
-        if id(module) in seen or id(module) not in anatomy.traced.calls:
-            continue
-        seen.add(id(module))
-        why = affine.refusal(module) or read_directly(anatomy.traced, module)
-        if why:
-            draft.refusals[path] = why
-            continue
+    for path, module in seats:
         count = _count(draft, path, module, groups(affine.channels(module)), channelwise)
         if count is not None:
             counts[path] = count
@@ -97,25 +82,9 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
     draft.judge(path, Fate.PER_SAMPLE, detail=detail)
 
 
-def conv_before(draft: Draft, norm: nn.Module) -> str | None:
-    """The convolution whose output this norm, and nothing else, reads, if it can be given a bias."""
-    traced = draft.anatomy.traced
-    calls = traced.calls[id(norm)]
-    (node,) = inputs(calls[0])
-    conv = traced.module(node)
-    if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
-        return None
-    try:
-        check_linear(draft, str(node.target), conv)
-    except Blocked:
-        return None
-    return None if str(node.target) in draft.takes else str(node.target)
-
-
 def recentred(step: Step) -> Step:
     """The same step with the BatchNorms left in place: what its result is fitted to."""
-    edits = (replace(edit, layer="Recentred") if edit.layer == "GroupNorm" else edit for edit in step.edits)
-    return replace(step, edits=tuple(edits))
+    return exchanged(step, "GroupNorm", "Recentred")
 
 
 def nearest_divisor(channels: int, groups: int) -> int:
