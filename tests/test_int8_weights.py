@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, fx, nn
 
 from normswap.exporting import formats, pt2
-from normswap.exporting.bias_correction import rounded
 from normswap.exporting.exported_module import Shipped
+from normswap.exporting.weight_grid import rounded
+from normswap.exporting.weight_rounding import Rounder
 from normswap.layers.seat import Linearity
 
 
@@ -79,14 +81,22 @@ def in_pt2(file: Path) -> list[Any]:
 HELD = {"onnx": in_onnx, "xml": in_openvino, "pt2": in_pt2}
 
 
+@pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize(("bits", "per_channel"), [(7, True), (7, False), (8, True)])
 @pytest.mark.parametrize("ending", list(HELD))
-def test_weights_are_rounded_as_the_file_does(ending: str, bits: int, per_channel: bool, tmp_path: Path) -> None:
+def test_weights_are_rounded_as_the_file_does(
+    ending: str, bits: int, per_channel: bool, sharing: bool, tmp_path: Path
+) -> None:
+    """Also where the weights that are given share what is lost by rounding them."""
     if ending == "xml":
         pytest.importorskip("nncf")
     file, x = tmp_path / f"net.{ending}", torch.randn(16, 3, 24, 24)
     tool, model = formats.quantizer(formats.choose(file, None).NAME), network(ending)
     layers: list[Linearity] = [m for m in model.modules() if isinstance(m, tool.LAYERS)]  # type: ignore[misc]
+    levels = functools.partial(tool.levels, bits=bits)
+    if sharing:
+        for path, one in Rounder(model, [x]).weights(model, {}, levels=levels, per_channel=per_channel).items():
+            model.get_parameter(f"{path}.weight").data.copy_(one.given)
     tool.write_int8(
         Shipped(model).eval().requires_grad_(False), x, file, [x], ranges=tool.RANGES[0], per_channel=per_channel,
         bits=bits, keep=[], dynamic=True, metadata={},
@@ -94,7 +104,7 @@ def test_weights_are_rounded_as_the_file_does(ending: str, bits: int, per_channe
     held = HELD[ending](file)
     assert len(held) == len(layers) == 7
     for layer, values in zip(layers, held, strict=True):
-        expected = rounded(layer, levels=tool.levels(layer, bits), per_channel=per_channel).double()
+        expected = rounded(layer, levels=levels(layer), per_channel=per_channel).double()
         found = torch.as_tensor(np.reshape(values, expected.shape))
         off = (found - expected).abs() > 1e-4 * expected.abs().amax() / 127
         rows: Tensor = off.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else off

@@ -80,7 +80,7 @@ class Moments:
         if self.waiting:
             x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True))
             if not self.aiming:
-                self.xx += _squared(x)
+                self.xx += squared(x)
             self.xy += y.transpose(1, 2) @ x
             self.waiting.clear()
 
@@ -118,7 +118,7 @@ def _about(rows: Tensor, point: Tensor) -> Tensor:
     return rows - point[:, None].to(rows.dtype)
 
 
-def _squared(x: Tensor) -> Tensor:
+def squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x

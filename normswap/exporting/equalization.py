@@ -90,6 +90,13 @@ class Equalizer:
         _settle(twin, self.batches)
         return twin
 
+    def units(self, gauge: Gauge) -> dict[str, Tensor]:
+        """By path, the factors (I,) of what a layer reads in that gauge."""
+        if self.channels is None:
+            return {}
+        factors = self._factors(gauge)
+        return {one.path: factors[one.reads] for one in self.channels.layers}
+
     def _prove(self, twin: nn.Module) -> None:
         """Raises:
         VerificationError: the gauge changed the function.

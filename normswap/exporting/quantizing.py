@@ -23,6 +23,7 @@ from normswap.exporting.checks import Figures
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.formats import SAFE_BITS, Format, Runs
+from normswap.exporting.weight_rounding import Rounder
 from normswap.graph.inspection import LINEAR
 
 _JUDGED = 256  # calibration images that a trial is judged on
@@ -108,6 +109,8 @@ def write(
         ranked = sensitivity.costs(equalizer.network, batches[0][:_RANKED], levels=levels, per_channel=wish.per_channel)
         able = [(path, cost) for path, cost in ranked.items() if path not in spared]
         kept = dict(able[: wish.sensitive])
+    say("seeing what the layers read")
+    rounder = Rounder(equalizer.network, batches)
     made: dict[Gauge, Shipped] = {}
     best = (float("inf"), Trial(AS_FOLDED, ""))
     tried: dict[str, float] = {}
@@ -119,9 +122,13 @@ def write(
             say(f"trying gauge: {trial.gauge.name}, ranges: {trial.ranges}")
             if trial.gauge not in made:
                 twin = equalizer.equalized(trial.gauge)
-                bias_correction.correct(
-                    twin, batches, levels=levels, per_channel=wish.per_channel, keep=[*kept, *spared]
-                )
+                found = rounder.weights(
+                    twin, equalizer.units(trial.gauge), levels=levels, per_channel=wish.per_channel,
+                    keep=[*kept, *spared],
+                )  # fmt: skip
+                bias_correction.correct(twin, batches, {path: one.held for path, one in found.items()})
+                for path, one in found.items():
+                    twin.get_parameter(f"{path}.weight").data.copy_(one.given)
                 made.clear()  # one at a time in memory
                 made[trial.gauge] = shipped.around(twin)
             tool.write_int8(

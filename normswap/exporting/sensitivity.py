@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from normswap.exporting.bias_correction import rounded
+from normswap.exporting.weight_grid import rounded
 from normswap.graph.inspection import LINEAR
 from normswap.models.network_input import answer
 

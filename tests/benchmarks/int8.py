@@ -10,7 +10,9 @@ The same 512 training images calibrate all; nothing is chosen on the test images
 `safe`: the same with 7 bits in the weights and unsigned activations, which a CPU without VNNI needs (torchao's way: 7
 bits in the activations). `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
 A file that answers another thing than fp32 is right about as often, by chance: "same answer" tells files apart that
-top-1 does not. What was measured is kept in runs/int8.jsonl. Needs ../shared.
+top-1 does not. So does top-1 over views: each test image, and its mirror image, as it is and moved by two pixels either
+way; two files are compared image by image, by how often they are right over its six views, whose standard error over
+the images is a third of that of a single view. What was measured is kept in runs/int8.jsonl. Needs ../shared.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import onnx
 import onnxruntime
 import openvino as ov
 import torch
+import torch.nn.functional as F
 import torchao
 from kept import Kept, Row
 from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
@@ -75,9 +78,12 @@ TESTED = 10_000
 WORKS = 50  # % of fp32's answers that a file must give to be compared
 FINE = "ours, 8 bits"
 OURS = {"ours": 7, FINE: 8}
+PAIRS = (("ours", "safe"), (FINE, "defaults"), ("ours", "defaults"))
+MOVED = (0, 2, -2)  # pixels along both sides
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", FINE,
-        "of which the gauge", "same answer as fp32, %: of these four", "ours took")  # fmt: skip
+        "of which the gauge", "same answer as fp32, %: of these four",
+        "over views, ours less safe", "8 bits less defaults", "ours less defaults", "ours took")  # fmt: skip
 
 
 VNNI = {
@@ -114,7 +120,25 @@ class Case:
     def measure(self, file: Path, runtime: str) -> Row:
         runs = formats.get(runtime).open(file)
         got = torch.cat([runs(x) for x, _ in self.test]).argmax(1)
-        return {"top1": _share(got == self.labels), "same": _share(got == self.answers)}
+        found = {"top1": _share(got == self.labels), "same": _share(got == self.answers)}
+        if runtime == "pt2":  # computes in fp32, slowly
+            return found
+        right = sum(torch.cat([runs(x) for x in view]).argmax(1).eq(self.labels).int() for view in self._views())
+        return {**found, "right": "".join(map(str, torch.as_tensor(right).tolist()))}
+
+    def _views(self) -> Iterator[Iterator[Tensor]]:
+        """All test images, batch by batch, in each of the ways that they are looked at."""
+        for by in MOVED:
+            for mirrored in (False, True):
+                yield (_moved(x.flip(-1) if mirrored else x, by) for x, _ in self.test)
+
+
+def _moved(x: Tensor, by: int) -> Tensor:
+    """Images (N, C, H, W) moved down and to the right; their edges fill the rest."""
+    size = abs(by)
+    start = size - by
+    wide = F.pad(x, (size,) * 4, mode="replicate") if size else x
+    return wide[:, :, start : start + x.shape[2], start : start + x.shape[3]]
 
 
 def _share(right: Tensor) -> float:
@@ -227,21 +251,42 @@ def row(name: str, runtime: str, per_channel: bool, found: dict[str, Row]) -> st
         f"`{name}`", runtime, "channel" if per_channel else "tensor", f"{found['fp32']['top1']:.2f}",
         f"{found['defaults']['top1']:.2f}", f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**",
         f"{found[FINE]['top1']:.2f}" if FINE in found else "", mine["gauge"],
-        ", ".join(f"{file['same']:.2f}" for file in files), f"{mine['seconds']:.0f} s",
+        ", ".join(f"{file['same']:.2f}" for file in files), *(lead(found, *pair) for pair in PAIRS),
+        f"{mine['seconds']:.0f} s",
     )  # fmt: skip
+
+
+def leads(found: dict[str, Row], which: str, tool: str) -> Tensor | None:
+    """Points of top-1 over views by which ours leads, image by image."""
+    if not all("right" in found.get(one, {}) for one in (which, tool)):
+        return None
+    ahead = [int(a) - int(b) for a, b in zip(found[which]["right"], found[tool]["right"], strict=True)]
+    return torch.tensor(ahead).double() * 100 / (2 * len(MOVED))
+
+
+def lead(found: dict[str, Row], which: str, tool: str) -> str:
+    """Their mean, and its standard error."""
+    ahead = leads(found, which, tool)
+    return "" if ahead is None else f"{ahead.mean():+.2f} ± {ahead.std() / len(ahead) ** 0.5:.2f}"
 
 
 def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
     """Ours against the tool's where the tool's file still works."""
-    pairs = [(one[which], one[tool]) for one in cells if which in one and one[tool]["same"] > WORKS]
+    working = [one for one in cells if which in one and one[tool]["same"] > WORKS]
+    pairs = [(one[which], one[tool]) for one in working]
     lead = [a["top1"] - b["top1"] for a, b in pairs]
     same, theirs = (statistics.mean(pair[i]["same"] for pair in pairs) for i in (0, 1))
     # answers that differ from fp32's are right or wrong by chance, as often
     luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / TESTED) ** 0.5 for a, b in pairs)
+    seen = [ahead for one in working if (ahead := leads(one, which, tool)) is not None]
+    means = [float(ahead.mean()) for ahead in seen]
+    errors = [float(ahead.std() / len(ahead) ** 0.5) for ahead in seen]
     return (
         f"{which} against {tool}, {len(pairs)} pairs of files: {statistics.mean(lead):+.2f} points of top-1 on "
         f"average, {min(lead):+.2f} to {max(lead):+.2f}, where chance alone moves a pair by {luck:.2f} (one standard "
-        f"error); the same answer as fp32 on {same:.2f} against {theirs:.2f} % of the images."
+        f"error); over views, {len(seen)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} to "
+        f"{max(means):+.2f}, standard error {statistics.mean(errors):.2f}; the same answer as fp32 on {same:.2f} "
+        f"against {theirs:.2f} % of the images."
     )
 
 
@@ -252,6 +297,7 @@ def _line(*cells: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []])
+    parser.add_argument("--runtime", choices=list(RUNTIMES), help="measure this only, write no table")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     args = parser.parse_args()
@@ -259,7 +305,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     kept = Kept(KEPT, fresh=args.fresh)
     lines, cells = [], []
-    for runtime in RUNTIMES:
+    for runtime in [args.runtime] if args.runtime else RUNTIMES:
         for name in args.names or NAMES:
             for per_channel in (True, False):
                 found = cell(kept, name, runtime, per_channel, args.known)
@@ -267,6 +313,8 @@ def main() -> None:
                     cells.append(found)
                     lines.append(row(name, runtime, per_channel, found))
                     print(lines[-1], flush=True)
+    if args.runtime:
+        return
     versions = (
         f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}, "
         f"torchao {torchao.__version__}"
@@ -278,7 +326,7 @@ def main() -> None:
         f"{versions}. Measured at commit {', '.join(commits)}. The same {CALIBRATED} training images calibrate all. "
         f"What the columns are, `tests/benchmarks/int8.py` says. {VNNI[vnni()]}", "",
         _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
-        *(f"- {against(cells, *pair)}" for pair in (("ours", "safe"), (FINE, "defaults"), ("ours", "defaults"))), "",
+        *(f"- {against(cells, *pair)}" for pair in PAIRS), "",
     ]  # fmt: skip
     HERE.with_suffix(".md").write_text("\n".join(text))
 

@@ -1,0 +1,158 @@
+"""Weights rounded one after another: against GPTQ as its paper writes it, and against each rounded for itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import C, conv
+from torch import Tensor, nn
+
+from normswap.calibration.natural_noise import pink
+from normswap.exporting import weight_rounding
+from normswap.exporting.weight_grid import rounded, steps
+from normswap.exporting.weight_rounding import Rounded, Rounder
+from normswap.layers.seat import Linearity
+
+LEVELS = 8.0
+DAMP = 0.01
+
+
+def images(count: int = 16) -> Tensor:
+    """Of C channels, smooth and mostly positive, as those in a network are."""
+    return F.avg_pool2d(pink(count, (C, 18, 18), 0), 3, 1) + 1
+
+
+def found(layer: nn.Module, x: Tensor, *, levels: float = LEVELS, per_channel: bool = True) -> Rounded:
+    network = nn.Sequential(layer)
+    rounder = Rounder(network, x.split(4))
+    return rounder.weights(network, {}, levels=lambda _: levels, per_channel=per_channel)["0"]
+
+
+def error(layer: Linearity, weight: Tensor, x: Tensor) -> float:
+    """Of what the layer gives with these weights, less the mean, which the bias mends; relative."""
+
+    def gives(own: Tensor) -> Tensor:
+        twin = type(layer)(*_made(layer)).to(x)
+        twin.load_state_dict({"weight": own} | ({"bias": layer.bias.detach()} if layer.bias is not None else {}))
+        return twin(x).detach()
+
+    expected = gives(layer.weight.detach())
+    over = (0, 1) if isinstance(layer, nn.Linear) else (0, 2, 3)
+    off = gives(weight) - expected
+    return float((off - off.mean(over, keepdim=True)).norm() / expected.norm())
+
+
+def _made(layer: Linearity) -> tuple[object, ...]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation,
+            layer.groups, layer.bias is not None)  # fmt: skip
+
+
+LAYERS = {
+    "plain": lambda: conv(), "depthwise": lambda: conv(groups=C), "grouped": lambda: conv(groups=2),
+    "strided": lambda: conv(stride=2), "dilated": lambda: nn.Conv2d(C, C, 3, dilation=2, bias=False),
+    "linear": lambda: nn.Linear(16, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_less_is_lost_than_by_rounding_each_for_itself(kind: str, per_channel: bool) -> None:
+    """On images that were not looked at."""
+    torch.manual_seed(0)
+    layer, x = LAYERS[kind](), images(32)
+    one = found(layer, x[:16], per_channel=per_channel)
+    nearest = error(layer, rounded(layer, levels=LEVELS, per_channel=per_channel), x[16:])
+    assert error(layer, one.held, x[16:]) < 0.75 * nearest
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("levels", [8.0, 7.5])
+def test_the_tool_finds_the_weights_again(levels: float, per_channel: bool) -> None:
+    """What is given lies on the tool's own grid, whose step is as it was."""
+    torch.manual_seed(0)
+    layer = conv(groups=2)
+    before = steps(layer, levels=levels, per_channel=per_channel)
+    one = found(layer, images(), levels=levels, per_channel=per_channel)
+    with torch.no_grad():
+        layer.weight.copy_(one.given)
+    assert torch.equal(steps(layer, levels=levels, per_channel=per_channel), before)
+    assert torch.allclose(rounded(layer, levels=levels, per_channel=per_channel), one.held, atol=1e-6)
+    numbers = one.held / before
+    assert float((numbers - numbers.round()).abs().max()) < 1e-4
+    assert not torch.allclose(one.held, rounded(conv(groups=2), levels=levels, per_channel=per_channel))
+
+
+def gptq(weight: Tensor, covariance: Tensor, step: Tensor, levels: float) -> Tensor:
+    """Algorithm 1 of arXiv:2210.17323, in float64, in the order of falling variances: by the Cholesky root of the
+    inverse, changing all weights that are left after each. The largest weight of a row stays."""
+    order = covariance.diagonal().argsort(descending=True)
+    left, step = weight[:, order].double(), step.double()
+    fixed = weight[:, order].abs() >= weight.abs().amax(1, keepdim=True)
+    damped = covariance + DAMP * covariance.diagonal().mean() * torch.eye(len(covariance)).double()
+    root = torch.linalg.cholesky(torch.linalg.inv(damped[order][:, order]), upper=True)
+    out = torch.empty_like(left)
+    for i in range(len(order)):
+        number = (left[:, i] / step + 0.5).floor().clamp(-math.floor(levels), math.floor(levels))
+        out[:, i] = torch.where(fixed[:, i], weight[:, order[i]].double(), number * step)
+        left[:, i:] -= ((left[:, i] - out[:, i]) / root[i, i])[:, None] * root[i, i:]
+    return torch.empty_like(out).scatter_(1, order.expand_as(out), out)
+
+
+def test_it_is_gptq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every place is seen, in blocks of columns."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(weight_rounding, "_ROWS", 10**6)
+    monkeypatch.setattr(weight_rounding, "_BLOCK", 7)
+    layer, x = nn.Conv2d(C, 2 * C, 3, bias=False), images(8)
+    rows = F.unfold(x, 3).transpose(1, 2).flatten(0, 1).double()
+    covariance = (rows - rows.mean(0)).T @ (rows - rows.mean(0)) / len(rows)
+    step = steps(layer, levels=LEVELS, per_channel=True).flatten()
+    expected = gptq(layer.weight.detach().flatten(1), covariance, step, LEVELS)
+    assert torch.allclose(found(layer, x).held.flatten(1).double(), expected, atol=1e-5)
+
+
+def test_channels_that_were_scaled_are_rounded_in_their_own_units() -> None:
+    """As good as if the scaled network had been looked at; without the factors, it is not."""
+    torch.manual_seed(0)
+    x, factors = images(32), torch.logspace(-0.5, 0.5, C)
+    plain = nn.Sequential(conv()).eval()
+    scaled = nn.Sequential(conv()).eval()
+    with torch.no_grad():
+        scaled[0].weight.copy_(plain[0].weight / factors.view(1, -1, 1, 1))  # type: ignore[union-attr,operator]
+    seen = x * factors.view(1, -1, 1, 1)
+
+    def lost(rounder: Rounder, units: dict[str, Tensor]) -> float:
+        one = rounder.weights(scaled, units, levels=lambda _: 16, per_channel=True)["0"]
+        return error(scaled[0], one.held, seen[16:])  # type: ignore[arg-type]
+
+    there = lost(Rounder(scaled, [seen[:16]]), {})
+    here = Rounder(plain, [x[:16]])
+    assert lost(here, {"0": factors}) == pytest.approx(there, rel=1e-3)
+    assert lost(here, {}) > 1.5 * there
+
+
+def test_wide_patches_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, x = conv(), images(32)
+    whole = error(layer, found(layer, x[:16]).held, x[16:])
+    monkeypatch.setattr(weight_rounding, "_WIDEST", 10)
+    parts = found(layer, x[:16])
+    nearest = error(layer, rounded(layer, levels=LEVELS, per_channel=True), x[16:])
+    assert whole < error(layer, parts.held, x[16:]) < nearest
+    assert torch.unique((parts.held / steps(layer, levels=LEVELS, per_channel=True)).round()).numel() > 4
+
+
+def test_layers_that_stay_and_those_without_patches() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(conv(), nn.ConvTranspose2d(C, 6, 2), nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect"))
+    rounder = Rounder(network, [images(4)])
+    one = rounder.weights(network, {}, levels=lambda _: LEVELS, per_channel=True, keep=["0"])
+    assert list(one) == ["1", "2"]
+    for path, layer in (("1", network[1]), ("2", network[2])):
+        assert torch.equal(one[path].given, layer.weight.detach())  # type: ignore[arg-type]
+        assert torch.equal(one[path].held, rounded(layer, levels=LEVELS, per_channel=True))  # type: ignore[arg-type]
