@@ -6,7 +6,8 @@ from planted_error import Planted
 
 TANH, TESTS = "normswap/layers/dynamic_tanh.py", ("tests/test_dynamic_tanh.py",)
 FIT = "normswap/calibration/sequential_fit.py"
-OPENVINO, BIASES = "normswap/exporting/openvino_int8.py", "normswap/exporting/bias_correction.py"
+OPENVINO, GRID = "normswap/exporting/openvino_int8.py", "normswap/exporting/weight_grid.py"
+ROUNDER, SHARED = "normswap/exporting/weight_rounding.py", ("tests/test_weight_rounding.py",)
 GRIDS = ("tests/test_int8_weights.py",)
 NAMES, PROGRAMS = "normswap/folding/overwriting.py", ("tests/test_programs.py",)
 RIGHT, ANSWERS = "normswap/surgery/right_answers.py", ("tests/test_right_answers.py",)
@@ -32,8 +33,21 @@ ERRORS = (
     Planted("depthwise layers have 7 bits", OPENVINO, " and not depthwise else", " else", GRIDS),
     Planted("every grouped layer has 8 bits", OPENVINO, " == layer.in_channels", "",
             GRIDS),
-    Planted("weights are cut off", BIASES, "+ 0.5).floor()", ").floor()", GRIDS),
-    Planted("one side less", BIASES, "math.ceil(levels)", "math.floor(levels) - 1", GRIDS),
+    Planted("weights are cut off", GRID, "+ 0.5).floor()", ").floor()", GRIDS),
+    Planted("one side less", GRID, "math.ceil(levels)", "math.floor(levels) - 1", GRIDS),
+    Planted("what a weight loses is lost", ROUNDER, "(wish[:, :, i] + more)", "(wish[:, :, i] + 0 * more)",
+            SHARED),
+    Planted("of another block of columns it is", ROUNDER, "more = gained[:, :, i - start] + ", "more = ", SHARED),
+    Planted("what varies least comes first", ROUNDER, "argsort(1)", "argsort(1, descending=True)", SHARED),
+    Planted("the largest weight moves", ROUNDER, "given.abs() >= largest", "given.abs() > largest", SHARED),
+    Planted("the tool is given what it will hold", ROUNDER, "torch.where(settled, given, found), found)",
+            "found, found)", SHARED),
+    Planted("factors are left out", ROUNDER, "if units is not None:", "if False:", SHARED),
+    Planted("factors count once", ROUNDER, "covariance * of_patch[:, None, :]", "covariance", SHARED),
+    Planted("the mean counts as variance", ROUNDER, " - mean[:, :, None] * mean[:, None, :]", "", SHARED),
+    Planted("the second part of a patch is the first", ROUNDER, "rising.flip(1) + first", "rising.flip(1)", SHARED),
+    Planted("biases are those of weights rounded each for itself", "normswap/exporting/bias_correction.py",
+            "module.weight - weight)", "0 * module.weight)", ("tests/test_channel_factors.py",)),
     Planted("a seat between two names is taken", NAMES, "found[path] = ", "found = found or {}; _ = ", PROGRAMS),
     Planted("what writes in place has one name", "normswap/graph/recorder.py", "(leaf or not any(", "(not any(",
             PROGRAMS),
