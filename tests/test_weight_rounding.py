@@ -89,10 +89,10 @@ def test_the_tool_finds_the_weights_again(levels: float, per_channel: bool) -> N
 
 def gptq(weight: Tensor, covariance: Tensor, step: Tensor, levels: float) -> Tensor:
     """Algorithm 1 of arXiv:2210.17323, in float64, in the order of falling variances: by the Cholesky root of the
-    inverse, changing all weights that are left after each. The largest weight of a row stays."""
+    inverse, changing all weights that are left after each. What is `levels` steps from 0 stays."""
     order = covariance.diagonal().argsort(descending=True)
     left, step = weight[:, order].double(), step.double()
-    fixed = weight[:, order].abs() >= weight.abs().amax(1, keepdim=True)
+    fixed = left.abs() > (levels - 1e-4) * step[:, None]
     damped = covariance + DAMP * covariance.diagonal().mean() * torch.eye(len(covariance)).double()
     root = torch.linalg.cholesky(torch.linalg.inv(damped[order][:, order]), upper=True)
     out = torch.empty_like(left)
@@ -103,17 +103,22 @@ def gptq(weight: Tensor, covariance: Tensor, step: Tensor, levels: float) -> Ten
     return torch.empty_like(out).scatter_(1, order.expand_as(out), out)
 
 
-def test_it_is_gptq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every place is seen, in blocks of columns."""
+@pytest.mark.parametrize("parts", [1, 4])
+def test_it_is_gptq(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every place is seen, in blocks of columns; of wide patches, part by part."""
     torch.manual_seed(0)
     monkeypatch.setattr(weight_rounding, "_ROWS", 10**6)
     monkeypatch.setattr(weight_rounding, "_BLOCK", 7)
+    monkeypatch.setattr(weight_rounding, "_WIDEST", 9 * C // parts)
     layer, x = nn.Conv2d(C, 2 * C, 3, bias=False), images(8)
     rows = F.unfold(x, 3).transpose(1, 2).flatten(0, 1).double()
     covariance = (rows - rows.mean(0)).T @ (rows - rows.mean(0)) / len(rows)
     step = steps(layer, levels=LEVELS, per_channel=True).flatten()
-    expected = gptq(layer.weight.detach().flatten(1), covariance, step, LEVELS)
-    assert torch.allclose(found(layer, x).held.flatten(1).double(), expected, atol=1e-5)
+    expected = [
+        gptq(layer.weight.detach().flatten(1)[:, own], covariance[own][:, own], step, LEVELS)
+        for own in torch.arange(9 * C).tensor_split(parts)
+    ]
+    assert torch.allclose(found(layer, x).held.flatten(1).double(), torch.cat(expected, 1), atol=1e-5)
 
 
 def test_channels_that_were_scaled_are_rounded_in_their_own_units() -> None:
@@ -134,17 +139,6 @@ def test_channels_that_were_scaled_are_rounded_in_their_own_units() -> None:
     here = Rounder(plain, [x[:16]])
     assert lost(here, {"0": factors}) == pytest.approx(there, rel=1e-3)
     assert lost(here, {}) > 1.5 * there
-
-
-def test_wide_patches_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    layer, x = conv(), images(32)
-    whole = error(layer, found(layer, x[:16]).held, x[16:])
-    monkeypatch.setattr(weight_rounding, "_WIDEST", 10)
-    parts = found(layer, x[:16])
-    nearest = error(layer, rounded(layer, levels=LEVELS, per_channel=True), x[16:])
-    assert whole < error(layer, parts.held, x[16:]) < nearest
-    assert torch.unique((parts.held / steps(layer, levels=LEVELS, per_channel=True)).round()).numel() > 4
 
 
 def test_layers_that_stay_and_those_without_patches() -> None:
