@@ -11,6 +11,7 @@ from tiny import C, conv
 from torch import Tensor, nn
 
 from normswap.calibration.natural_noise import pink
+from normswap.errors import SourceError
 from normswap.exporting import weight_rounding
 from normswap.exporting.weight_grid import rounded, steps
 from normswap.exporting.weight_rounding import Rounded, Rounder
@@ -150,3 +151,10 @@ def test_layers_that_stay_and_those_without_patches() -> None:
     for path, layer in (("1", network[1]), ("2", network[2])):
         assert torch.equal(one[path].given, layer.weight.detach())  # type: ignore[arg-type]
         assert torch.equal(one[path].held, rounded(layer, levels=LEVELS, per_channel=True))  # type: ignore[arg-type]
+
+
+def test_what_overflows_is_named() -> None:
+    network = nn.Sequential(conv())
+    rounder = Rounder(network, [images(4) * 1e22])
+    with pytest.raises(SourceError, match="0 cannot be rounded: the covariance is not finite"):
+        rounder.weights(network, {}, levels=lambda _: LEVELS, per_channel=True)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from normswap.errors import SourceError
 
 Covariances = tuple[Tensor, Tensor, Tensor]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -194,6 +197,21 @@ class Kernel:
             for away in (torch.cholesky_solve(u, self.factor), u):  # then what rounding left
                 weight = weight - (weight @ u) / (away.transpose(1, 2) @ u) * away.transpose(1, 2)
         return weight
+
+
+@contextmanager
+def naming(path: str, done: str) -> Iterator[None]:
+    """Say which layer it was that cannot be, say, fitted.
+
+    Raises:
+        SourceError: a covariance is not finite.
+    """
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        why = f"{error}: on these images, what reaches it overflows when it is squared"
+        remedy = "Are these the network's trained weights, and its images?"
+        raise SourceError(f"{path} cannot be {done}", why, remedy) from None
 
 
 @dataclass(frozen=True)

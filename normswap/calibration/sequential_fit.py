@@ -10,7 +10,6 @@ gradient, no labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
-from normswap.calibration.least_squares import Fit, Folds, by_group, regress
+from normswap.calibration.least_squares import Fit, Folds, by_group, naming, regress
 from normswap.calibration.lockstep import March, Values, Walker, walkers
 from normswap.calibration.sampling import fits, patches
-from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.activations import RELU_FUNCTIONS
@@ -75,7 +73,7 @@ def refit(
             for done, (theirs, ours, path, module) in enumerate(stops):
                 end = End.of(pair, theirs, ours, streams)
                 stop = Stop(march, theirs, ours)
-                with _named(path):
+                with naming(path, "fitted"):
                     if normalizes(module):
                         _fit_norm(module, source.get_submodule(path), stop, end)
                     else:
@@ -86,17 +84,6 @@ def refit(
                     progress(done + 1, len(stops))
         finally:
             march.close()
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Say which layer it was that cannot be fitted."""
-    try:
-        yield
-    except torch.linalg.LinAlgError as error:
-        why = f"{error}: on these images, what reaches it overflows when it is squared"
-        remedy = "Are these the network's trained weights, and its images?"
-        raise SourceError(f"{path} cannot be fitted", why, remedy) from None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.least_squares import Kernel, by_group, squared
+from normswap.calibration.least_squares import Kernel, by_group, naming, squared
 from normswap.calibration.sampling import fits, patches
 from normswap.exporting.weight_grid import rounded, steps
 from normswap.graph.inspection import LINEAR
@@ -146,6 +146,9 @@ class Rounder:
             units: of input channels by path, the factors (I,) by which they are larger here than they were.
             levels: of each layer (`weight_grid.rounded`).
             keep: the paths of layers that are not rounded.
+
+        Raises:
+            SourceError: what reaches a layer overflows when it is squared.
         """
         found = {}
         for path, module in network.named_modules():
@@ -153,7 +156,8 @@ class Rounder:
                 continue
             if path in self.covariances:
                 blocks = self._blocks(module, path, units.get(path))
-                found[path] = _diffused(module, blocks, levels=levels(module), per_channel=per_channel)
+                with naming(path, "rounded"):
+                    found[path] = _diffused(module, blocks, levels=levels(module), per_channel=per_channel)
             else:
                 held = rounded(module, levels=levels(module), per_channel=per_channel)
                 found[path] = Rounded(module.weight.detach().clone(), held)
