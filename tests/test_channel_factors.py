@@ -187,7 +187,7 @@ def test_timm_networks_keep_their_function(name: str) -> None:
 def test_every_gauge_keeps_the_function(name: str, per_channel: bool) -> None:
     model, equalizer, x = equalizer_of(name, per_channel=per_channel)
     for gauge in gauges(per_channel=per_channel):
-        assert distance(run(model, x), run(equalizer.equalized(gauge), x)) < 1e-11
+        assert distance(run(model, x), run(equalizer.equalized(gauge).network, x)) < 1e-11
 
 
 def test_a_wrong_gauge_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +214,34 @@ def uneven(model: nn.Module) -> nn.Module:
 def test_a_pair_of_layers_is_levelled_as_in_the_paper() -> None:
     """Equation 11: afterwards r1 = r2 in every channel, up to one factor for all."""
     equalizer = Equalizer(uneven(built(CASES[0][1])), [images()], per_channel=False)
-    twin: Any = equalizer.equalized(gauges(per_channel=False)[1])
+    twin: Any = equalizer.equalized(gauges(per_channel=False)[1]).network
     rows, columns = twin.a.weight.detach().abs().amax((1, 2, 3)), twin.b.weight.detach().abs().amax((0, 2, 3))
     ratio = rows / columns
     assert float((ratio / ratio[0] - 1).abs().max()) < 1e-6
     assert float(rows.max() / rows.min()) < 10
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("name", ["two in a row", "depthwise", "grouped", "a sum shares", "a gate", "joined"])
+def test_units_are_by_how_much_layers_read_more(name: str, per_channel: bool) -> None:
+    """Seen by hooks on both networks."""
+    (build,) = (build for case, build, _ in CASES if case == name)
+    x = images()
+    equalizer = Equalizer(built(build), [x], per_channel=per_channel)
+    one = equalizer.equalized(gauges(per_channel=per_channel)[-1])
+    assert any(not torch.allclose(units, torch.ones_like(units), rtol=0.01) for units in one.units.values())
+    for path, units in one.units.items():
+        before, after = (_read(network, path, x) for network in (equalizer.network, one.network))
+        assert distance(before * units.view(1, -1, 1, 1), after) < 1e-12
+
+
+def _read(network: nn.Module, path: str, x: Tensor) -> Tensor:
+    """What the layer takes."""
+    seen: list[Tensor] = []
+    handle = network.get_submodule(path).register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+    run(network, x)
+    handle.remove()
+    return seen[0]
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
@@ -228,7 +251,7 @@ def test_what_is_levelled_loses_less(per_channel: bool) -> None:
     equalizer = Equalizer(model, [x], per_channel=per_channel)
     errors = []
     for gauge in (AS_FOLDED, gauges(per_channel=per_channel)[-1]):
-        twin: Any = equalizer.equalized(gauge)
+        twin: Any = equalizer.equalized(gauge).network
         costs = sensitivity.costs(twin, x, levels=lambda _: 64, per_channel=per_channel)
         errors.append(max(costs.values()))
     assert errors[1] < errors[0] / 10
@@ -240,10 +263,10 @@ def test_bounds_that_no_image_reaches_are_let_go() -> None:
         model.a.weight.mul_(30)  # type: ignore[union-attr,operator]
         model.b.weight.mul_(0.01)  # type: ignore[union-attr,operator]
     x = images()
-    found: Any = Equalizer(model, [x], per_channel=False).equalized(AS_FOLDED)
+    found: Any = Equalizer(model, [x], per_channel=False).equalized(AS_FOLDED).network
     assert isinstance(found.f, nn.Hardtanh)
     assert isinstance(found.g, nn.ReLU)
-    moved: Any = Equalizer(model, [x], per_channel=False).equalized(gauges(per_channel=False)[1])
+    moved: Any = Equalizer(model, [x], per_channel=False).equalized(gauges(per_channel=False)[1]).network
     assert isinstance(moved.f, BoundedReLU)
     assert distance(run(model, x), run(moved, x)) < 1e-13
 
@@ -253,7 +276,7 @@ def test_with_a_step_per_row_bounds_stay_one_number() -> None:
     model = built(net(lambda m, x: m.c(m.f(m.b(m.g(m.a(x))))), a=conv, g=nn.ReLU, b=conv, f=nn.ReLU6, c=conv))
     x = images()
     for gauge in gauges(per_channel=True):
-        twin: Any = Equalizer(model, [x], per_channel=True).equalized(gauge)
+        twin: Any = Equalizer(model, [x], per_channel=True).equalized(gauge).network
         assert isinstance(twin.f, nn.ReLU6)
         assert distance(run(model, x), run(twin, x)) < 1e-13
         assert torch.equal(twin.a.weight, model.a.weight) is (gauge is AS_FOLDED)  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ ORDER = (
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 FACE = {"", "__main__"}  # the public names, and the door
 GROWING = {"Draft", "Folds", "Group", "Intake", "Moments", "Position", "Start", "Stream", "Subject", "Traced",
-           "_Contender", "_Inputs", "_Sums"}  # fmt: skip
+           "_Contender", "_Sums"}  # fmt: skip
 Edges = dict[str, set[str]]
 
 

@@ -13,7 +13,9 @@ import torch
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, fx, nn
 
-from normswap.exporting import formats, pt2
+import normswap
+from normswap.exporting import formats, pt2, quantizing
+from normswap.exporting.equalization import gauges
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.weight_grid import rounded
 from normswap.exporting.weight_rounding import Rounder
@@ -110,3 +112,25 @@ def test_weights_are_rounded_as_the_file_does(
         rows: Tensor = off.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else off
         # the largest of a row may lie half-way between two integers, on either side
         assert int(rows.flatten(1).sum(1).max()) <= (bits == 7 and ending == "xml")
+
+
+def test_an_export_holds_what_the_rounder_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the units of the gauge that the network is in then."""
+    found: list[dict[str, Any]] = []
+    asked: list[dict[str, Tensor]] = []
+
+    class Watched(Rounder):
+        def weights(self, network: nn.Module, units: Any, **how: Any) -> Any:
+            asked.append(units)
+            found.append(super().weights(network, units, **how))
+            return found[-1]
+
+    monkeypatch.setattr(quantizing, "Rounder", Watched)
+    monkeypatch.setattr(quantizing, "gauges", lambda *, per_channel: [gauges(per_channel=per_channel)[1]])
+    file, x = tmp_path / "net.pt2", torch.randn(16, 3, 24, 24)
+    options = {"calibrate": x, "images": x, "input_size": (3, 24, 24), "dynamic_batch": True}
+    normswap.export(network("pt2"), file, dtype="int8", **options)
+    assert set(asked[-1]) == set(found[-1])
+    assert any(bool((units != 1).any()) for units in asked[-1].values())
+    for one, values in zip(found[-1].values(), in_pt2(file), strict=True):
+        assert torch.allclose(one.held.double(), torch.as_tensor(values), rtol=1e-5)

@@ -71,26 +71,27 @@ class Moments:
         self.yy += y.square().sum(1, dtype=torch.float64)
         self.waiting.append((x, y))
         if sum(rows.shape[1] for rows, _ in self.waiting) >= _BLOCK:
-            self._flush()
+            self.flush()
 
     def aimless(self) -> Moments:
         """The same inputs, which will be given again, and no targets yet."""
-        self._flush()
+        self.flush()
         y, xy, yy = (torch.zeros_like(sums) for sums in (self.y, self.xy, self.yy))
         return replace(self, y=y, xy=xy, yy=yy, waiting=[], aiming=True)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sum up what is waiting."""
         if self.waiting:
             x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True))
             if not self.aiming:
-                self.xx += squared(x)
+                self.xx += _squared(x)
             self.xy += y.transpose(1, 2) @ x
             self.waiting.clear()
 
     def __add__(self, other: Moments) -> Moments:
         names = ("count", "x", "y", "xx", "xy", "yy")
-        self._flush()
-        other._flush()
+        self.flush()
+        other.flush()
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names}, waiting=[])
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -99,14 +100,14 @@ class Moments:
 
     def covariances(self) -> Covariances:
         """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o)."""
-        self._flush()
+        self.flush()
         x, y = self.x / self.count, self.y / self.count
         own = self.xx / self.count - x[:, :, None] * x[:, None, :]
         return own, self.cross(), self.yy / self.count - y.square()
 
     def cross(self) -> Tensor:
         """B of y with x, (G, o, f)."""
-        self._flush()
+        self.flush()
         return self.xy / self.count - (self.y / self.count)[:, :, None] * (self.x / self.count)[:, None, :]
 
 
@@ -121,7 +122,7 @@ def _about(rows: Tensor, point: Tensor) -> Tensor:
     return rows - point[:, None].to(rows.dtype)
 
 
-def squared(x: Tensor) -> Tensor:
+def _squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x

@@ -61,6 +61,18 @@ def gauges(*, per_channel: bool) -> tuple[Gauge, ...]:
     return AS_FOLDED, replace(columns, rows=True), ranges, both
 
 
+@dataclass(frozen=True)
+class Equalized:
+    """A network in some gauge.
+
+    Args:
+        units: by path, the factors (I,) by which what a layer reads is larger than in the network as folded.
+    """
+
+    network: nn.Module
+    units: dict[str, Tensor]
+
+
 class Equalizer:
     """A folded network, and what is known of its channels.
 
@@ -81,21 +93,16 @@ class Equalizer:
             self.channels = None
         self.peaks = _peaks(self.network, self.channels.layers if self.channels else [], self.batches)
 
-    def equalized(self, gauge: Gauge) -> nn.Module:
+    def equalized(self, gauge: Gauge) -> Equalized:
         """A copy in that gauge; the function is what it was, but for bounds (of ReLU6) that no image reaches."""
-        twin = copy.deepcopy(self.network)
+        twin, units = copy.deepcopy(self.network), {}
         if self.channels is not None:
-            channel_factors.scale(twin, self.channels, self._factors(gauge))
+            factors = self._factors(gauge)
+            channel_factors.scale(twin, self.channels, factors)
             self._prove(twin)
+            units = {one.path: factors[one.reads] for one in self.channels.layers}
         _settle(twin, self.batches)
-        return twin
-
-    def units(self, gauge: Gauge) -> dict[str, Tensor]:
-        """By path, the factors (I,) of what a layer reads in that gauge."""
-        if self.channels is None:
-            return {}
-        factors = self._factors(gauge)
-        return {one.path: factors[one.reads] for one in self.channels.layers}
+        return Equalized(twin, units)
 
     def _prove(self, twin: nn.Module) -> None:
         """Raises:

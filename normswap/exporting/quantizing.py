@@ -121,11 +121,11 @@ def write(
             nonlocal best
             say(f"trying gauge: {trial.gauge.name}, ranges: {trial.ranges}")
             if trial.gauge not in made:
-                twin = equalizer.equalized(trial.gauge)
+                equalized = equalizer.equalized(trial.gauge)
+                twin = equalized.network
                 found = rounder.weights(
-                    twin, equalizer.units(trial.gauge), levels=levels, per_channel=wish.per_channel,
-                    keep=[*kept, *spared],
-                )  # fmt: skip
+                    twin, equalized.units, levels=levels, per_channel=wish.per_channel, keep=[*kept, *spared]
+                )
                 bias_correction.correct(twin, batches, {path: one.held for path, one in found.items()})
                 for path, one in found.items():
                     twin.get_parameter(f"{path}.weight").data.copy_(one.given)

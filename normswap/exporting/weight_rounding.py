@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.least_squares import Kernel, by_group, naming, squared
+from normswap.calibration.least_squares import Kernel, Moments, by_group, naming
 from normswap.calibration.sampling import fits, patches
 from normswap.exporting.weight_grid import rounded, steps
 from normswap.graph.inspection import LINEAR
@@ -31,31 +31,6 @@ _DAMP = 0.01  # of the mean variance, as GPTQ's own
 _WIDEST = 1024  # numbers in a patch whose losses are shared; blocks of 288 of 1152 lose as little as all at once
 _ROWS, _FAN = 8192, 4  # rows seen of a layer, at least, and for each number in a patch
 _BLOCK = 64  # columns at a time
-
-
-@dataclass
-class _Inputs:
-    """Sums over rows x (G, n, f), about a point (G, f) near their mean: of x, and of x' x."""
-
-    point: Tensor
-    count: int
-    total: Tensor
-    products: Tensor
-
-    @classmethod
-    def like(cls, x: Tensor) -> _Inputs:
-        groups, _, fan = x.shape
-        return cls(x.mean(1), 0, x.new_zeros(groups, fan).double(), x.new_zeros(groups, fan, fan).double())
-
-    def add(self, x: Tensor) -> None:
-        x = x - self.point[:, None]
-        self.count += x.shape[1]
-        self.total += x.sum(1, dtype=torch.float64)
-        self.products += squared(x.contiguous())
-
-    def covariance(self) -> Tensor:
-        mean = self.total / self.count
-        return self.products / self.count - mean[:, :, None] * mean[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -107,15 +82,19 @@ class Rounder:
         images = list(batches)
         count = sum(map(len, images))
         draw = torch.Generator().manual_seed(seed)
-        seen: dict[str, list[_Inputs]] = {}
+        seen: dict[str, list[Moments]] = {}
 
         def look(path: str, layer: Linearity, args: tuple[Tensor, ...], out: Tensor) -> None:
             fan = layer.weight[0].numel()
             places = -(-max(_ROWS, _FAN * min(fan, _WIDEST)) // count)
             rows = by_group(patches(layer, args[0], out, places, draw)[0]).float()
             parts = rows.tensor_split(-(-fan // _WIDEST), 2)
-            for sums, part in zip(seen.setdefault(path, [_Inputs.like(part) for part in parts]), parts, strict=True):
-                sums.add(part)
+            none = rows[:, :, :0]  # there is nothing to aim at
+            if path not in seen:
+                seen[path] = [Moments.like(part, none) for part in parts]
+            for moments, part in zip(seen[path], parts, strict=True):
+                moments.add(part, none)
+                moments.flush()  # of all layers at once, what waits would be more than the sums
 
         handles = [
             module.register_forward_hook(functools.partial(look, path))
@@ -127,7 +106,7 @@ class Rounder:
         finally:
             for handle in handles:
                 handle.remove()
-        self.covariances = {path: [sums.covariance().float() for sums in seen.pop(path)] for path in [*seen]}
+        self.covariances = {path: [moments.covariances()[0].float() for moments in seen.pop(path)] for path in [*seen]}
 
     @torch.no_grad()
     def weights(

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import statistics
 import sys
@@ -80,6 +81,7 @@ FINE = "ours, 8 bits"
 OURS = {"ours": 7, FINE: 8}
 PAIRS = (("ours", "safe"), (FINE, "defaults"), ("ours", "defaults"))
 MOVED = (0, 2, -2)  # pixels along both sides
+VIEWED = ("onnx", "openvino")  # a .pt2, run as it is, computes in fp32, slowly
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", FINE,
         "of which the gauge", "same answer as fp32, %: of these four",
@@ -119,15 +121,16 @@ class Case:
 
     def measure(self, file: Path, runtime: str) -> Row:
         runs = formats.get(runtime).open(file)
-        got = torch.cat([runs(x) for x, _ in self.test]).argmax(1)
-        found = {"top1": _share(got == self.labels), "same": _share(got == self.answers)}
-        if runtime == "pt2":  # computes in fp32, slowly
+        views = itertools.islice(self._views(), None if runtime in VIEWED else 1)
+        seen = [torch.cat([runs(x) for x in view]).argmax(1) for view in views]
+        found = {"top1": _share(seen[0] == self.labels), "same": _share(seen[0] == self.answers)}
+        if runtime not in VIEWED:
             return found
-        right = sum(torch.cat([runs(x) for x in view]).argmax(1).eq(self.labels).int() for view in self._views())
-        return {**found, "right": "".join(map(str, torch.as_tensor(right).tolist()))}
+        right = torch.stack(seen).eq(self.labels).sum(0)
+        return {**found, "right": "".join(map(str, right.tolist()))}
 
     def _views(self) -> Iterator[Iterator[Tensor]]:
-        """All test images, batch by batch, in each of the ways that they are looked at."""
+        """All test images, batch by batch, in each of the ways that they are looked at, first as they are."""
         for by in MOVED:
             for mirrored in (False, True):
                 yield (_moved(x.flip(-1) if mirrored else x, by) for x, _ in self.test)
@@ -256,36 +259,42 @@ def row(name: str, runtime: str, per_channel: bool, found: dict[str, Row]) -> st
     )  # fmt: skip
 
 
-def leads(found: dict[str, Row], which: str, tool: str) -> Tensor | None:
-    """Points of top-1 over views by which ours leads, image by image."""
-    if not all("right" in found.get(one, {}) for one in (which, tool)):
-        return None
-    ahead = [int(a) - int(b) for a, b in zip(found[which]["right"], found[tool]["right"], strict=True)]
-    return torch.tensor(ahead).double() * 100 / (2 * len(MOVED))
+@dataclasses.dataclass(frozen=True)
+class Lead:
+    """Points of top-1 over views by which one file leads another, and the standard error of that over the images."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, file: Row, other: Row) -> Lead | None:
+        """None where either was not seen in views."""
+        if not ("right" in file and "right" in other):
+            return None
+        ahead = [int(a) - int(b) for a, b in zip(file["right"], other["right"], strict=True)]
+        points = torch.tensor(ahead).double() * 100 / (2 * len(MOVED))
+        return cls(float(points.mean()), float(points.std() / len(points) ** 0.5))
 
 
 def lead(found: dict[str, Row], which: str, tool: str) -> str:
-    """Their mean, and its standard error."""
-    ahead = leads(found, which, tool)
-    return "" if ahead is None else f"{ahead.mean():+.2f} ± {ahead.std() / len(ahead) ** 0.5:.2f}"
+    one = Lead.of(found.get(which, {}), found.get(tool, {}))
+    return f"{one.mean:+.2f} ± {one.error:.2f}" if one else ""
 
 
 def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
     """Ours against the tool's where the tool's file still works."""
-    working = [one for one in cells if which in one and one[tool]["same"] > WORKS]
-    pairs = [(one[which], one[tool]) for one in working]
-    lead = [a["top1"] - b["top1"] for a, b in pairs]
+    pairs = [(one[which], one[tool]) for one in cells if which in one and one[tool]["same"] > WORKS]
+    points = [a["top1"] - b["top1"] for a, b in pairs]
     same, theirs = (statistics.mean(pair[i]["same"] for pair in pairs) for i in (0, 1))
     # answers that differ from fp32's are right or wrong by chance, as often
     luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / TESTED) ** 0.5 for a, b in pairs)
-    seen = [ahead for one in working if (ahead := leads(one, which, tool)) is not None]
-    means = [float(ahead.mean()) for ahead in seen]
-    errors = [float(ahead.std() / len(ahead) ** 0.5) for ahead in seen]
+    views = [one for pair in pairs if (one := Lead.of(*pair)) is not None]
+    means, errors = [one.mean for one in views], [one.error for one in views]
     return (
-        f"{which} against {tool}, {len(pairs)} pairs of files: {statistics.mean(lead):+.2f} points of top-1 on "
-        f"average, {min(lead):+.2f} to {max(lead):+.2f}, where chance alone moves a pair by {luck:.2f} (one standard "
-        f"error); over views, {len(seen)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} to "
-        f"{max(means):+.2f}, standard error {statistics.mean(errors):.2f}; the same answer as fp32 on {same:.2f} "
+        f"{which} against {tool}, {len(pairs)} pairs of files: {statistics.mean(points):+.2f} points of top-1 on "
+        f"average, {min(points):+.2f} to {max(points):+.2f}, where chance alone moves a pair by {luck:.2f} (one "
+        f"standard error); over views, {len(views)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} "
+        f"to {max(means):+.2f}, standard error {statistics.mean(errors):.2f}; the same answer as fp32 on {same:.2f} "
         f"against {theirs:.2f} % of the images."
     )
 
