@@ -14,7 +14,7 @@ import torch
 from crossed import crossed, sampled
 from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError
@@ -100,6 +100,13 @@ def test_exact_or_measurably_different(arch: str, row: Row) -> None:
     error = distance(own.reference, run(own.result, own.x))
     assert error <= 1e-12 if row.exact else 1e-3 < error < float("inf")
     assert schemes.exact(own.step) is row.exact
+
+
+@everywhere
+def test_a_symbolic_trace_is_the_network(arch: str, row: Row) -> None:
+    """As `torch.fx` fuses, quantizes or cuts networks of torch's own layers."""
+    own = case(arch, row)
+    assert torch.equal(fx.symbolic_trace(own.result)(own.x), run(own.result, own.x))
 
 
 @everywhere

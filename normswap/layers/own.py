@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 GAMMA = "gamma"  # in ROLES: whatever role the norm had that stood there
 
@@ -39,4 +39,9 @@ class OwnLayer(nn.Module):
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
     """(C,) in a shape that goes with x (N, C, ...)."""
+    return _shaped(value, x)
+
+
+@fx.wrap  # how many dimensions a value has is not known while a symbolic trace runs, which looks this name up here
+def _shaped(value: Tensor, x: Tensor) -> Tensor:
     return value.view(1, -1, *(1,) * (x.ndim - 2))

@@ -35,8 +35,7 @@ class SiteNorm(Seat, OwnLayer, _BatchNorm):
         self.ghost, self.act = ghost, act
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.ndim < 2:
-            raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
+        """Of any dimension."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, ...) -> (N, C, ...)"""
