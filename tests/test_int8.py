@@ -65,6 +65,12 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     assert {prop.key for prop in onnx.load(file).metadata_props} >= {"source", "preprocess"}
 
 
+def test_scores_are_not_rounded(tmp_path: Path) -> None:
+    """Bytes with one step have 256 values at most."""
+    made(tmp_path / "net.onnx")
+    assert len(formats.get("onnx").open(tmp_path / "net.onnx")(pictures(512, 2)).unique()) > 512
+
+
 def largest(file: Path) -> set[int]:
     """The largest whole number in each tensor of int8 weights."""
     if file.suffix == ".pt2":

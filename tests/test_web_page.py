@@ -135,7 +135,7 @@ SQUASHED = {**RESIZED, "crop_mode": "squash", "interpolation": "bilinear"}
     ("name", "options", "resize", "near"),
     [
         ("fp32", [], None, 0.01),
-        ("int8", INT8, None, 0.1),  # three steps of its answers: a pixel that is rounded otherwise moves some by that
+        ("int8", INT8, None, 0.1),  # a pixel that is rounded otherwise moves some of its answers by that
         ("cropped", ["--normalize"], CROPPED, 0.05),
         ("squashed", ["--softmax"], SQUASHED, 0.01),
     ],

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 NEEDS = ("onnxruntime", "onnx")
 RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
 LAYERS = LINEAR
+# a classifier's answers stay as they come out of its products; what another layer reads is rounded there
+_OPTIONS = {"CalibPercentile": 99.99, "OpTypesToExcludeOutputQuantization": ["Gemm"]}
 _MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once
 
 
@@ -97,7 +99,7 @@ def quantize(
             quantize_static(
                 model, file, _Reader(images), quant_format=QuantFormat.QDQ, per_channel=per_channel,
                 reduce_range=bits == SAFE_BITS, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                calibrate_method=methods[ranges], nodes_to_exclude=spared, extra_options={"CalibPercentile": 99.99},
+                calibrate_method=methods[ranges], nodes_to_exclude=spared, extra_options=_OPTIONS,
             )  # fmt: skip
     except Exception as error:  # whatever the tool and the runtime raise
         raise RefusedError("onnxruntime.quantization cannot quantize it", first_line(error)) from None

@@ -10,9 +10,10 @@ The same 512 training images calibrate all; nothing is chosen on the test images
 `safe`: the same with 7 bits in the weights and unsigned activations, which a CPU without VNNI needs (torchao's way: 7
 bits in the activations). `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
 A file that answers another thing than fp32 is right about as often, by chance: "same answer" tells files apart that
-top-1 does not. So does top-1 over views: each test image, and its mirror image, as it is and moved by two pixels either
-way; two files are compared image by image, by how often they are right over its six views, whose standard error over
-the images is a third of that of a single view. What was measured is kept in runs/int8.jsonl. Needs ../shared.
+top-1 does not, and the distance of its scores from fp32's (relative L2, all test images) better still. So does top-1
+over views: each test image, and its mirror image, as it is and moved by two pixels either way; two files are compared
+image by image, by how often they are right over its six views, whose standard error over the images is a third of that
+of a single view. What was measured is kept in runs/int8.jsonl. Needs ../shared.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ MOVED = (0, 2, -2)  # pixels along both sides
 VIEWED = ("onnx", "openvino")  # a .pt2, run as it is, computes in fp32, slowly
 RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", FINE,
-        "of which the gauge", "same answer as fp32, %: of these four",
+        "of which the gauge", "same answer as fp32, %: of these four", "relative L2 of the scores, 1e-3",
         "over views, ours less safe", "8 bits less defaults", "ours less defaults", "ours took")  # fmt: skip
 
 
@@ -108,7 +109,8 @@ class Case:
         self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
         self.test = self._load(images / "test.tar.xz", None)
         with torch.inference_mode():
-            self.answers = torch.cat([self.model(x) for x, _ in self.test]).argmax(1)
+            self.scores = torch.cat([self.model(x) for x, _ in self.test])
+        self.answers = self.scores.argmax(1)
         self.labels = torch.cat([y for _, y in self.test])
 
     def _load(self, file: Path, samples: int | None) -> list[tuple[Tensor, Tensor]]:
@@ -122,8 +124,10 @@ class Case:
     def measure(self, file: Path, runtime: str) -> Row:
         runs = formats.get(runtime).open(file)
         views = itertools.islice(self._views(), None if runtime in VIEWED else 1)
-        seen = [torch.cat([runs(x) for x in view]).argmax(1) for view in views]
-        found = {"top1": _share(seen[0] == self.labels), "same": _share(seen[0] == self.answers)}
+        scores = [torch.cat([runs(x) for x in view]) for view in views]
+        seen = [one.argmax(1) for one in scores]
+        off = float((scores[0] - self.scores).norm() / self.scores.norm())
+        found = {"top1": _share(seen[0] == self.labels), "same": _share(seen[0] == self.answers), "l2": off}
         if runtime not in VIEWED:
             return found
         right = torch.stack(seen).eq(self.labels).sum(0)
@@ -254,7 +258,8 @@ def row(name: str, runtime: str, per_channel: bool, found: dict[str, Row]) -> st
         f"`{name}`", runtime, "channel" if per_channel else "tensor", f"{found['fp32']['top1']:.2f}",
         f"{found['defaults']['top1']:.2f}", f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**",
         f"{found[FINE]['top1']:.2f}" if FINE in found else "", mine["gauge"],
-        ", ".join(f"{file['same']:.2f}" for file in files), *(lead(found, *pair) for pair in PAIRS),
+        ", ".join(f"{file['same']:.2f}" for file in files), ", ".join(f"{1e3 * file['l2']:.1f}" for file in files),
+        *(lead(found, *pair) for pair in PAIRS),
         f"{mine['seconds']:.0f} s",
     )  # fmt: skip
 
@@ -288,6 +293,7 @@ def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
     same, theirs = (statistics.mean(pair[i]["same"] for pair in pairs) for i in (0, 1))
     # answers that differ from fp32's are right or wrong by chance, as often
     luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / TESTED) ** 0.5 for a, b in pairs)
+    nearer = statistics.geometric_mean(a["l2"] / b["l2"] for a, b in pairs)
     views = [one for pair in pairs if (one := Lead.of(*pair)) is not None]
     means, errors = [one.mean for one in views], [one.error for one in views]
     return (
@@ -295,7 +301,8 @@ def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
         f"average, {min(points):+.2f} to {max(points):+.2f}, where chance alone moves a pair by {luck:.2f} (one "
         f"standard error); over views, {len(views)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} "
         f"to {max(means):+.2f}, standard error {statistics.mean(errors):.2f}; the same answer as fp32 on {same:.2f} "
-        f"against {theirs:.2f} % of the images."
+        f"against {theirs:.2f} % of the images; its scores are {nearer:.2f} times as far from fp32's "
+        f"({sum(a['l2'] < b['l2'] for a, b in pairs)} of {len(pairs)} are nearer)."
     )
 
 
@@ -307,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []])
     parser.add_argument("--runtime", choices=list(RUNTIMES), help="measure this only, write no table")
+    parser.add_argument("-o", "--output", type=Path, default=HERE.with_suffix(".md"))
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     args = parser.parse_args()
@@ -337,7 +345,7 @@ def main() -> None:
         _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
         *(f"- {against(cells, *pair)}" for pair in PAIRS), "",
     ]  # fmt: skip
-    HERE.with_suffix(".md").write_text("\n".join(text))
+    args.output.write_text("\n".join(text))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -63,6 +64,12 @@ class Pair:
     ratio: float | None
     low: float | None
     high: float | None
+
+    def beyond_chance(self) -> bool:
+        """Whether the median over the rounds is below EQUAL, by a sign test: at 5 %, of both sides together."""
+        theirs, ours = ([statistics.median(runs) for runs in row.rounds] for row in (self.other, self.ours))
+        slower = sum(a / b < EQUAL for a, b in zip(theirs, ours, strict=True))
+        return sum(math.comb(len(ours), k) for k in range(slower, len(ours) + 1)) <= 0.025 * 2 ** len(ours)
 
 
 def alive(name: str, side: int) -> nn.Module:
@@ -195,6 +202,8 @@ def verdicts(rows: Sequence[Row], found: Sequence[Pair]) -> Iterator[str]:
             spread = f"{one.ratio:.3f} ({one.low:.2f} .. {one.high:.2f}), best "
             spread += f"{_over(one.other.best_ms, one.ours.best_ms)}, CPU {_over(one.other.cpu_ms, one.ours.cpu_ms)}"
             yield f"  - not: {one.network}, batch {one.batch}, {one.peer}: {spread}"
+    slower = sum(one.beyond_chance() for one in known if one.ratio < EQUAL)
+    yield f"- below {EQUAL} beyond chance (sign test over the rounds, 5 %): {slower} pairs"
     for network, batch in dict.fromkeys((row.network, row.batch) for row in rows if row.form == "folded"):
         mine = [r for r in rows if (r.network, r.batch, r.form, r.status) == (network, batch, "folded", "ok")]
         if mine:
