@@ -6,7 +6,7 @@ A node that has no form in int8 costs a pass over floats on both sides of it.
 - A ReLU of a sum that is also read without it (the stream of a pre-activation network) gets a sum of its own, whose
   rounding to unsigned bytes is the ReLU.
 - The average over windows side by side is a depthwise convolution with 1/n, faster in int8 than the pooling.
-- The mean over a whole map is GlobalAveragePool.
+- The mean over a whole map is GlobalAveragePool, and a Reshape where its sides are gone.
 """
 
 from __future__ import annotations
@@ -85,13 +85,22 @@ class _Graph:
         self.nodes[self._at(pool)] = _node("Conv", given, pool.output[0], pool.name, strides=steps, group=shape[1])
 
     def mean_as_pooling(self, mean: NodeProto) -> None:
+        from onnx import numpy_helper
+
         given, rank = _attributes(mean), len(self.shapes.get(mean.input[0], ()))
         axes = self._values(mean.input[1]) if len(mean.input) > 1 else list(given.get("axes", ()))
-        if rank < 3 or not given.get("keepdims", 1) or sorted(axis % rank for axis in axes) != [*range(2, rank)]:
+        if rank < 3 or sorted(axis % rank for axis in axes) != [*range(2, rank)]:
             return
         self.readers.subtract(mean.input)
-        pool = _node("GlobalAveragePool", [mean.input[0]], mean.output[0], mean.name)
-        self.nodes[self._at(mean)] = pool
+        at, made = self._at(mean), mean.output[0]
+        if given.get("keepdims", 1):
+            self.nodes[at] = _node("GlobalAveragePool", [mean.input[0]], made, mean.name)
+            return
+        pooled, shape = f"{made}_pooled", f"{made}_shape"
+        rows = np.array([0, -1], np.int64)  # 0: as many as there are
+        self.proto.initializer.append(numpy_helper.from_array(rows, shape))
+        pool = _node("GlobalAveragePool", [mean.input[0]], pooled, mean.name)
+        self.nodes[at : at + 1] = [pool, _node("Reshape", [pooled, shape], made, f"{mean.name}_rows")]
 
     def write(self) -> None:
         unread = [one for one in self.proto.initializer if one.name in self.readers and not self.readers[one.name]]
