@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from timm.layers import FrozenBatchNormAct2d
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
@@ -35,7 +35,8 @@ class SiteNorm(Seat, OwnLayer, _BatchNorm):
         self.ghost, self.act = ghost, act
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Of any dimension."""
+        if not isinstance(input, fx.Proxy) and input.ndim < 2:  # a proxy's dimensions are not known
+            raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, ...) -> (N, C, ...)"""
