@@ -14,6 +14,7 @@ from torch import Tensor
 _OURS = ["normswap", "timm", "torchvision", "safetensors"]
 _BLOCKED = {
     "onnx": [*_OURS, "torch", "onnx", "onnxscript"],
+    "onnx-data": [*_OURS, "torch", "onnx", "onnxscript"],
     "openvino": [*_OURS, "torch", "onnx", "onnxscript", "onnxruntime", "nncf"],
     "pt2": [*_OURS, "onnx", "onnxruntime"],
     "pt2 in int8": [*_OURS, "onnx", "onnxruntime", "torchao"],
@@ -21,10 +22,12 @@ _BLOCKED = {
     "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
 }
 _PT2 = "m = torch.export.load(file).module()\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()"
+_ONNX = """import onnxruntime as ort
+session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])
+run = lambda x: session.run(['{output}'], {{'images': x}})[0]"""
 _RUN = {
-    "onnx": "import onnxruntime as ort\n"
-    "session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])\n"
-    "run = lambda x: session.run(['{output}'], {{'images': x}})[0]",
+    "onnx": _ONNX,
+    "onnx-data": _ONNX,
     "openvino": "import openvino as ov\n"
     "m = ov.Core().compile_model(file, 'CPU', {{'INFERENCE_PRECISION_HINT': 'f32'}})\n"
     "run = lambda x: m(x)['{output}'].copy()",

@@ -33,7 +33,10 @@ from normswap.reporting import demo
 from normswap.storage import checkpoint
 
 FORMATS = formats.names()
-ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+ENDINGS = {
+    "onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",
+    "safetensors": "safetensors",
+}  # fmt: skip
 FIGURES = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
 V1 = {"channels": [8, 16, 32, 64], "stem_width": 4, "num_classes": 10}
 V2 = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
@@ -59,7 +62,7 @@ def weights(model: nn.Module) -> int:
 
 def on_disk(file: Path) -> int:
     """Bytes of the file and of what belongs to it."""
-    parts = [file, file.with_suffix(".bin")]
+    parts = [file, file.with_suffix(".bin"), file.with_suffix(".onnx.data")]
     return sum(part.stat().st_size for part in parts if part.exists())
 
 
@@ -76,18 +79,18 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
     model, x = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     file = tmp_path / f"net.{ENDINGS[form]}"
-    done = normswap.export(model, file, input_size=(3, 64, 64))
+    done = normswap.export(model, file, input_size=(3, 64, 64), format=form)
     assert done.file == file
     assert (done.format, done.dtype, done.figures.count, done.bytes) == (form, "fp32", 16, on_disk(file))
     assert done.figures.relative_l2 <= 1e-5
     assert done.figures.agreement == 1
     assert not [kind for kind in done.nodes if any(word in kind.lower() for word in NORMS)]
     assert sum("conv" in kind.lower() for kind in done.nodes) == (form != "safetensors")
-    parts = ["net.bin"] if form == "openvino" else []
-    assert sorted(p.name for p in tmp_path.iterdir()) == [*parts, file.name, f"{file.name}.preprocess.json"]
+    parts = {"openvino": ["net.bin"], "onnx-data": ["net.onnx.data"]}.get(form, [])
+    assert {p.name for p in tmp_path.iterdir()} == {*parts, file.name, f"{file.name}.preprocess.json"}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     check(model, file, x)
-    if form in ("onnx", "pt2"):  # made for one image
+    if form in ("onnx", "onnx-data", "pt2"):  # made for one image
         with pytest.raises(Exception, match=r"Guard failed: images.size|INVALID_ARGUMENT"):  # each runtime has its own
             formats.get(form).open(file)(x[:2])
 
@@ -158,7 +161,7 @@ def test_a_dynamic_batch(form: str, tmp_path: Path) -> None:
 def test_fp16(form: str, tmp_path: Path) -> None:
     model, x = network()
     file = tmp_path / f"net.{ENDINGS[form]}"
-    done = normswap.export(model, file, input_size=(3, 64, 64), dtype="fp16")
+    done = normswap.export(model, file, input_size=(3, 64, 64), format=form, dtype="fp16")
     assert done.bytes < 2 * weights(model) + 150_000  # the graph and the metadata
     assert 1e-5 < done.figures.relative_l2 <= FIGURES["fp16"]
     runs = formats.get(form).open(file)  # here, as starting a process takes longest
@@ -170,8 +173,8 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
     model, x = network()
     answers = []
     for form in (form for form in FORMATS if form != "openvino"):  # which refuses it
-        file = tmp_path / f"net.{ENDINGS[form]}"
-        done = normswap.export(model, file, input_size=(3, 64, 64), dtype="bf16")
+        file = tmp_path / f"{form}.{ENDINGS[form]}"
+        done = normswap.export(model, file, input_size=(3, 64, 64), format=form, dtype="bf16")
         assert done.bytes < 2.3 * weights(model) + 150_000
         assert "weights are stored in bf16" in done.notes[0]
         assert 1e-5 < done.figures.relative_l2 <= FIGURES["bf16"]
@@ -180,11 +183,11 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
         answers.append(torch.cat([formats.get(form).open(file)(one) for one in x.split(1)]))
     assert distance(run(model, x), answers[0]) <= FIGURES["bf16"]
     assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
-    stored = load_file(tmp_path / "net.safetensors")
+    stored = load_file(tmp_path / "safetensors.safetensors")
     kept = ("conv1.0.weight", "fc.weight", "layer2.0.downsample.1.weight", "layer1.0.conv1.bias")
     assert {stored[name].dtype for name in kept} == {torch.float32}
     assert stored["layer1.0.conv1.weight"].dtype == torch.bfloat16
-    assert {p.dtype for p in normswap.load(tmp_path / "net.safetensors").parameters()} == {torch.float32}
+    assert {p.dtype for p in normswap.load(tmp_path / "safetensors.safetensors").parameters()} == {torch.float32}
 
 
 def test_torchscript_casts_bf16_weights_once(tmp_path: Path) -> None:
@@ -259,7 +262,7 @@ def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, mo
 
     monkeypatch.setattr(module, "write", corrupt)
     with pytest.raises(VerificationError, match="computes something else"):
-        normswap.export(model, tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 64, 64))
+        normswap.export(model, tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 64, 64), format=form)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -334,7 +337,9 @@ BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError
     ("net.foo", _v1, {}, OptionError, r"the ending '.foo' .* says no format. Known: .onnx \(onnx\)"),
     ("net", _v1, {}, OptionError, "has no ending"),
     ("net.pt2", _v1, {"format": "onnx"}, OptionError, "ends as pt2 files do, not as onnx ones"),
-    ("net.ts", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, openvino, pt2"),
+    ("net.ts", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, onnx-data, openvino"),
+    ("net.onnx", _v1, {"format": "onnx-data", "dtype": "int8"}, OptionError,
+     "onnx-data is not written in int8: there are onnx, openvino, pt2"),
     ("net.ts", _v1, {"dtype": "int4"}, OptionError, "unknown dtype 'int4'"),
     ("net.xml", _v1, {"dtype": "bf16"}, RefusedError, "OpenVINO is not written in bf16"),
     ("no/net.ts", _v1, {}, OutputError, "there is no directory"),
@@ -378,8 +383,30 @@ def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from normswap.exporting import onnx_file
 
     monkeypatch.setattr(onnx_file, "_LIMIT", 100_000)
-    with pytest.raises(RefusedError, match="an ONNX file holds"):
+    with pytest.raises(RefusedError, match=r"an ONNX file holds.*onnx-data"):
         normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
+    normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64), format="onnx-data")
+
+
+def test_weights_lie_beside_the_graph(tmp_path: Path) -> None:
+    """All but those of a few bytes; the two move together, and replace what they are written over."""
+    import onnx
+
+    model, x = network()
+    file, data = tmp_path / "net.onnx", tmp_path / "net.onnx.data"
+    data.write_bytes(b"another network's")
+    with pytest.raises(OutputError, match=r"net\.onnx\.data exists"):
+        normswap.export(model, file, input_size=(3, 64, 64), format="onnx-data")
+    normswap.export(model, file, input_size=(3, 64, 64), format="onnx-data", force=True)
+    graph = onnx.load(file, load_external_data=False).graph
+    inside = [tensor for tensor in graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    assert sum(len(tensor.raw_data) for tensor in inside) < 4096
+    assert 4 * weights(model) - 4096 < data.stat().st_size < 4 * weights(model) + 2**16
+    assert data.stat().st_mode == file.stat().st_mode
+    (tmp_path / "elsewhere").mkdir()
+    for one in (file, data):
+        one.rename(tmp_path / "elsewhere" / one.name)
+    check(model, tmp_path / "elsewhere" / "net.onnx", x)
 
 
 @pytest.mark.slow
@@ -389,6 +416,7 @@ def test_a_file_that_grows_too_large_is_said_in_a_line(form: str, tmp_path: Path
     program = "import resource, sys; from normswap.cli.app import main\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "export", str(demo.FOLDER), "-o", f"net.{ENDINGS[form]}"]
+    command += ["--format", form]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert f"cannot write net.{ENDINGS[form]}: " in done.stderr

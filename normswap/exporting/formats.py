@@ -87,12 +87,13 @@ class _Row(NamedTuple):
 
 _FORMATS = {
     "onnx": _Row("onnx_file", (".onnx",), "onnx_int8"),
+    "onnx-data": _Row("onnx_data_file", (".onnx",)),
     "openvino": _Row("openvino_file", (".xml",), "openvino_int8"),
     "pt2": _Row("pt2", (".pt2",), "pt2_int8"),
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
 }
-_ENDINGS = {ending: name for name, row in _FORMATS.items() for ending in row.endings}
+_ENDINGS = {ending: name for name, row in reversed(_FORMATS.items()) for ending in row.endings}  # the first has it
 
 
 def names() -> list[str]:
@@ -141,10 +142,10 @@ def choose(file: Path, name: str | None) -> Format:
     """
     meant = _ENDINGS.get(file.suffix.lower())
     if name is None and meant is None:
-        known = ", ".join(f"{ending} ({of})" for ending, of in _ENDINGS.items())
+        known = ", ".join(f"{ending} ({of})" for of, row in _FORMATS.items() for ending in row.endings)
         what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
         raise OptionError(f"{what} says no format", remedy=f"Known: {known}; or name it with --format")
-    if name is not None and name in _FORMATS and meant not in (None, name):
+    if name in _FORMATS and meant is not None and file.suffix.lower() not in _FORMATS[name].endings:
         raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
     return get(name or str(meant))
 

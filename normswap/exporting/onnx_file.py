@@ -5,8 +5,9 @@ torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded ne
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,22 +39,48 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
     size = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
     if size > _LIMIT:
         raise RefusedError(
-            f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try --dtype fp16, or pt2"
+            f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}",
+            remedy="Try --format onnx-data, which puts them beside it",
         )
-    proto = _graph(as_convolutions(network), x, dynamic)
-    _strip(proto.graph)
+    model = graph(network, x, dynamic=dynamic, metadata=metadata)
+    with checked():
+        onnx.checker.check_model(model, full_check=True)
+    file.write_bytes(model.SerializeToString())
+
+
+def graph(network: Shipped, x: Given, *, dynamic: bool, metadata: Mapping[str, str]) -> onnx.ModelProto:
+    """What the file holds, its weights in it.
+
+    Raises:
+        RefusedError: ONNX cannot express the network.
+    """
+    import onnx
+
+    model = _exported(as_convolutions(network), x, dynamic)
+    _strip(model.graph)
     if network.stored != network.dtype:
-        _store_bf16(proto.graph)
-    onnx.helper.set_model_props(proto, dict(metadata))
-    proto.producer_name = "normswap"
+        _store_bf16(model.graph)
+    onnx.helper.set_model_props(model, dict(metadata))
+    model.producer_name = "normswap"
+    return model
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Says what `onnx.checker` has against a model.
+
+    Raises:
+        VerificationError: it rejects the model.
+    """
+    import onnx
+
     try:
-        onnx.checker.check_model(proto, full_check=True)
+        yield
     except onnx.checker.ValidationError as error:
         raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
-    file.write_bytes(proto.SerializeToString())
 
 
-def _graph(network: Shipped, x: Given, dynamic: bool) -> onnx.ModelProto:
+def _exported(network: Shipped, x: Given, dynamic: bool) -> onnx.ModelProto:
     shapes = batched(len(together(x))) if dynamic else None
     try:
         with quiet(), torch.no_grad():
@@ -123,4 +150,5 @@ def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
     import onnx
 
-    return dict(Counter(node.op_type for node in onnx.load(file).graph.node).most_common())
+    kinds = (node.op_type for node in onnx.load(file, load_external_data=False).graph.node)
+    return dict(Counter(kinds).most_common())

@@ -14,33 +14,24 @@ from normswap.errors import OutputError
 
 
 def whole(file: Path, write: Callable[[Path], object], parts: Sequence[str] = ()) -> Path:
-    """Let `write` fill a temporary file beside `file`, then give it its name.
-
-    The temporary name ends as `file` does, for writers that go by the ending.
+    """Let `write` fill a file of the same name in a temporary directory beside `file`, then put it in its place.
 
     Args:
-        parts: endings of further files that `write` makes, which get their names first.
+        parts: endings of further files that `write` makes, which get their places first.
 
     Raises:
         OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
     """
     try:
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}.", suffix=file.suffix)
-        os.close(handle)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
+            aside = Path(folder) / file.name
+            write(aside)
+            for ending in (*parts, file.suffix):
+                made = aside.with_suffix(ending)
+                made.chmod(0o666 & ~umask())  # some writers make it private
+                made.replace(file.with_suffix(ending))
     except OSError as error:
         raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
-    aside = Path(name)
-    made = [(aside.with_suffix(part), file.with_suffix(part)) for part in parts] + [(aside, file)]
-    try:
-        write(aside)
-        aside.chmod(0o666 & ~umask())  # mkstemp makes it private
-        for one, place in made:
-            one.replace(place)
-    except OSError as error:
-        raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
-    finally:
-        for one, _ in made:
-            one.unlink(missing_ok=True)
     return file
 
 

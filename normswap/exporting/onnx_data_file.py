@@ -1,0 +1,31 @@
+"""ONNX with its weights in a file of their own, FILE.onnx.data, as torch.onnx writes them.
+
+ONNX Runtime maps such weights into memory where it copies those that lie in the graph: a network opens sooner and takes
+less (tests/benchmarks/loading.md). They may be more than the 2 GiB that protobuf allows a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from normswap.exporting import onnx_file
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.formats import Given
+
+NAME = "onnx-data"
+NEEDS = onnx_file.NEEDS
+GRAPH = True
+PARTS = (".onnx.data",)
+NOTES: Mapping[str, str] = {}
+nodes, open = onnx_file.nodes, onnx_file.open
+
+
+def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+    """See `formats.Format.write`. The graph names the other file, so that neither can be renamed alone."""
+    import onnx
+
+    model = onnx_file.graph(network, x, dynamic=dynamic, metadata=metadata)
+    onnx.save_model(model, file, save_as_external_data=True, location=file.with_suffix(PARTS[0]).name)
+    with onnx_file.checked():
+        onnx.checker.check_model(str(file), full_check=True)
