@@ -86,6 +86,34 @@ def test_the_swap_leaves_the_new_directory_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_file_comes_after_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed between the two leaves no graph without its weights; and a full disk neither of them."""
+    file, rename = tmp_path / "net.xml", Path.replace
+
+    def write(aside: Path) -> None:
+        assert aside.name == file.name, "a graph may name its weights' file"
+        for one in (aside, aside.with_suffix(".bin")):
+            one.touch(mode=0o600)
+
+    def killed(source: Path, target: Path) -> None:
+        if target == file:
+            raise Killed
+        rename(source, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(Killed):
+        atomic_write.whole(file, write, (".bin",))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.bin"]
+    monkeypatch.setattr(Path, "replace", rename)
+    assert atomic_write.whole(file, write, (".bin",)) == file
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("net.bin", "net.xml"), 0o666 & ~atomic_write.umask()
+    )
+    with pytest.raises(OutputError, match=r"cannot write .*net\.xml: No such file"):
+        atomic_write.whole(file, write, (".other",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.bin", "net.xml"]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_force_replaces_no_folder_with_one_of_the_two_files(tmp_path: Path, name: str) -> None:
     """Somebody's folder may have a config.json, or a model.safetensors, and whatever else."""
