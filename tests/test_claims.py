@@ -191,6 +191,21 @@ def speed() -> tuple[str, str]:
     return span(best.values())
 
 
+def loading() -> tuple[str, str]:
+    """The least and the most of the time that opening takes with weights beside the graph."""
+    return span(1 / number(row["onnx / data"]) for row in table("loading.md"))
+
+
+def same_operators() -> tuple[str]:
+    """Of how many networks all three runtimes run the same; of normalizer-free ones two run nothing else."""
+    found: dict[str, set[str]] = {}
+    for row in table("operators.md"):
+        found.setdefault(row["network"], set()).add(row["ours has"])
+        free = "nf" in row["network"] and row["runtime"] != "torchscript"
+        assert row["ours has"] in ("same", "fewer") or not free
+    return ({5: "five"}[sum(said == {"same"} for said in found.values())],)
+
+
 def accuracy(network: str) -> tuple[str, ...]:
     """As `schemes.md` has it: top-1 of the source and of its folded form, and the distance."""
     (row,) = (r for r in table("schemes.md") if (r.get("network"), r.get("to")) == (network, "folded"))
@@ -244,6 +259,8 @@ CLAIMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "(in OpenVINO to {}, {} and {};": mobilenet,
     "on such a CPU int8 is {} to {} times as fast as fp32 in ONNX Runtime, {} to {} in OpenVINO, and {} to {} times as "
     "fast as timm in eager mode": int8_speed,
+    "which ONNX Runtime opens in {} to {} of the time": loading,
+    "Of {} such networks ONNX Runtime, OpenVINO and TorchScript run what they run of the plain export": same_operators,
     "the fastest of our files is {} to {} times as fast as timm in eager mode": speed,
     "Converting a ResNet-50 takes {} to {} times as long as the least any tool must do, creating, loading and saving "
     "it (`skipinit`, 15 pairs on two threads, {} in the median; peak memory {} checkpoints above); `groupnorm` without "
@@ -260,7 +277,9 @@ def test_readme_says_what_the_table_says(sentence: str) -> None:
     assert sentence.format(*CLAIMS[sentence]()) in README
 
 
-TABLES = ("kinds.md", "convert.md", "int8.md", "int8_speed.md", "planted.md", "robot_policy.md")
+TABLES = (
+    "kinds.md", "convert.md", "int8.md", "int8_speed.md", "loading.md", "operators.md", "planted.md", "robot_policy.md",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLES)
