@@ -87,6 +87,7 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
     assert not [kind for kind in done.nodes if any(word in kind.lower() for word in NORMS)]
     assert sum("conv" in kind.lower() for kind in done.nodes) == (form != "safetensors")
     parts = {"openvino": ["net.bin"], "onnx-data": ["net.onnx.data"]}.get(form, [])
+    assert [each.name for each in done.parts] == parts
     assert {p.name for p in tmp_path.iterdir()} == {*parts, file.name, f"{file.name}.preprocess.json"}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     check(model, file, x)
@@ -470,8 +471,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     body = json.loads(capsys.readouterr().out)
     assert body["input_size"] == [3, 64, 64]
     assert body["figures"]["count"] == 20
-    assert set(body) == {"source", "file", "sidecar", "format", "dtype", "input_size", "dynamic_batch", "figures",
-                         "nodes", "plain_nodes", "bytes", "notes", "seconds", "quantized"}  # fmt: skip
+    assert body["parts"] == []
+    assert set(body) == {"source", "file", "parts", "sidecar", "format", "dtype", "input_size", "dynamic_batch",
+                         "figures", "nodes", "plain_nodes", "bytes", "notes", "seconds", "quantized"}  # fmt: skip
     assert main(common) == 2
     assert main([*common, "--force", "--input-size", "3,64"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -44,19 +44,20 @@ class Exported:
     """A written file.
 
     Args:
-        file: where it is; `sidecar`: its preprocess.json.
+        file: where it is; parts: further files that belong to it; sidecar: its preprocess.json.
         format, dtype: as asked for.
         input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
             at a time is free.
         figures: how far the file, in its runtime, is from the source.
         nodes: its operators, counted by kind; plain_nodes: those of an export without folding, if asked for.
-        bytes: its size.
+        bytes: its size, with its parts.
         notes: what the user should know.
         seconds: what it all took.
         quantized: how, if it is int8.
     """
 
     file: Path
+    parts: tuple[Path, ...]
     sidecar: Path
     format: str
     dtype: str
@@ -164,10 +165,11 @@ def export(
 
     atomic_write.whole(order.file, write, order.form.PARTS)
     plain = _plain_nodes(order, say) if count_plain else None
-    size = sum(order.file.with_suffix(part).stat().st_size for part in (order.file.suffix, *order.form.PARTS))
+    parts = tuple(order.file.with_suffix(part) for part in order.form.PARTS)
+    size = sum(each.stat().st_size for each in (order.file, *parts))
     return Exported(
-        order.file, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"], found["nodes"],
-        plain, size, tuple(notes), time.perf_counter() - start, found.get("quantized"),
+        order.file, parts, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"],
+        found["nodes"], plain, size, tuple(notes), time.perf_counter() - start, found.get("quantized"),
     )  # fmt: skip
 
 

@@ -130,10 +130,10 @@ def run(
     that channels are alike in size, biases corrected, ranges read off --calibrate's images. How is chosen by trial on
     those; what it costs is measured on others, printed and written into FILE.preprocess.json.
 
-    The keys of --json: source, file, sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, largest,
-    agreement, count, tolerance, inputs, source_top1, top1), nodes (counts by kind), plain_nodes (null without
-    --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges, per_channel,
-    weight_bits, fp32, trials).
+    The keys of --json: source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures
+    (relative_l2, largest, agreement, count, tolerance, inputs, source_top1, top1), nodes (counts by kind), plain_nodes
+    (null without --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges,
+    per_channel, weight_bits, fp32, trials).
     """
     with progress.working("starting"):
         from normswap.exporting import exporter
@@ -163,7 +163,7 @@ def run(
 def _say(body: Body) -> None:
     figures = body["figures"]
     lines = [
-        ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {body['sidecar'].name} beside it"),
+        ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {_beside(body)} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
         ("nodes", _counts(body["nodes"])),
@@ -177,6 +177,10 @@ def _say(body: Body) -> None:
     for name, text in lines:
         if text:
             print(f"{name:13}{text}")
+
+
+def _beside(body: Body) -> str:
+    return " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
 
 
 def _allowed(body: Body) -> str:
