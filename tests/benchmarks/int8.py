@@ -339,7 +339,7 @@ def main() -> None:
     commits = sorted({row["commit"] for row in kept.rows.values()})
     text = [
         "# int8: ours beside the tools' own, top-1 on 10,000 CIFAR-10 test images", "",
-        *circumstances.lines("python tests/benchmarks/int8.py", "cpu"),
+        *circumstances.lines(" ".join(["python", "tests/benchmarks/int8.py", *args.names]), "cpu"),
         f"{versions}. Measured at commit {', '.join(commits)}. The same {CALIBRATED} training images calibrate all. "
         f"What the columns are, `tests/benchmarks/int8.py` says. {VNNI[vnni()]}", "",
         _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
