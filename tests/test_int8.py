@@ -293,10 +293,12 @@ BAD: list[tuple[str, dict[str, Any], type[NormswapError], str]] = [
     ("net.onnx", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"images": None}, OptionError, "int8 needs other images to measure on"),
     ("net.onnx", {"calibrate": []}, OptionError, "no images to calibrate on"),
+    ("net.onnx", {"calibrate": [pictures(8), torch.zeros(8, 3, 8, 16)]}, OptionError,
+     "images to calibrate on are 3,8,16: the file takes 3,16,16"),
     ("net.ts", {}, OptionError, "torchscript is not written in int8: there are onnx, openvino, pt2"),
     ("net.pt2", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"dtype": "fp16"}, OptionError, "fp16 is not calibrated"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "kind", "match"), BAD)

@@ -93,7 +93,7 @@ def export(
     count_plain: bool = False,
     say: Callable[[str], None] = lambda what: None,
 ) -> Exported:
-    """Fold `model`, which is not changed, and write it as one file for another runtime.
+    """Fold `model`, which is not changed, and write it as a file for another runtime, or as one with another beside it.
 
     The file is run in that runtime against `model` before it gets its name; FILE.preprocess.json, beside it, says what
     is to be done with an image first. Images come in and answers go out in float32, whatever `dtype` is.
@@ -214,6 +214,11 @@ def _wish(
     batches = [order.raw(x) for x, _ in _pairs(calibrate)]
     if not batches:
         raise OptionError("no images to calibrate on")
+    other = next((x for x in batches if tuple(x.shape[1:]) != order.size), None)
+    if other is not None:
+        each, given = (",".join(map(str, size)) for size in (order.size, other.shape[1:]))
+        what, remedy = f"images to calibrate on are {given}", "Resize them, or give input_size"
+        raise OptionError(what, f"the file takes {each}", remedy)
     return Wish(torch.cat(batches), per_channel, weight_bits, sensitive, max_drop)
 
 
