@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from normswap.benchmarking import runtimes, timing, timing_plot
+from normswap.benchmarking.forms import KINDS, Form, Group, Making, groups, of_file, of_model, original
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.statistics import Spread, rotated, speedup, spread
-from normswap.benchmarking.subjects import Group, Making, Subject, groups, of_file, of_model, original
-from normswap.benchmarking.timing import Row, Timing
-from normswap.benchmarking.worker import Job, Worker
+from normswap.benchmarking.timing import Benchmark, Quartiles, TimedRow, Timing, quartiles, speedup
+from normswap.benchmarking.worker import Burst, Ready, Worker, begin
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.exporting import exporter
@@ -69,33 +69,48 @@ def making(folder: Path, settings: Settings, batches: list[int]) -> Making:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([3.0], Spread(3.0, 3.0, 3.0)),
-        ([1.0, 2.0], Spread(1.5, 1.25, 1.75)),
-        ([5.0, 1.0, 3.0, 2.0, 4.0], Spread(3.0, 2.0, 4.0)),
-        ([1.0, 1.0, 1.0, 9.0], Spread(1.0, 1.0, 3.0)),
+        ([3.0], Quartiles(3.0, 3.0, 3.0)),
+        ([1.0, 2.0], Quartiles(1.25, 1.5, 1.75)),
+        ([5.0, 1.0, 3.0, 2.0, 4.0], Quartiles(2.0, 3.0, 4.0)),
+        ([1.0, 1.0, 1.0, 9.0], Quartiles(1.0, 1.0, 3.0)),
     ],
 )
-def test_spread(values: list[float], expected: Spread) -> None:
-    assert spread(values) == expected
-    assert [expected.low, expected.median, expected.high] == pytest.approx(np.percentile(values, [25, 50, 75]))
+def test_quartiles(values: list[float], expected: Quartiles) -> None:
+    assert quartiles(values) == expected
 
 
 def test_speedup_pairs_what_ran_in_the_same_round() -> None:
     base = [[2.0, 2.0, 9.0], [4.0], [40.0]]  # medians 2, 4, 40: the machine got slower
     own = [[1.0], [3.0, 1.0, 2.0], [10.0, 30.0]]  # medians 1, 2, 20
-    assert speedup(base, own) == Spread(2.0, 2.0, 2.0)
-    assert speedup(own, base) == Spread(0.5, 0.5, 0.5)
-    assert speedup([[1.0], [6.0]], [[1.0], [2.0]]) == Spread(2.0, 1.5, 2.5)
+    assert speedup(base, own) == Quartiles(2.0, 2.0, 2.0)
+    assert speedup(own, base) == Quartiles(0.5, 0.5, 0.5)
+    assert speedup([[1.0], [6.0]], [[1.0], [2.0]]) == Quartiles(1.5, 2.0, 2.5)
     with pytest.raises(ValueError, match="shorter"):
         speedup(base, own[:2])
 
 
-def test_turns_are_rotated() -> None:
-    turns = [rotated([4, 7, 9], turn) for turn in range(6)]
-    assert turns[:3] == [[4, 7, 9], [9, 7, 4], [7, 9, 4]]
-    assert Counter(turn[0] for turn in turns) == {4: 2, 7: 2, 9: 2}
-    assert all(sorted(turn) == [4, 7, 9] for turn in turns)
-    assert rotated([], 3) == []
+class Listed:
+    """A worker that notes who ran when."""
+
+    def __init__(self, i: int, order: list[int]) -> None:
+        self.i, self.order = i, order
+
+    def ask(self, function: Any, *arguments: Any) -> Burst:
+        self.order.append(self.i)
+        return Burst([1.0], 1, 1.0)
+
+
+def test_nobody_always_runs_first_or_after_the_same_one(here: Path) -> None:
+    order: list[int] = []
+    contenders: list[Any] = [timing.Contender(TimedRow("n", "x", "eager", 1)) for _ in range(4)]
+    for i, contender in enumerate(contenders):
+        contender.worker, contender.ready = Listed(i, order), (i != 2 and Ready(np.zeros(1), 1.0, None)) or None
+    Benchmark(Settings(), here, ["eager"], timing=Timing(12, 1.0)).time(contenders, "")
+    turns = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert len(turns) == 12
+    assert all(sorted(turn) == [0, 1, 3] for turn in turns)
+    assert {turn[0] for turn in turns} == {0, 1, 3}
+    assert len({pair for turn in turns for pair in (turn[:2], turn[1:])}) == 6
 
 
 def test_relative_l2() -> None:
@@ -106,14 +121,15 @@ def test_relative_l2() -> None:
 
 
 def test_figures_of_a_row() -> None:
-    rows = [timing._Contender(Row("n", form, "eager", 4, "ok")) for form in ("original", "folded")]
+    rows = [timing.Contender(TimedRow("n", form, "eager", 4)) for form in ("original", "folded")]
     for contender, times in zip(rows, ([[0.2, 0.4], [0.4, 0.2]], [[0.1], [0.1]]), strict=True):
-        contender.ready = timing.Ready(np.zeros(1), 5.0, 0.1, 7.0)
-        contender.rounds, contender.cpu = times, [0.5, 0.5]
-    base, folded = timing._rows(rows)
+        contender.ready = Ready(np.zeros(1), 5.0, 7.0)
+        contender.bursts = [Burst(seconds, 10 * len(seconds), 0.5) for seconds in times]
+    base, folded = timing.finished_rows(rows)
     assert (base.ms, base.best_ms, base.images_per_s, base.speedup) == pytest.approx((300, 200, 4 / 0.3, 1))
-    assert (base.ms_low, base.ms_high, base.runs, base.cpu_ms) == pytest.approx((200, 400, 4, 500))
+    assert (base.ms_low, base.ms_high, base.runs, base.cpu_ms) == pytest.approx((200, 400, 40, 500))
     assert (folded.ms, folded.speedup, folded.memory_mib, folded.ready_s) == pytest.approx((100, 3, 7, 5))
+    assert folded.rounds == [[0.1], [0.1]]
 
 
 # --- on the command line ----------------------------------------------------------------------------------------------
@@ -135,7 +151,8 @@ def test_table_picture_and_json(here: Path, capfd: Capture) -> None:
         assert row["best_ms"] <= row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row["images_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms"])
         assert len(row["rounds"]) == 2
-        assert sum(map(len, row["rounds"])) == row["runs"]
+        assert 2 <= sum(map(len, row["rounds"])) <= row["runs"]
+        assert row["best_ms"] == pytest.approx(1e3 * min(map(min, row["rounds"])))
         assert row["memory_mib"] > 1 or sys.platform != "linux"
     assert [row["speedup"] for row in rows if (row["form"], row["runtime"]) == ("original", "eager")] == [1]
     assert body["settings"]["threads"] == 1
@@ -258,11 +275,11 @@ def scripted(model: nn.Module, file: Path) -> Path:
 def test_a_wrong_contender_is_caught(here: Path) -> None:
     right, slightly, wrong = (Times(factor) for factor in (2.0, 2.00001, 2.01))
 
-    def subject(name: str, model: nn.Module) -> Subject:
-        return Subject(name, {"torchscript": lambda: scripted(model, here / f"{name}.ts")}, answers=right)
+    def subject(name: str, model: nn.Module) -> Form:
+        return Form(name, {"torchscript": lambda: scripted(model, here / f"{name}.ts")}, answers=right)
 
     group = Group("x", [subject("right", right), subject("slightly", slightly), subject("wrong", wrong)], (3, 8, 8))
-    rows = timing.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(2, 0.01))
+    rows = Benchmark(Settings(), here, ["torchscript"], timing=Timing(2, 0.01)).run([group])
     assert [row.status for row in rows] == ["ok", "ok", "wrong"]
     assert rows[2].error == pytest.approx(0.005, rel=1e-3)
     assert "differ by 5.0e-03" in rows[2].reason
@@ -288,37 +305,36 @@ def test_the_wrong_network_behind_a_command_is_caught(
 
 
 def test_what_fails_is_a_row(here: Path) -> None:
-    good = Subject("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
+    good = Form("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
 
     def refuse() -> Path:
         raise OptionError("no such luck")
 
     (here / "bad.ts").write_bytes(b"nothing")
-    refused = Subject("refused", {"torchscript": refuse}, answers=Times(1))
-    broken = Subject("broken", {"torchscript": lambda: here / "bad.ts"}, answers=Times(1))
+    refused = Form("refused", {"torchscript": refuse}, answers=Times(1))
+    broken = Form("broken", {"torchscript": lambda: here / "bad.ts"}, answers=Times(1))
     group = Group("x", [refused, good, broken], (3, 8, 8))
-    rows = timing.run([group], Settings(), here, wanted=["torchscript"], timing=Timing(1, 0.01))
+    rows = Benchmark(Settings(), here, ["torchscript"], timing=Timing(1, 0.01)).run([group])
     assert [row.status for row in rows] == ["failed", "ok", "failed"]
     assert rows[0].reason == "OptionError: no such luck"
     assert rows[1].speedup == 1  # the first that runs, where the first does not
     assert "\n" not in rows[2].reason
-    rows = timing.run([group], Settings(device="mps"), here, wanted=["torchscript"])
+    rows = Benchmark(Settings(device="mps"), here, ["torchscript"]).run([group])
     assert {(row.status, row.reason) for row in rows} == {("skipped", "it does not run on mps here")}
 
 
 def test_a_process_that_dies_is_a_row(here: Path) -> None:
-    good = Subject("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
-    door = timing._Door(Group("x", [good], (3, 8, 8)), 1, Settings(), here, lambda what: None, timing.ExitStack())
-    first, second = door(good, "torchscript"), door(good, "torchscript")
-    assert first.worker is not None
-    assert first.worker.process.pid is not None
-    assert second.worker is not None
-    os.kill(first.worker.process.pid, signal.SIGKILL)
-    timing._time([first, second], Timing(2, 0.01), "", lambda what: None)
+    good = Form("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
+    benchmark, group = Benchmark(Settings(), here, [], timing=Timing(2, 0.01)), Group("x", [good], (3, 8, 8))
+    with ExitStack() as stack:
+        first, second = (benchmark.start(group, 1, good, "torchscript", stack) for _ in range(2))
+        assert first.worker is not None
+        assert second.worker is not None
+        os.kill(first.worker.process.pid, signal.SIGKILL)
+        benchmark.time([first, second], "")
     assert first.row.reason == "its process died (SIGKILL)"
-    assert [row.status for row in timing._rows([first, second])] == ["failed", "ok"]
-    second.worker.close()
-    assert second.worker.process.exitcode == 0  # it ended by itself
+    assert [row.status for row in timing.finished_rows([first, second])] == ["failed", "ok"]
+    assert not second.worker.process.is_alive()
 
 
 def test_a_network_that_cannot_be_folded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +343,7 @@ def test_a_network_that_cannot_be_folded(here: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(conversion, "convert", refuse)
     group = of_model("demo", checkpoint.open_model(MODEL), making(here / "files", Settings(), [1]))
-    rows = timing.run([group], Settings(), here, wanted=["eager"], timing=Timing(1, 0.01))
+    rows = Benchmark(Settings(), here, ["eager"], timing=Timing(1, 0.01)).run([group])
     assert [(row.form, row.status) for row in rows] == [("original", "ok"), ("folded", "failed")]
     assert rows[1].reason == "RefusedError: nothing to convert to folded: the network has no norm"
 
@@ -338,9 +354,9 @@ def test_memory_is_that_of_the_network(here: Path) -> None:
     for outputs in (8, 24 * 1024):  # the weights take 32 KiB, 96 MiB
         file, example = here / f"{outputs}.pt2", (torch.zeros(1, 1024),)
         torch.export.save(torch.export.export(nn.Linear(1024, outputs), example), file)
-        job = Job("eager", file, "pt2", Settings(), here)
-        worker = Worker(job, np.zeros((1, 1024), np.float32))
-        peaks.append(worker.ready().memory or 0)
+        worker = Worker(here)
+        images = np.zeros((1, 1024), np.float32)
+        peaks.append(worker.ask(begin, "eager", file, "pt2", Settings(), images).memory or 0)
         worker.close()
     assert peaks[1] - peaks[0] == pytest.approx(96, rel=0.1)
 
@@ -356,16 +372,16 @@ def two_threads() -> Iterator[Settings]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="OpenVINO takes no more threads than there are cores")
 def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings) -> None:
     model = checkpoint.open_model(MODEL)
-    made = original(model, network_input.size(model), making(here, two_threads, [1]))
-    runtimes.RUNTIMES["eager"].start(made.file("directory"), "directory", two_threads, "")
+    made = original(model, network_input.size(model), making(here, two_threads, [1])).make
+    images = np.zeros((1, *network_input.size(model)), np.float32)
+    runtimes.RUNTIMES["eager"].start(made["directory"](), "directory", "", two_threads, images)
     assert torch.get_num_threads() == 2
-    in_ort: Any = runtimes.RUNTIMES["onnxruntime"].start(made.file("onnx"), "onnx", two_threads, "")
-    options = in_ort.session.get_session_options()
+    in_ort: Any = runtimes.RUNTIMES["onnxruntime"].start(made["onnx"](), "onnx", "", two_threads, images).engine
+    options = in_ort.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 1)
-    in_openvino: Any = runtimes.RUNTIMES["openvino"].start(made.file("onnx"), "onnx", two_threads, "")
-    in_openvino.feed(np.zeros((1, *network_input.size(model)), np.float32))
-    assert in_openvino.request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == 2
-    assert in_openvino.request.get_compiled_model().get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
+    in_openvino: Any = runtimes.RUNTIMES["openvino"].start(made["onnx"](), "onnx", "", two_threads, images).engine
+    assert in_openvino.get_property("INFERENCE_NUM_THREADS") == 2
+    assert in_openvino.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
 
 
 # --- the runtimes -----------------------------------------------------------------------------------------------------
@@ -374,9 +390,8 @@ def test_threads_are_those_that_are_asked_for(here: Path, two_threads: Settings)
 def test_runtimes_are_found_by_name() -> None:
     assert runtimes.find("compile:max-autotune") == (runtimes.RUNTIMES["compile"], "max-autotune")
     assert runtimes.find("eager") == (runtimes.RUNTIMES["eager"], "")
-    assert all(
-        kind in ("directory", "onnx", "openvino", "pt2", "torchscript") for r in runtimes._ALL for kind in r.opens
-    )
+    opened = {kind for runtime in runtimes.RUNTIMES.values() for kind in runtime.opens}
+    assert opened == {"directory", *KINDS.values()}
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("fp16", ["eager"]), ("bf16", ["eager", "torchscript"])])
@@ -384,13 +399,13 @@ def test_half_precision(here: Path, dtype: str, wanted: list[str]) -> None:
     settings = Settings(dtype=dtype, channels_last=True)
     model = checkpoint.open_model(MODEL)
     found = groups([(MODEL, "demo", model)], making(here, settings, [2]))
-    rows = timing.run(found, settings, here, batches=[2], wanted=wanted, timing=Timing(1, 0.01))
+    rows = Benchmark(settings, here, wanted, [2], Timing(1, 0.01)).run(found)
     assert [row.status for row in rows] == ["ok"] * 2 * len(wanted)
     assert all(1e-5 < (row.error or 0) < timing.BOUNDS[dtype] for row in rows)  # it was no float32 that ran
 
 
 def test_a_plot_of_what_was_not_timed(here: Path) -> None:
-    rows = [Row("n", "original", "eager", 1, "failed", "no"), Row("n", "folded", "eager", 1, "skipped", "no")]
+    rows = [TimedRow("n", "original", "eager", 1, "failed", "no"), TimedRow("n", "folded", "eager", 1, "skipped", "no")]
     assert timing_plot.plot(rows, here / "a.svg").read_text().count("<svg") == 1
 
 
@@ -419,5 +434,5 @@ def test_original_is_exported_by_torch_alone(here: Path, monkeypatch: pytest.Mon
     onnx = pytest.importorskip("onnx")
     torch.manual_seed(0)
     model = checkpoint.open_model("nf_resnet26", weights="random", arch_args={"num_classes": 2})
-    file = original(model, (3, 32, 32), making(here, Settings(), [1])).file("onnx")
+    file = original(model, (3, 32, 32), making(here, Settings(), [1])).make["onnx"]()
     assert any(node.op_type == "BatchNormalization" for node in onnx.load(file, load_external_data=False).graph.node)

@@ -60,13 +60,21 @@ def plot(
                           linestyle=(":", "-")[i % 2], label=legend)  # fmt: skip
         dress(axes, "residual block", label, "activation units²")
         _stages(axes, curves)
-    handles: dict[str, Artist] = {}
-    for axes in figure.axes:
-        handles |= {legend: handle for handle, legend in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)), fontsize=11)
+    legend_below(figure)
     if title:
         figure.suptitle(title, fontsize=13)
     return save(figure, file)
+
+
+def legend_below(figure: Figure) -> None:
+    """Put one legend below all panels, in as many columns as the longest name leaves room for."""
+    handles: dict[str, Artist] = {}
+    for axes in figure.axes:
+        handles |= {legend: handle for handle, legend in zip(*axes.get_legend_handles_labels(), strict=True)}
+    longest = max(map(len, handles), default=0)
+    columns = max(1, int(figure.get_figwidth() / (0.65 + 0.09 * longest)))  # inches
+    columns = min(5, columns, max(1, len(handles)))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=11)
 
 
 def line(axes: Any, x: Sequence[float], y: Sequence[float], i: int, legend: str) -> None:

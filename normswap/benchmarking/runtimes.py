@@ -1,20 +1,24 @@
-"""The runtimes a network can be timed in. Each opens a file (or a directory) and gives a session to feed and to run.
+"""The runtimes that a network can be timed in. Each opens a file (or a directory) and gives a session that runs it.
 
-Torch and the other runtimes are imported when a session starts, in the process that times it, so that what is not used
-costs neither memory nor time there.
+Runtimes are imported when a session starts, in the process that times it: one that is not used costs nothing there.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from normswap.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 DEVICES = ("cpu", "cuda", "mps")
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -22,7 +26,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contenders have in common.
+    """The settings that all contenders share.
 
     Args:
         device: cpu, cuda or mps.
@@ -37,17 +41,25 @@ class Settings:
     threads: int = 1
 
 
-class Session(Protocol):
-    """A network, ready in its runtime."""
+@dataclass(frozen=True)
+class Session:
+    """A network that is ready to run, on the images that it was opened with.
 
-    def feed(self, images: np.ndarray) -> None:
-        """Put images (N, C, H, W), float32, where the network reads them: not part of what is timed."""
+    Args:
+        engine: the runtime's own object.
+        run: one forward pass, which has ended when it returns, on an accelerator too.
+        read: gives the outputs of the last pass, in float32.
+    """
 
-    def run(self) -> None:
-        """One forward pass; returns when it is done, on an accelerator too."""
+    engine: object
+    run: Callable[[], object]
+    read: Callable[[], np.ndarray]
 
-    def read(self) -> np.ndarray:
-        """What the last run computed, in float32."""
+
+class Start(Protocol):
+    """Opens a file of one of the runtime's kinds, and puts the images (N, C, H, W), float32, where it reads them."""
+
+    def __call__(self, file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session: ...
 
 
 @dataclass(frozen=True)
@@ -55,31 +67,36 @@ class Runtime:
     """A way to run a network.
 
     Args:
-        name: what the user calls it.
         opens: the kinds of file it takes, the preferred one first: `directory` (that `checkpoint.save` wrote), `onnx`,
             `openvino`, `pt2` or `torchscript`.
-        start: opens a file of such a kind; takes the mode, too.
+        start: opens a file of such a kind.
         needs: packages beyond torch.
-        modes: what may follow the name after a colon.
+        modes: the words that may follow the name after a colon.
         devices: where it runs.
-        once: what it does once per machine rather than per network, before the clock starts.
+        once: does what is done once per machine rather than per network; takes the device.
     """
 
-    name: str
     opens: tuple[str, ...]
-    start: Callable[[Path, str, Settings, str], Session]
+    start: Start
     needs: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     devices: tuple[str, ...] = DEVICES
-    once: Callable[[Settings], None] = lambda settings: None
+    once: Callable[[str], None] = lambda device: None
+
+    def prepare(self, device: str) -> None:
+        """Do what is not timed: import the packages, build what is built once per machine."""
+        for package in self.needs:
+            importlib.import_module(package)
+        self.once(device)
 
 
-def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def missing(packages: Sequence[str]) -> list[str]:
+    """List those of the packages that are not installed."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
 def find(name: str) -> tuple[Runtime, str]:
-    """The runtime and the mode that `name` means: `compile:max-autotune` is (compile, max-autotune).
+    """Find the runtime and the mode that a name means: `compile:max-autotune` is (compile, max-autotune).
 
     Raises:
         OptionError: there is no such runtime, or it has no such mode.
@@ -87,47 +104,43 @@ def find(name: str) -> tuple[Runtime, str]:
     base, colon, mode = name.partition(":")
     if base not in RUNTIMES:
         raise OptionError(f"unknown runtime '{name}'", f"there are {', '.join(RUNTIMES)}")
-    runtime = RUNTIMES[base]
-    if colon and mode not in runtime.modes:
-        there = f"there are {', '.join(f'{base}:{one}' for one in runtime.modes)}" if runtime.modes else "it has none"
-        raise OptionError(f"{base} has no mode '{mode}'", there)
-    return runtime, mode
+    modes = RUNTIMES[base].modes
+    if colon and mode not in modes:
+        known = f"there are {', '.join(f'{base}:{one}' for one in modes)}" if modes else "it has none"
+        raise OptionError(f"{base} has no mode '{mode}'", known)
+    return RUNTIMES[base], mode
 
 
-# --- torch ------------------------------------------------------------------------------------------------------------
+def _torch(prepare: Callable[[nn.Module, str], Callable[[torch.Tensor], object]]) -> Start:
+    """Make the start of a runtime of torch, from what it makes of a module in some mode."""
 
-
-class TorchSession:
-    """Anything that is called with a tensor."""
-
-    def __init__(self, model: Callable[[Any], object], settings: Settings, dtype: str) -> None:
-        self.model, self.settings, self.dtype = model, settings, dtype
-
-    def feed(self, images: np.ndarray) -> None:
+    def start(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
         import torch
 
-        x = torch.from_numpy(images).to(self.settings.device, getattr(torch, DTYPES[self.dtype]))
-        self.x = x.contiguous(memory_format=torch.channels_last) if self.settings.channels_last else x
-
-    def run(self) -> None:
-        import torch
-
-        with torch.inference_mode():
-            self.y = self.model(self.x)
-        if self.settings.device != "cpu":
-            getattr(torch, self.settings.device).synchronize()
-
-    def read(self) -> np.ndarray:
         from normswap.models.network_input import answer
 
-        return answer(self.y).float().cpu().numpy()
+        torch.set_num_threads(settings.threads)
+        module, dtype = _module(file, kind, settings)
+        x = torch.from_numpy(images).to(settings.device, getattr(torch, DTYPES[dtype]))
+        x = x.contiguous(memory_format=torch.channels_last) if settings.channels_last else x
+        model = prepare(module, mode)
+        outputs: list[object] = []
+
+        @torch.inference_mode()
+        def run() -> None:
+            outputs[:] = [model(x)]
+            if settings.device != "cpu":
+                getattr(torch, settings.device).synchronize()
+
+        return Session(model, run, lambda: answer(outputs[0]).float().cpu().numpy())
+
+    return start
 
 
-def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
-    """The network as torch runs it, and the dtype it is fed with: files take float32, whatever they compute in."""
+def _module(file: Path, kind: str, settings: Settings) -> tuple[nn.Module, str]:
+    """Read the network as torch runs it, and the dtype it is fed with: files take float32, whatever they compute in."""
     import torch
 
-    torch.set_num_threads(settings.threads)
     if kind == "pt2":
         import torch.ao.quantization.fx._decomposed  # defines the operators of int8
 
@@ -137,127 +150,91 @@ def _module(file: Path, kind: str, settings: Settings) -> tuple[Any, str]:
     from normswap.models.imaged import imaged
     from normswap.storage import checkpoint
 
-    network = checkpoint.load(file, trust_factory=True)  # we wrote it a moment ago
+    network = checkpoint.load(file, trust_factory=True)  # it was written a moment ago, by us
     model = network.to(settings.device, getattr(torch, DTYPES[settings.dtype])).requires_grad_(False)
     if settings.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return imaged(model), settings.dtype
 
 
-def _eager(file: Path, kind: str, settings: Settings, mode: str) -> Session:
-    model, dtype = _module(file, kind, settings)
-    return TorchSession(model, settings, dtype)
-
-
-def _fuse(file: Path, kind: str, settings: Settings, mode: str) -> Session:
-    """What torch offers for folding."""
+def _fuse(model: nn.Module, mode: str) -> nn.Module:
     from torch.fx.experimental import optimization
 
-    model, dtype = _module(file, kind, settings)
-    return TorchSession(optimization.fuse(model), settings, dtype)
+    return optimization.fuse(model)
 
 
-def _compile(file: Path, kind: str, settings: Settings, mode: str) -> Session:
+def _compile(model: nn.Module, mode: str) -> Callable[[torch.Tensor], object]:
     import torch
 
-    model, dtype = _module(file, kind, settings)
-    return TorchSession(torch.compile(model, mode=mode or None), settings, dtype)
+    return torch.compile(model, mode=mode or None)
 
 
-def _build_compiler(settings: Settings) -> None:
-    """Compile a function of no account: torch then tries out the C++ compiler, and builds its headers."""
+def _build_compiler(device: str) -> None:
+    """Compile a small function: torch then tries out the C++ compiler, and builds its headers."""
     import torch
 
-    torch.compile(lambda x: x.sin() + 1)(torch.zeros(64, device=settings.device))
+    torch.compile(lambda x: x.sin() + 1)(torch.zeros(64, device=device))
     torch.compiler.reset()
 
 
-def _torchscript(file: Path, kind: str, settings: Settings, mode: str) -> Session:
+def _optimize(model: nn.Module, mode: str) -> nn.Module:
     import torch
 
-    model, dtype = _module(file, kind, settings)
-    return TorchSession(torch.jit.optimize_for_inference(model), settings, dtype)
+    assert isinstance(model, torch.jit.ScriptModule)
+    return torch.jit.optimize_for_inference(model)
 
 
-# --- ONNX Runtime -----------------------------------------------------------------------------------------------------
+def _onnxruntime(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
+    """Open it in ONNX Runtime; on a GPU images and answers stay there while it is timed."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = settings.threads, 1
+    options.log_severity_level = 4
+    provider = "CUDAExecutionProvider" if settings.device == "cuda" else "CPUExecutionProvider"
+    if provider not in ort.get_available_providers():
+        raise OptionError(f"this onnxruntime has no {provider}", remedy="pip install onnxruntime-gpu")
+    session = ort.InferenceSession(file, options, providers=[provider])
+    binding = session.io_binding()
+    value = ort.OrtValue.ortvalue_from_numpy(images, settings.device, 0)
+    binding.bind_ortvalue_input(session.get_inputs()[0].name, value)
+    binding.bind_output(session.get_outputs()[0].name, settings.device)
+
+    def run() -> None:
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+
+    return Session(session, run, lambda: np.asarray(binding.copy_outputs_to_cpu()[0], np.float32))
 
 
-class OnnxSession:
-    """ONNX Runtime; on a GPU images and answers stay there while it is timed."""
+def _openvino(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
+    """Open it in OpenVINO, with the shape of the images.
 
-    def __init__(self, file: Path, kind: str, settings: Settings, mode: str) -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = settings.threads, 1
-        options.log_severity_level = 4
-        provider = "CUDAExecutionProvider" if settings.device == "cuda" else "CPUExecutionProvider"
-        if provider not in ort.get_available_providers():
-            raise OptionError(f"this onnxruntime has no {provider}", remedy="pip install onnxruntime-gpu")
-        self.session = ort.InferenceSession(file, options, providers=[provider])
-        self.device, self.value = settings.device, ort.OrtValue.ortvalue_from_numpy
-        self.inputs, self.outputs = self.session.get_inputs(), self.session.get_outputs()
-
-    def feed(self, images: np.ndarray) -> None:
-        self.binding = self.session.io_binding()
-        self.binding.bind_ortvalue_input(self.inputs[0].name, self.value(images, self.device, 0))
-        self.binding.bind_output(self.outputs[0].name, self.device)
-
-    def run(self) -> None:
-        self.session.run_with_iobinding(self.binding)
-        self.binding.synchronize_outputs()
-
-    def read(self) -> np.ndarray:
-        return np.asarray(self.binding.copy_outputs_to_cpu()[0], np.float32)
-
-
-# --- OpenVINO ---------------------------------------------------------------------------------------------------------
-
-
-class OpenvinoSession:
-    """OpenVINO, on the CPU, with shapes fixed to those of the images.
-
-    It would compute in bfloat16 where the processor can: it is told not to, unless that is what is asked for.
+    It would compute in bfloat16 where the processor can: it is told not to, unless that is asked for.
     """
+    import openvino
 
-    PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
-
-    def __init__(self, file: Path, kind: str, settings: Settings, mode: str) -> None:
-        import openvino  # type: ignore[import-untyped]
-
-        self.core = openvino.Core()
-        self.model = self.core.read_model(file)
-        self.config = {
-            "INFERENCE_NUM_THREADS": settings.threads,
-            "INFERENCE_PRECISION_HINT": self.PRECISIONS[settings.dtype],
-            "PERFORMANCE_HINT": "LATENCY",
-            "ENABLE_CPU_PINNING": False,  # others run here, too
-        }
-
-    def feed(self, images: np.ndarray) -> None:
-        import openvino
-
-        self.model.reshape(openvino.PartialShape(list(images.shape)))
-        compiled = self.core.compile_model(self.model, "CPU", self.config)
-        self.request = compiled.create_infer_request()
-        self.request.set_input_tensor(openvino.Tensor(images, shared_memory=True))
-        self.images = images  # the tensor does not own it
-
-    def run(self) -> None:
-        self.request.infer()
-
-    def read(self) -> np.ndarray:
-        return np.array(self.request.get_output_tensor(0).data, np.float32)
+    core = openvino.Core()
+    model = core.read_model(file)
+    model.reshape(openvino.PartialShape(list(images.shape)))
+    config = {
+        "INFERENCE_NUM_THREADS": settings.threads,
+        "INFERENCE_PRECISION_HINT": settings.dtype.replace("fp", "f"),  # f32, f16, bf16
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,  # others run here, too
+    }
+    compiled = core.compile_model(model, "CPU", config)
+    request = compiled.create_infer_request()
+    request.set_input_tensor(openvino.Tensor(images))
+    return Session(compiled, request.infer, lambda: np.array(request.get_output_tensor(0).data, np.float32))
 
 
 _MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's; the latter two use CUDA graphs
-_ALL = (
-    Runtime("eager", ("directory", "pt2"), _eager),
-    Runtime("fuse", ("directory",), _fuse),
-    Runtime("compile", ("directory", "pt2"), _compile, modes=_MODES, once=_build_compiler),
-    Runtime("torchscript", ("torchscript",), _torchscript, devices=("cpu", "cuda")),
-    Runtime("onnxruntime", ("onnx",), OnnxSession, needs=("onnxruntime",), devices=("cpu", "cuda")),
-    Runtime("openvino", ("openvino", "onnx"), OpenvinoSession, needs=("openvino",), devices=("cpu",)),
-)
-RUNTIMES = {runtime.name: runtime for runtime in _ALL}
-DEFAULT: Sequence[str] = ("eager", "compile", "onnxruntime", "openvino")
+RUNTIMES = {
+    "eager": Runtime(("directory", "pt2"), _torch(lambda model, mode: model)),
+    "fuse": Runtime(("directory",), _torch(_fuse)),
+    "compile": Runtime(("directory", "pt2"), _torch(_compile), modes=_MODES, once=_build_compiler),
+    "torchscript": Runtime(("torchscript",), _torch(_optimize), devices=("cpu", "cuda")),
+    "onnxruntime": Runtime(("onnx",), _onnxruntime, needs=("onnxruntime",), devices=("cpu", "cuda")),
+    "openvino": Runtime(("openvino", "onnx"), _openvino, needs=("openvino",), devices=("cpu",)),
+}

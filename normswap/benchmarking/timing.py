@@ -1,27 +1,28 @@
 """Time networks in their runtimes: every contender is checked first, then all take turns, round by round.
 
-Each is a process of its own (`worker`). What computes something else than the network in eager mode is reported,
-not timed; so is what is not installed, or does not run.
+Each is a process of its own (`worker`), timed by `torch.utils.benchmark`. A contender that computes something else than
+the network in eager mode is reported, not timed; so is one that is not installed, or does not run.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from normswap.benchmarking import runtimes
+from normswap.benchmarking import runtimes, worker
+from normswap.benchmarking.forms import Form, Group
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.statistics import rotated, speedup, spread
-from normswap.benchmarking.subjects import Group, Subject
-from normswap.benchmarking.worker import Broken, Job, Ready, Worker, reason
+from normswap.benchmarking.worker import BrokenWorkerError, Burst, Ready, Worker, reason
 from normswap.errors import OptionError
 from normswap.plan import Body
 
@@ -30,7 +31,6 @@ from normswap.plan import Body
 # images, and this is noise: what int8 costs, `normswap export` measures
 BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.5}
 _TF32 = 1e-2
-_MOST_RUNS = 1000  # of one contender in one round
 Say = Callable[[str], None]
 
 
@@ -43,7 +43,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimedRow:
     """A contender: a form of a network, in a runtime, at a batch size.
 
     Args:
@@ -55,14 +55,14 @@ class Row:
         speedup, speedup_low, speedup_high: how many times as fast as the group's first form in eager mode: the median
             and quartiles over the rounds.
         memory_mib: see `worker.Ready`; ready_s: opening, compiling and the first answer.
-        runs: forward passes that were timed; rounds: seconds of each, by round.
+        runs: forward passes that were timed; rounds: seconds of a pass in each block of passes, by round.
     """
 
     network: str
     form: str
     runtime: str
     batch: int
-    status: str
+    status: str = "ok"
     reason: str = ""
     error: float | None = None
     ms: float | None = None
@@ -80,148 +80,150 @@ class Row:
     rounds: list[list[float]] = field(default_factory=list)
 
 
+class Quartiles(NamedTuple):
+    """The first quartile, the median and the third quartile."""
+
+    low: float
+    median: float
+    high: float
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Compute the quartiles of at least one value."""
+    return Quartiles(*np.percentile(values, [25, 50, 75]).tolist())
+
+
+def speedup(base: Sequence[Sequence[float]], times: Sequence[Sequence[float]]) -> Quartiles:
+    """Compute how many times as fast as `base` something is, over the rounds, from the seconds of passes by round.
+
+    A round's passes lie close together in time, so a machine that slows down slows both sides of each ratio.
+    """
+    pairs = zip(base, times, strict=True)
+    return quartiles([float(np.median(slow) / np.median(fast)) for slow, fast in pairs])
+
+
 @dataclass
-class _Contender:
-    row: Row
+class Contender:
+    """A form in a runtime, from the start of its process to its row."""
+
+    row: TimedRow
     worker: Worker | None = None
     ready: Ready | None = None
-    rounds: list[list[float]] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
+    bursts: list[Burst] = field(default_factory=list)
 
-    def drop(self, status: str, why: str, error: float | None = None) -> None:
-        self.row = replace(self.row, status=status, reason=why, error=error)
+    def drop(self, status: str, why: str) -> None:
+        """End its process, and note why it is not timed."""
+        self.row = replace(self.row, status=status, reason=why)
         if self.worker is not None:
             self.worker.close()
         self.worker = self.ready = None
 
     @property
-    def runs(self) -> bool:
-        return self.ready is not None
+    def rounds(self) -> list[list[float]]:
+        return [burst.seconds for burst in self.bursts]
 
 
-def demand_device(device: str) -> None:
-    """See that torch has it.
+def check_device(device: str) -> None:
+    """Check that torch has the device.
 
     Raises:
         OptionError: it has not.
     """
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device not in there:
-        raise OptionError(f"unknown device '{device}'", f"there are {', '.join(there)}")
-    if not there[device]:
+    usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not usable[device]:
         raise OptionError(f"--device {device}", "torch finds none on this machine")
 
 
-def run(
-    groups: Sequence[Group],
-    settings: Settings,
-    folder: Path,
-    *,
-    batches: Sequence[int] = (1,),
-    wanted: Sequence[str] = runtimes.DEFAULT,
-    timing: Timing = Timing(),
-    say: Say = lambda what: None,
-) -> list[Row]:
-    """Time every form of every group in the runtimes that are `wanted`, and the first form in eager mode anyway.
+@dataclass(frozen=True)
+class Benchmark:
+    """Times forms in runtimes.
 
     Args:
         folder: for what the runtimes write, such as compiled code.
+        wanted: names of runtimes; the first form runs in eager mode anyway.
         say: called with what is going on.
     """
-    rows: list[Row] = []
-    for group in groups:
-        for batch in batches:
-            with ExitStack() as stack:
-                enter = _Door(group, batch, settings, folder, say, stack)
-                contenders = [enter(subject, name) for subject, name in _pairs(group, wanted)]
-                _check(contenders, group, batch, settings)
-                _time(contenders, timing, f"timing {group.network}, batch {batch}", say)
-            rows += _rows(contenders)
-    return rows
 
-
-def _pairs(group: Group, wanted: Sequence[str]) -> Iterator[tuple[Subject, str]]:
-    """Each form in each runtime that opens some file of it."""
-    for i, subject in enumerate(group.subjects):
-        names = list(dict.fromkeys(("eager", *wanted))) if i == 0 else list(dict.fromkeys(wanted))
-        for name in names:
-            runtime, _ = runtimes.find(name)
-            if runtime.name == "fuse" and not subject.plain:
-                continue  # nothing is left to fuse
-            if any(kind in subject.make for kind in runtime.opens):
-                yield subject, name
-
-
-def images(group: Group, batch: int) -> torch.Tensor:
-    """N(0, 1) noise, the same for all: (batch, C, H, W)."""
-    return torch.randn(batch, *group.size, generator=torch.Generator().manual_seed(0))
-
-
-@dataclass(frozen=True)
-class _Door:
-    """Lets contenders in: makes the file, starts the worker, waits for its answer."""
-
-    group: Group
-    batch: int
     settings: Settings
     folder: Path
-    say: Say
-    stack: ExitStack
+    wanted: Sequence[str]
+    batches: Sequence[int] = (1,)
+    timing: Timing = Timing()
+    say: Say = lambda text: None
 
-    def __call__(self, subject: Subject, name: str) -> _Contender:
-        contender = _Contender(Row(self.group.network, subject.form, name, self.batch, "ok"))
+    def run(self, groups: Sequence[Group]) -> list[TimedRow]:
+        """Time every form of every group in the wanted runtimes, at every batch size."""
+        rows: list[TimedRow] = []
+        for group in groups:
+            for batch in self.batches:
+                with ExitStack() as stack:
+                    contenders = [self.start(group, batch, *pair, stack) for pair in self._pairs(group)]
+                    self._check(contenders, group, batch)
+                    self.time(contenders, f"timing {group.network}, batch {batch}")
+                rows += finished_rows(contenders)
+        return rows
+
+    def _pairs(self, group: Group) -> Iterator[tuple[Form, str]]:
+        """Give each form in each runtime that opens some file of it."""
+        for i, form in enumerate(group.forms):
+            for name in dict.fromkeys((*(["eager"] if i == 0 else []), *self.wanted)):
+                runtime, _ = runtimes.find(name)
+                useful = form.foldable or name != "fuse"
+                if useful and any(kind in form.make for kind in runtime.opens):
+                    yield form, name
+
+    def start(self, group: Group, batch: int, form: Form, name: str, stack: ExitStack) -> Contender:
+        """Make the file, start the process, wait for its answer; `stack` ends the process."""
+        contender = Contender(TimedRow(group.network, form.name, name, batch))
         runtime, _ = runtimes.find(name)
-        kind = next(kind for kind in runtime.opens if kind in subject.make)
-        needed = (*runtime.needs, *subject.needs.get(kind, ()))
-        if missing := [package for package in needed if not runtimes.installed(package)]:
+        kind = next(kind for kind in runtime.opens if kind in form.make)
+        missing = runtimes.missing([*runtime.needs, *form.needs.get(kind, ())])
+        if missing:
             contender.drop("skipped", f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed")
         elif self.settings.device not in runtime.devices:
             contender.drop("skipped", f"it does not run on {self.settings.device} here")
         else:
             try:
-                self._start(contender, subject, kind)
-            except Broken as error:
-                contender.drop("failed", str(error))
+                self.say(f"{group.network}, batch {batch}: {form.name} in {name}")
+                file = form.make[kind]()
+                contender.worker = Worker(self.folder)
+                stack.callback(contender.worker.close)
+                images = np.ascontiguousarray(form.raw(group.images(batch)).numpy())
+                contender.ready = contender.worker.ask(worker.begin, name, file, kind, self.settings, images)
             except Exception as error:  # exporters raise what they like
-                contender.drop("failed", reason(error))
+                contender.drop("failed", str(error) if isinstance(error, BrokenWorkerError) else reason(error))
         return contender
 
-    def _start(self, contender: _Contender, subject: Subject, kind: str) -> None:
-        name = contender.row.runtime
-        what = f"{self.group.network}, batch {self.batch}: {subject.form} in {name}"
-        self.say(f"{what}: making its file")
-        file = subject.file(kind)
-        self.say(f"{what}: starting")
-        raw = np.ascontiguousarray(subject.raw(images(self.group, self.batch)).numpy())
-        contender.worker = Worker(Job(name, file, kind, self.settings, self.folder), raw)
-        self.stack.callback(contender.worker.close)
-        contender.ready = contender.worker.ready()
+    def _check(self, contenders: Sequence[Contender], group: Group, batch: int) -> None:
+        """Compare what each computed with eager mode; where nobody knows what is right, with the first."""
+        least = max(BOUNDS[self.settings.dtype], _TF32 if self.settings.device == "cuda" else 0)
+        bounds = {form.name: max(BOUNDS[form.precision or self.settings.dtype], least) for form in group.forms}
+        with torch.inference_mode():
+            right = {form.name: form.answers(group.images(batch)).numpy() for form in group.forms if form.answers}
+        first: np.ndarray | None = None
+        for contender in contenders:
+            if contender.ready is None:
+                continue
+            first = contender.ready.output if first is None else first
+            error = relative_l2(contender.ready.output, right.get(contender.row.form, first))
+            contender.row, bound = replace(contender.row, error=error), bounds[contender.row.form]
+            if not error <= bound:
+                contender.drop("wrong", f"its outputs differ by {error:.1e} (relative L2), allowed is {bound:.0e}")
 
-
-def _check(contenders: Sequence[_Contender], group: Group, batch: int, settings: Settings) -> None:
-    """Compare what each computed with eager mode; where nobody knows what is right, with the first."""
-    coarser = {subject.form: BOUNDS[subject.precision or settings.dtype] for subject in group.subjects}
-    least = max(BOUNDS[settings.dtype], _TF32 if settings.device == "cuda" else 0)
-    right = {subject.form: _answers(subject, group, batch) for subject in group.subjects}
-    first = next((c.ready.output for c in contenders if c.ready is not None), None)
-    for contender in contenders:
-        if contender.ready is None:
-            continue
-        expected = right[contender.row.form]
-        expected = first if expected is None else expected
-        assert expected is not None
-        error = relative_l2(contender.ready.output, expected)
-        bound = max(coarser[contender.row.form], least)
-        contender.row = replace(contender.row, error=error)
-        if not error <= bound:
-            contender.drop("wrong", f"its outputs differ by {error:.1e} (relative L2), allowed is {bound:.0e}", error)
-
-
-def _answers(subject: Subject, group: Group, batch: int) -> np.ndarray | None:
-    if subject.answers is None:
-        return None
-    with torch.inference_mode():
-        return subject.answers(images(group, batch)).numpy()
+    def time(self, contenders: Sequence[Contender], what: str) -> None:
+        """Let all that are ready take turns."""
+        running = [i for i, contender in enumerate(contenders) if contender.ready is not None]
+        for number in range(self.timing.rounds):
+            self.say(f"{what}, round {number + 1} of {self.timing.rounds}")
+            for i in random.Random(number).sample(running, len(running)):  # nobody always runs after the same one
+                process = contenders[i].worker
+                if process is None:
+                    continue
+                try:
+                    seconds = self.timing.seconds / self.timing.rounds
+                    contenders[i].bursts.append(process.ask(worker.turn, seconds, self.settings.threads))
+                except BrokenWorkerError as error:
+                    contenders[i].drop("failed", str(error))
 
 
 def relative_l2(result: np.ndarray, expected: np.ndarray) -> float:
@@ -232,77 +234,42 @@ def relative_l2(result: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(result.astype(np.float64) - expected)) / scale if scale else float("inf")
 
 
-def _time(contenders: Sequence[_Contender], timing: Timing, what: str, say: Say) -> None:
-    running = [i for i, contender in enumerate(contenders) if contender.runs]
-    length = timing.seconds / timing.rounds
-    for turn in range(timing.rounds):
-        say(f"{what}, round {turn + 1} of {timing.rounds}")
-        for i in rotated(running, turn):
-            contender = contenders[i]
-            if contender.ready is None or contender.worker is None:
-                continue
-            runs = min(max(1, round(length / contender.ready.latency)), _MOST_RUNS)
-            try:
-                burst = contender.worker.burst(runs, settle=contender.ready.latency < length / 2)
-            except Broken as error:
-                contender.drop("failed", str(error))
-                continue
-            contender.rounds.append(burst.seconds)
-            contender.cpu.append(burst.cpu)
+def finished_rows(contenders: Sequence[Contender]) -> list[TimedRow]:
+    """Fill in the figures. Speed is relative to the first contender, the first form in eager mode, if that ran."""
+    base = next((contender for contender in contenders if contender.ready is not None), None)
+    return [contender.row if base is None else _figures(contender, base) for contender in contenders]
 
 
-def _rows(contenders: Sequence[_Contender]) -> list[Row]:
-    """The figures. Speed is relative to the first contender, the first form in eager mode, if that ran at all."""
-    base = contenders[0] if contenders and contenders[0].runs else None
-    if base is None:
-        base = next((c for c in contenders if c.runs), None)
-    return [_row(contender, base) for contender in contenders]
-
-
-def _row(contender: _Contender, base: _Contender | None) -> Row:
-    if contender.ready is None or base is None:
+def _figures(contender: Contender, base: Contender) -> TimedRow:
+    if contender.ready is None:
         return contender.row
-    times = spread([seconds for burst in contender.rounds for seconds in burst])
-    faster = speedup(base.rounds, contender.rounds)
+    seconds = [1e3 * value for burst in contender.bursts for value in burst.seconds]
+    times, faster = quartiles(seconds), speedup(base.rounds, contender.rounds)
     return replace(
         contender.row,
-        ms=1e3 * times.median, ms_low=1e3 * times.low, ms_high=1e3 * times.high,
-        best_ms=1e3 * min(min(burst) for burst in contender.rounds),
-        cpu_ms=1e3 * spread(contender.cpu).median,
-        images_per_s=contender.row.batch / times.median,
+        ms=times.median, ms_low=times.low, ms_high=times.high, best_ms=min(seconds),
+        cpu_ms=1e3 * float(np.median([burst.cpu for burst in contender.bursts])),
+        images_per_s=1e3 * contender.row.batch / times.median,
         speedup=faster.median, speedup_low=faster.low, speedup_high=faster.high,
-        memory_mib=contender.ready.memory,
-        ready_s=contender.ready.seconds,
-        runs=sum(len(burst) for burst in contender.rounds),
-        rounds=contender.rounds,
+        memory_mib=contender.ready.memory, ready_s=contender.ready.seconds,
+        runs=sum(burst.passes for burst in contender.bursts), rounds=contender.rounds,
     )  # fmt: skip
 
 
 def machine(settings: Settings) -> Body:
-    """Where it was measured: processor, load, and the versions of what ran."""
-    named = ("torch", "timm", "onnxruntime", "openvino")
-    return {
-        "processor": _processor(settings.device),
-        "cores": os.cpu_count(),
-        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "versions": {name: metadata.version(name) for name in named if _has(name)},
-    }
-
-
-def _has(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    """Describe where it was measured: processor, load, and the versions of what ran."""
+    versions = {}
+    for name in ("torch", "timm", "onnxruntime", "openvino"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+    return {"processor": _processor(settings.device), "cores": os.cpu_count(), "load": load, "versions": versions}
 
 
 def _processor(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()

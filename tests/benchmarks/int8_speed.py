@@ -32,11 +32,9 @@ import torch
 from kept import Kept
 
 import normswap
-from normswap.benchmarking import timing
+from normswap.benchmarking.forms import Group, Making, of_file, of_model
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.statistics import speedup
-from normswap.benchmarking.subjects import Group, Making, of_file, of_model
-from normswap.benchmarking.timing import Row
+from normswap.benchmarking.timing import Benchmark, TimedRow, Timing, speedup
 from normswap.exporting import checks, exporter, sidecar
 from normswap.models import zoo
 
@@ -64,12 +62,12 @@ def group(name: str, folder: Path, settings: Settings, batches: Sequence[int]) -
         normswap.export(model, ours, dtype="int8", calibrate=given, images=[measured], dynamic_batch=True)
         with contextlib.redirect_stdout(io.StringIO()):
             int8.TOOLS[form](case, tools, True, False)
-        found.subjects += [of_file(file, found, sidecar.read(file), None)[0] for file in (ours, tools)]
+        found.forms += [of_file(file, found, sidecar.read(file), None)[0] for file in (ours, tools)]
         print(f"{name}: files for {runtime} are made", file=sys.stderr)
     return found
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
+def lines(rows: Sequence[TimedRow]) -> Iterator[str]:
     """One row per network, batch and runtime."""
     found = {(row.network, row.batch, row.form, row.runtime): row for row in rows}
     for network, batch in dict.fromkeys((row.network, row.batch) for row in rows):
@@ -104,10 +102,9 @@ def main() -> None:
             if (network,) in kept.rows:
                 continue
             groups = [group(network, Path(name) / network, settings, args.batch)]
-            rows = timing.run(
-                groups, settings, Path(name), batches=args.batch, wanted=("eager", "compile", *RUNTIMES),
-                timing=timing.Timing(args.rounds, args.seconds), say=lambda what: print(what, file=sys.stderr),
-            )  # fmt: skip
+            wanted, timing = ("eager", "compile", *RUNTIMES), Timing(args.rounds, args.seconds)
+            say = lambda what: print(what, file=sys.stderr)  # noqa: E731
+            rows = Benchmark(settings, Path(name), wanted, args.batch, timing, say).run(groups)
             failed = [f"- {network}, {r.form} in {r.runtime}: {r.status}: {r.reason}"
                       for r in rows if r.status not in ("ok", "skipped")]  # fmt: skip
             kept.add((network,), lines=[*lines(rows)], failed=failed)
@@ -126,15 +123,15 @@ def main() -> None:
     args.output.write_text("\n".join(text).rstrip() + "\n")
 
 
-def _ok(row: Row | None) -> bool:
+def _ok(row: TimedRow | None) -> bool:
     return row is not None and row.status == "ok"
 
 
-def _ms(row: Row | None) -> str:
+def _ms(row: TimedRow | None) -> str:
     return f"{row.ms:.1f}" if row is not None and row.status == "ok" else ""
 
 
-def _ratio(one: Row | None, other: Row | None) -> str:
+def _ratio(one: TimedRow | None, other: TimedRow | None) -> str:
     return f"{speedup(one.rounds, other.rounds).median:.2f}" if _ok(one) and _ok(other) else ""
 
 

@@ -25,8 +25,8 @@ import runtimes
 from rich.progress import track
 
 import normswap
+from normswap.benchmarking.forms import Making, of_model
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.subjects import Making, of_model
 from normswap.exporting import exporter, sidecar
 
 MODELS = ("resnet18", "resnet50", "mobilenetv2_100", "resnetv2_50", "nf_resnet50")
@@ -41,22 +41,22 @@ import numpy, onnxruntime
 from normswap.benchmarking.worker import reset_peak, resident
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads, options.log_severity_level = 1, 4
-before = resident(peak=False)
-reset_peak("cpu")
+before = resident("VmRSS")
+reset_peak()
 start = time.perf_counter()
 session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-seconds, opening = time.perf_counter() - start, resident(peak=True)
-reset_peak("cpu")
+seconds, opening = time.perf_counter() - start, resident("VmHWM")
+reset_peak()
 for _ in range(3):
     session.run(None, {session.get_inputs()[0].name: numpy.zeros((1, 3, 224, 224), numpy.float32)})
-print(json.dumps([seconds, opening - before, resident(peak=True) - before]))
+print(json.dumps([seconds, opening - before, resident("VmHWM") - before]))
 """
 
 
 def files(name: str, folder: Path) -> dict[str, Path]:
     model = runtimes.alive(name, 224)
     making = Making(folder, Settings(), [1], exporter.export, sidecar.read)
-    found = {"plain": of_model(name, model, making, 224).subjects[0].file("onnx")}
+    found = {"plain": of_model(name, model, making, 224).forms[0].make["onnx"]()}
     for form in FORMS[1:]:
         (folder / form).mkdir()
         found[form] = normswap.export(model, folder / form / "net.onnx", format=form, input_size=(3, 224, 224)).file

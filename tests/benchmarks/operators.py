@@ -27,8 +27,8 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from compiled_operators import COMPILED
 
+from normswap.benchmarking.forms import Making, of_model
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.subjects import Making, of_model
 from normswap.exporting import exporter, sidecar
 
 MODELS = (*runtimes.FOLDABLE, "mobilenetv2_100", *runtimes.OURS_ALONE)
@@ -65,7 +65,7 @@ def rows(name: str, batch: int, folder: Path) -> Iterator[Row]:
     making = Making(folder / name / str(batch), Settings(), [batch], exporter.export, sidecar.read)
     group = of_model(name, runtimes.alive(name, 224), making, 224)
     for runtime, (kind, operators) in COMPILED.items():
-        peer, ours = (operators(group.subjects[which].file(kind)) for which in (0, -1))
+        peer, ours = (operators(group.forms[which].make[kind]()) for which in (0, -1))
         yield Row(name, batch, runtime, peer, ours)
 
 

@@ -37,10 +37,9 @@ from torch import nn
 
 from normswap.analysis import signal_propagation
 from normswap.benchmarking import timing, timing_plot
+from normswap.benchmarking.forms import Group, Making, of_model
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.statistics import speedup
-from normswap.benchmarking.subjects import Group, Making, of_model
-from normswap.benchmarking.timing import Row, Say
+from normswap.benchmarking.timing import Benchmark, Say, TimedRow, speedup
 from normswap.exporting import checks, exporter, sidecar
 from normswap.graph import inspection
 from normswap.layers import affine
@@ -59,8 +58,8 @@ class Pair:
     network: str
     batch: int
     peer: str
-    ours: Row
-    other: Row
+    ours: TimedRow
+    other: TimedRow
     ratio: float | None
     low: float | None
     high: float | None
@@ -96,45 +95,37 @@ def alive(name: str, side: int) -> nn.Module:
     return model.eval()
 
 
-def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[Row]:
+def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[TimedRow]:
     """The rows of every network, and of the pair."""
     settings = Settings(args.device, args.dtype, args.channels_last, args.threads)
     turns = timing.Timing(args.rounds, args.seconds)
-    found: list[Row] = []
+    found: list[TimedRow] = []
     folded = {}
     for name in args.models:
         making = Making(folder / name, settings, args.batch, exporter.export, sidecar.read)
         group = of_model(name, alive(name, args.size), making, args.size)
-        folded[name] = group.subjects[-1]
-        folded[name].plain = True  # torch.fx runs ours, too: its graph drops values sooner than modules do
+        # torch.fx runs ours, too: its graph drops values sooner than modules do
+        folded[name] = group.forms[-1] = replace(group.forms[-1], foldable=True)
         for batch in args.batch:
             wanted = [r for r in args.runtime if batch in args.compile_batch or not r.startswith("compile")]
-            found += started_anew(
-                args.starts, [group], settings, folder, batches=[batch], wanted=wanted, timing=turns, say=say
-            )
+            found += started_anew(args.starts, Benchmark(settings, folder, wanted, [batch], turns, say), group)
     if set(PAIR) <= folded.keys():
-        subjects = []
-        for name in reversed(PAIR):
-            folded[name].form = f"folded {name}"
-            subjects.append(folded[name])
-        group = Group(" and ".join(PAIR), subjects, (3, args.size, args.size))
+        forms = [replace(folded[name], name=f"folded {name}") for name in reversed(PAIR)]
+        group = Group(" and ".join(PAIR), forms, (3, args.size, args.size))
         wanted = [r for r in args.runtime if not r.startswith(("compile", "fuse"))]
-        found += started_anew(
-            args.starts, [group], settings, folder, batches=args.batch, wanted=wanted, timing=turns, say=say
-        )
+        found += started_anew(args.starts, Benchmark(settings, folder, wanted, args.batch, turns, say), group)
     return found
 
 
-def started_anew(starts: int, *args: Any, **options: Any) -> list[Row]:
-    """`bench.run`, its processes started several times, all their rounds together.
+def started_anew(starts: int, benchmark: Benchmark, group: Group) -> list[TimedRow]:
+    """Run a benchmark, its processes started several times, all their rounds together.
 
     A process keeps what it drew at its start (where its memory lies), which moves eager mode by 10 % and more.
     """
-    runs = [timing.run(*args, **options) for _ in range(starts)]
-    return [together(rows) for rows in zip(*runs, strict=True)]
+    return [together(rows) for rows in zip(*(benchmark.run([group]) for _ in range(starts)), strict=True)]
 
 
-def together(rows: Sequence[Row]) -> Row:
+def together(rows: Sequence[TimedRow]) -> TimedRow:
     """One contender's starts as one row: the medians over the starts, and the rounds of all."""
     ill = next((row for row in rows if row.status != "ok"), None)
     if ill is not None:
@@ -145,7 +136,7 @@ def together(rows: Sequence[Row]) -> Row:
     return replace(rows[0], **{name: of(name) for name in names}, rounds=rounds, runs=sum(row.runs for row in rows))
 
 
-def pairs(rows: Sequence[Row]) -> Iterator[Pair]:
+def pairs(rows: Sequence[TimedRow]) -> Iterator[Pair]:
     """Each peer with ours in its runtime."""
     ours = {(row.network, row.batch, row.runtime): row for row in rows if row.form == "folded"}
     for row in rows:
@@ -176,7 +167,7 @@ def table(chosen: Sequence[Pair]) -> Iterator[str]:
         )
 
 
-def _ms(row: Row) -> str:
+def _ms(row: TimedRow) -> str:
     return f"{row.ms:.1f}" if row.status == "ok" else row.status
 
 
@@ -188,11 +179,11 @@ def _whole(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def _faster(row: Row) -> str:
+def _faster(row: TimedRow) -> str:
     return f"{row.speedup:.2f}" if row.status == "ok" else ""
 
 
-def verdicts(rows: Sequence[Row], found: Sequence[Pair]) -> Iterator[str]:
+def verdicts(rows: Sequence[TimedRow], found: Sequence[Pair]) -> Iterator[str]:
     """What must hold, and whether it does."""
     known = [one for one in found if one.ratio is not None]
     equal = [one for one in known if one.ratio >= EQUAL]
@@ -212,7 +203,7 @@ def verdicts(rows: Sequence[Row], found: Sequence[Pair]) -> Iterator[str]:
             yield f"- {network}, batch {batch}: the best of ours is {says}"
 
 
-def against_each_other(rows: Sequence[Row]) -> Iterator[str]:
+def against_each_other(rows: Sequence[TimedRow]) -> Iterator[str]:
     """A baked nf_resnet50 against a folded resnetv2_50."""
     baked, folded = (f"folded {name}" for name in PAIR)
     found = {(row.form, row.batch, row.runtime): row for row in rows}
@@ -229,7 +220,7 @@ def against_each_other(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def report(
-    args: argparse.Namespace, rows: Sequence[Row], before: dict[str, Any], after: dict[str, Any], seconds: float
+    args: argparse.Namespace, rows: Sequence[TimedRow], before: dict[str, Any], after: dict[str, Any], seconds: float
 ) -> str:
     found = list(pairs(rows))
     versions = ", ".join(f"{name} {version}" for name, version in before["versions"].items())
@@ -293,7 +284,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    timing.demand_device(args.device)
+    timing.check_device(args.device)
     start = time.perf_counter()
 
     def say(what: str) -> None:

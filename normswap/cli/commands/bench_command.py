@@ -31,7 +31,7 @@ _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "r
 
 @dataclass(frozen=True)
 class Setting:
-    """What is timed how."""
+    """What is timed, and how."""
 
     batch: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8"
     size: Annotated[
@@ -54,25 +54,26 @@ class Setting:
         parts = [part.strip() for part in self.batch.split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise OptionError(f"--batch {self.batch}", "it is a list of whole numbers from 1 up", "For instance 1,8")
-        return list(dict.fromkeys(int(part) for part in parts))
+        return list(dict.fromkeys(map(int, parts)))
 
     @property
     def runtimes(self) -> list[str]:
         return list(dict.fromkeys(part.strip() for part in self.runtime.split(",")))
 
     def check(self) -> None:
-        """Raises:
-        OptionError: something in it is not known.
+        """Check that everything in it is known.
+
+        Raises:
+            OptionError: something is not.
         """
         from normswap.benchmarking import runtimes
 
         _ = self.batches
         for name in self.runtimes:
             runtimes.find(name)
-        if self.device not in runtimes.DEVICES:
-            raise OptionError(f"unknown device '{self.device}'", f"there are {', '.join(runtimes.DEVICES)}")
-        if self.dtype not in runtimes.DTYPES:
-            raise OptionError(f"unknown dtype '{self.dtype}'", f"there are {', '.join(runtimes.DTYPES)}")
+        for option, value, known in (("device", self.device, runtimes.DEVICES), ("dtype", self.dtype, runtimes.DTYPES)):
+            if value not in known:
+                raise OptionError(f"unknown {option} '{value}'", f"there are {', '.join(known)}")
         if not (self.seconds > 0 and math.isfinite(self.seconds)):
             raise OptionError(f"--seconds {self.seconds:g}", "it is a positive number")
 
@@ -102,7 +103,8 @@ def run(
 
     The keys of --json: rows (network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error,
     ms, ms_low, ms_high: median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high,
-    memory_mib, ready_s, runs, rounds: seconds of each run), settings, machine, notes and files.
+    memory_mib, ready_s, runs, rounds: seconds of a
+    pass in each block of passes), settings, machine, notes and files.
     """
     setting.check()
     drawn.claim()
@@ -113,29 +115,24 @@ def run(
     return 0
 
 
-def _bench(
-    names: Sequence[str], opening: Opening, setting: Setting, drawn: Drawn,
-    say: Callable[[str], None],
-) -> Body:  # fmt: skip
+def _bench(names: Sequence[str], opening: Opening, setting: Setting, drawn: Drawn, say: Callable[[str], None]) -> Body:
     import torch
 
-    from normswap.benchmarking import subjects, timing, timing_plot
+    from normswap.benchmarking import forms, timing, timing_plot
     from normswap.benchmarking.runtimes import Settings
     from normswap.exporting import exporter, sidecar
 
-    timing.demand_device(setting.device)
+    timing.check_device(setting.device)
     threads = setting.threads or torch.get_num_threads()
     settings = Settings(setting.device, setting.dtype, setting.channels_last, threads)
     before, turns = timing.machine(settings), timing.Timing(setting.rounds, setting.seconds)
     with tempfile.TemporaryDirectory(prefix="normswap-bench-") as name:
-        folder = Path(name)
         named = _open(names, opening, say)
         say("folding")
-        making = subjects.Making(folder, settings, setting.batches, exporter.export, sidecar.read)
-        groups = subjects.groups(named, making, setting.size)
-        rows = timing.run(
-            groups, settings, folder, batches=setting.batches, wanted=setting.runtimes, timing=turns, say=say
-        )
+        making = forms.Making(Path(name), settings, setting.batches, exporter.export, sidecar.read)
+        groups = forms.groups(named, making, setting.size)
+        benchmark = timing.Benchmark(settings, Path(name), setting.runtimes, setting.batches, turns, say)
+        rows = benchmark.run(groups)
     body: Body = {
         "rows": [asdict(row) for row in rows],
         "settings": {**asdict(settings), **asdict(turns), "sizes": {g.network: list(g.size) for g in groups}},
@@ -149,15 +146,15 @@ def _bench(
 def _open(
     names: Sequence[str], opening: Opening, say: Callable[[str], None]
 ) -> list[tuple[str, str, nn.Module | None]]:
-    """(MODEL, label, network or None for a file)"""
+    """Open each MODEL; gives (MODEL, label, network or None for a file)."""
     import torch
 
     from normswap.analysis import signal_propagation
-    from normswap.benchmarking import subjects
+    from normswap.benchmarking.forms import is_file
 
     named: list[tuple[str, str, nn.Module | None]] = []
     for name in names:
-        if subjects.is_file(name):
+        if is_file(name):
             named.append((name, name, None))
             continue
         say(f"opening {name}")

@@ -1,0 +1,275 @@
+"""The forms of a network that are timed: as it came, folded, exported. Each makes the file that a runtime opens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.benchmarking.runtimes import DTYPES, Settings
+from normswap.errors import NormswapError, OptionError, RefusedError, first_line
+from normswap.models import network_input, zoo
+from normswap.models.imaged import imaged
+from normswap.models.weight_files import quiet
+from normswap.plan import Body
+from normswap.storage import checkpoint
+from normswap.surgery import conversion, unfolding
+
+KINDS = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
+_SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
+_NEEDS = {"onnx": ("onnx", "onnxscript")}
+_ONE = "Only networks that take images and give one answer are timed"
+_QUANTIZERS = (b"QuantizeLinear", b"FakeQuantize", b"quantized_decomposed")
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a network.
+
+    Args:
+        name: what the table calls it.
+        make: for each kind of file that it can be had as, the function that makes that file; a runtime opens the first
+            kind it knows.
+        answers: gives the right outputs for images (N, C, H, W); None if nobody knows them.
+        raw: turns images as the network takes them into images as the file does.
+        foldable: whether it may still hold norms that a runtime could fold itself.
+        precision: that of its weights, where it says so.
+        needs: for each kind of file, the packages that making it takes.
+    """
+
+    name: str
+    make: Mapping[str, Callable[[], Path]]
+    answers: Callable[[Tensor], Tensor] | None = None
+    raw: Callable[[Tensor], Tensor] = lambda images: images
+    foldable: bool = False
+    precision: str | None = None
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Group:
+    """The forms of one network; the speed of all is relative to the first one in eager mode."""
+
+    network: str
+    forms: list[Form]
+    size: Size
+    notes: list[str] = field(default_factory=list)
+    model: nn.Module | None = None
+
+    def images(self, batch: int) -> Tensor:
+        """Draw N(0, 1) noise (batch, C, H, W), the same for all contenders."""
+        return torch.randn(batch, *self.size, generator=torch.Generator().manual_seed(0))
+
+
+class Export(Protocol):
+    """`normswap.export`; this room does not know the one next door."""
+
+    def __call__(
+        self, model: nn.Module, path: Path, /, *, dtype: str, dynamic_batch: bool, input_size: Size, force: bool
+    ) -> object: ...
+
+
+@dataclass(frozen=True)
+class Making:
+    """How files are made.
+
+    Args:
+        folder: where they are put.
+        batches: the numbers of images that they must take.
+        export: writes a folded network to a file.
+        sidecar: reads the description beside an exported file, if there is one.
+    """
+
+    folder: Path
+    settings: Settings
+    batches: Sequence[int]
+    export: Export
+    sidecar: Callable[[Path], Body | None]
+
+    @property
+    def dynamic(self) -> bool:
+        return any(batch != 1 for batch in self.batches)
+
+    def place(self, form: str, kind: str) -> Path:
+        return self.folder / f"{form}{_SUFFIX[kind]}"
+
+
+def of_model(network: str, model: nn.Module, making: Making, side: int | None = None) -> Group:
+    """Group the original, the network as it is if that is another one, and the folded one.
+
+    Args:
+        side: height and width of the images; by default those of the network.
+
+    Raises:
+        OptionError: the network rejects images of that size.
+    """
+    channels, height, width = network_input.size(model)
+    group = Group(network, [], (channels, side or height, side or width), model=model)
+    _check_size(group)
+    making.folder.mkdir(parents=True, exist_ok=True)
+    record = provenance.of(model)
+    last = record.plan.steps[-1].scheme if record and record.plan.steps else None
+    if last is not None:
+        try:
+            group.forms.append(original(unfolding.unfold(model), group.size, making))
+        except RefusedError as why:
+            group.notes.append(f"{network} is measured by itself as it is, not by its source: {why}")
+    if last != "folded":
+        group.forms.append(original(model, group.size, making, last or "original"))
+    group.forms.append(_folded(model, group.size, making, folded=last == "folded"))
+    return group
+
+
+def _check_size(group: Group) -> None:
+    assert group.model is not None
+    try:
+        with quiet():
+            imaged(group.model, torch.zeros(1, *group.size))
+    except NormswapError as error:
+        raise OptionError(f"{group.network} is not timed", f"{error.what}, {error.why}", _ONE) from None
+    except Exception as error:  # torch's and timm's own, whatever does not fit
+        raise OptionError(f"{group.network} rejects images of {group.size[1]} x {group.size[2]}",
+                          first_line(error)) from None  # fmt: skip
+
+
+def original(model: nn.Module, size: Size, making: Making, name: str = "original") -> Form:
+    """Describe `model` as anybody would run it: itself, or exported by torch without our help."""
+    called = imaged(model, torch.zeros(1, *size))
+    example = (torch.zeros(2 if making.dynamic else 1, *size),)
+
+    def onnx(file: Path) -> None:
+        shapes = ({0: torch.export.Dim("batch", min=1)},) if making.dynamic else None
+        torch.onnx.export(_fed(called, making.settings.dtype), example, file, dynamo=True, verbose=False,
+                          dynamic_shapes=shapes)  # fmt: skip
+
+    def torchscript(file: Path) -> None:
+        traced = torch.jit.trace(_fed(called, making.settings.dtype), example, check_trace=False)
+        torch.jit.save(torch.jit.freeze(traced), file)
+
+    @cache
+    def made(kind: str) -> Path:
+        with quiet(), torch.no_grad():
+            writers[kind](making.place(name, kind))
+        return making.place(name, kind)
+
+    def directory(file: Path) -> None:
+        checkpoint.save(model, file, force=True)
+
+    writers = {"directory": directory, "onnx": onnx, "torchscript": torchscript}
+    files = {kind: partial(made, kind) for kind in writers}
+    return Form(name, files, called, foldable=True, needs=_NEEDS)
+
+
+def _folded(model: nn.Module, size: Size, making: Making, *, folded: bool) -> Form:
+    """Describe `model` folded, and exported by us."""
+
+    @cache
+    def directory() -> Path:
+        result = model if folded else conversion.convert(model, "folded", size=size)
+        return checkpoint.save(result, making.place("folded", "directory"), force=True)
+
+    @cache
+    def exported(kind: str) -> Path:
+        file, dtype = making.place("folded", kind), making.settings.dtype
+        making.export(model, file, dtype=dtype, dynamic_batch=making.dynamic, input_size=size, force=True)
+        return file
+
+    make: dict[str, Callable[[], Path]] = {kind: partial(exported, kind) for kind in ("onnx", "torchscript")}
+    return Form("folded", {"directory": directory, **make}, imaged(model, torch.zeros(1, *size)), needs=_NEEDS)
+
+
+class _Fed(nn.Module):
+    """Takes and gives float32, whatever is inside, as our own exports do."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.dtype)).float()
+
+
+def _fed(model: nn.Module, dtype: str) -> nn.Module:
+    if dtype == "fp32":
+        return model
+    inside = getattr(torch, DTYPES[dtype])
+    return _Fed(copy.deepcopy(model).to(inside), inside).eval()
+
+
+def is_file(name: str) -> bool:
+    """Tell whether MODEL is an exported file."""
+    return Path(name).suffix.lower() in KINDS
+
+
+def of_file(file: Path, before: Group | None, body: Body | None, side: int | None) -> tuple[Form, Size]:
+    """Describe an exported file as one more form of the network that was named before it; also the size it takes.
+
+    Args:
+        body: the description beside it.
+
+    Raises:
+        OptionError: there is no such file, or it takes other images than that network.
+    """
+    if not file.is_file():
+        raise OptionError(f"{file} does not exist" if not file.exists() else f"{file} is no file")
+    takes = tuple(body["input"]["size"]) if body else None
+    size = before.size if before else (3, side or 224, side or 224)
+    if takes and before and takes != before.size:
+        raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
+    form = Form(file.name, {KINDS[file.suffix.lower()]: file.resolve}, precision=_precision(file, body))
+    if before and before.model:
+        called = imaged(before.model, torch.zeros(1, *before.size))
+        form = replace(form, answers=called)
+        if body:
+            form = replace(form, raw=_unprepared(before.model, body), answers=_answering(called, body))
+    return form, takes if takes and not side else size
+
+
+def _precision(file: Path, body: Body | None) -> str | None:
+    """Say the precision of a file's weights; int8 where nothing describes it and it holds a quantizer's operators."""
+    if body and body.get("precision"):
+        return str(body["precision"]["weights"])
+    held = file.read_bytes()
+    return "int8" if any(operator in held for operator in _QUANTIZERS) else None
+
+
+def _unprepared(model: nn.Module, body: Body) -> Callable[[Tensor], Tensor]:
+    """Return what turns images as `model` takes them into images as the file does."""
+    if body["normalize"] is not None:
+        return lambda images: images
+    config = zoo.data_config(model)
+    mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    return lambda images: images * std + mean
+
+
+def _answering(model: nn.Module, body: Body) -> Callable[[Tensor], Tensor]:
+    """Return what computes the file's right outputs."""
+    return model if body["output"]["name"] != "probabilities" else lambda images: model(images).softmax(-1)
+
+
+def groups(named: Sequence[tuple[str, str, nn.Module | None]], making: Making, side: int | None = None) -> list[Group]:
+    """Group (MODEL, label, network or None for a file), in order: a file belongs to the network before it.
+
+    Raises:
+        NormswapError: one of them cannot be timed at all.
+    """
+    made: list[Group] = []
+    for i, (name, label, model) in enumerate(named):
+        if model is not None:
+            made.append(of_model(label, model, replace(making, folder=making.folder / str(i)), side))
+            continue
+        before = next((group for group in reversed(made) if group.model is not None), None)
+        form, size = of_file(Path(name), before, making.sidecar(Path(name)), side)
+        if before is None:
+            made.append(Group(form.name, [form], size))
+        else:
+            before.forms.append(form)
+    return made
