@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, FLAGS
 from crossed import crossed
 from PIL import Image
 from reports import source
@@ -15,13 +15,6 @@ from reports import source
 import normswap
 from normswap.reporting import page, report
 from normswap.storage.checkpoint import open_model
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
-)  # fmt: skip
-
 
 FRAME = """<!doctype html><title>frame</title><style>:root {{ color-scheme: light dark }} body {{ margin: 0 }}</style>
 <link rel="icon" href="data:,"><iframe src="page.html" style="width: {width}px; height: 2400px; border: 0"></iframe>"""

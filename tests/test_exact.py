@@ -12,7 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from lived import batchnorms, distance, lived_in, run, step, swapped
-from test_laws import applied, skeleton, source
+from narrow_networks import applied, skeleton, source
 from tiny import ONE, conv, net
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_accuracy import IMAGES, NETWORKS, logits
+from trained_networks import IMAGES, NETWORKS, logits
 
 import normswap
 from normswap.images import datasets

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_cases import CASES, REFUSED, Case
-from lived import batchnorms, distance, lived_in, run, step
+from graph_cases import CASES, EXACT, REFUSED, Case, build, outputs
+from lived import batchnorms, distance, step
 from tiny import C, conv, net
 from torch import Tensor, nn
 
@@ -20,20 +20,6 @@ from normswap.folding.overwriting import overwrites
 from normswap.graph import inspection
 from normswap.layers.scalars import Scale
 from normswap.surgery import applying
-
-EXACT = 1e-12
-
-
-def outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Everything the model returns, in a row; a copy of x, as some forwards write to their input."""
-    value: Any = run(model, x.clone())
-    return torch.cat([part.flatten() for part in (value if isinstance(value, tuple) else (value,))])
-
-
-def build(case: Case) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    seen, x = torch.randn(2, *case.shape, dtype=torch.float64)
-    return lived_in(case.make(), seen), x
 
 
 def trained(model: nn.Module, alpha: float | None = None) -> None:

@@ -9,31 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import timm
 import torch
 from crossed import crossed, sampled
-from lived import batchnorms, distance, lived_in, run, step
-from test_schemes import EXACT, ROWS, Row
+from lived import batchnorms, distance, run, step
+from narrow_networks import RESNETS, applied, skeleton, source
+from scheme_rows import EXACT, ROWS, Row
 from torch import Tensor, fx, nn
 
-from normswap import provenance, schemes
+from normswap import schemes
 from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan, Step
-from normswap.surgery import applying, carrying_out, conversion
+from normswap.surgery import applying, conversion
 
-NARROW: dict[str, dict[str, Any]] = {
-    "resnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
-    "resnet26d": {"channels": (8, 16, 24, 32), "stem_width": 8, "layers": (1, 2, 1, 1)},
-    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8, "layers": (1, 1, 2, 1)},
-    "resnetv2_50d": {"channels": (32, 32, 64, 96), "stem_chs": 8, "layers": (1, 2, 1, 1)},
-    "seresnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
-    "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
-}
-everywhere = crossed("arch, row", NARROW, ROWS, every=6)
-exact_everywhere = crossed("arch, row", NARROW, EXACT, every=6)
-architectures = pytest.mark.parametrize("arch", NARROW)
+everywhere = crossed("arch, row", RESNETS, ROWS, every=6)
+exact_everywhere = crossed("arch, row", RESNETS, EXACT, every=6)
+architectures = pytest.mark.parametrize("arch", RESNETS)
 
 
 @dataclass(frozen=True)
@@ -47,29 +39,12 @@ class Case:
     result: nn.Module
 
 
-def skeleton(arch: str, **kwargs: Any) -> nn.Module:
-    return timm.create_model(arch, num_classes=10, **{**NARROW[arch], **kwargs}).double().eval()
-
-
-@functools.cache
-def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
-    model = lived_in(skeleton(arch), seen)
-    return model, x, run(model, x)
-
-
 @functools.cache
 def _case(arch: str, index: int) -> Case:
     model, x, reference = source(arch)
     planned, draft = step(model, ROWS[index].scheme, **ROWS[index].options)
     assert not draft.refusals
     return Case(model, x, reference, planned, applied(model, planned))
-
-
-def applied(model: nn.Module, planned: Step) -> nn.Module:
-    """The result, which knows where it is from."""
-    return provenance.attach(applying.apply_step(model, planned), carrying_out.record(model, planned))
 
 
 def case(arch: str, row: Row) -> Case:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from test_laws import source
+from narrow_networks import source
 from torch import Tensor
 
 from normswap.calibration.lockstep import SIZE, Walker

@@ -9,7 +9,7 @@ import timm
 import torch
 from crossed import sampled
 from lived import distance, run, step
-from test_laws import applied
+from narrow_networks import NORM_FREE, applied
 from timm.layers import ScaledStdConv2d, StdConv2d
 from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
@@ -18,18 +18,7 @@ from normswap.plan import Plan
 from normswap.surgery import applying
 
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
-SMALL = {"channels": (64, 64, 128, 128), "depths": (1, 2, 1, 1), "group_size": 16, "stem_chs": 32, "num_features": 0}
-NARROW: dict[str, dict[str, Any]] = {
-    "nf_resnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
-    "nf_regnet_b0": {"width_factor": 0.5, "depths": (1, 2, 1, 1)},
-    "nf_seresnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
-    "nf_ecaresnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
-    "nfnet_l0": SMALL,
-    "eca_nfnet_l0": SMALL,
-    "dm_nfnet_f0": SMALL,
-    "nfnet_f0": SMALL,
-}
-architectures = pytest.mark.parametrize("arch", NARROW)
+architectures = pytest.mark.parametrize("arch", NORM_FREE)
 
 
 def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
@@ -49,7 +38,7 @@ def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
 
 def network(arch: str, **kwargs: Any) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
-    model = randomized(timm.create_model(arch, num_classes=10, **NARROW.get(arch, {}), **kwargs))
+    model = randomized(timm.create_model(arch, num_classes=10, **NORM_FREE.get(arch, {}), **kwargs))
     return model, torch.randn(3, 3, 64, 64, dtype=torch.float64)
 
 
@@ -71,13 +60,13 @@ def test_undressed_exactly(arch: str) -> None:
             assert all(getattr(act, "gamma", 1.0) == 1.0 for act in (block.act1, block.act2, block.act3))
     with torch.no_grad():
         assert distance(model.forward_features(x), result.forward_features(x)) <= 1e-12
-    fresh = timm.create_model(arch, num_classes=10, **NARROW[arch]).double().eval()
+    fresh = timm.create_model(arch, num_classes=10, **NORM_FREE[arch]).double().eval()
     fresh = applying.apply(fresh, Plan.from_json(Plan().then(planned).to_json()))
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(fresh, x), run(result, x))
 
 
-@pytest.mark.parametrize("arch", sampled(NARROW, every=4))
+@pytest.mark.parametrize("arch", sampled(NORM_FREE, every=4))
 def test_dressed_in_other_schemes(arch: str) -> None:
     model, x = network(arch)
     reference = run(model, x)

@@ -11,9 +11,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from graph_cases import BACK, KEPT, REFUSED, Case
+from graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
 from lived import batchnorms, distance, lived_in, run, step
-from test_graphs import EXACT, build, outputs
 from tiny import ONE, C, bn, conv, net
 from torch import Tensor, nn
 

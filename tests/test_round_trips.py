@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed
 from lived import batchnorms, distance, lived_in, run
-from test_laws import source as lived
-from test_norm_free import NARROW as NORM_FREE
+from narrow_networks import NORM_FREE
+from narrow_networks import source as lived
 from test_norm_free import network as norm_free
 from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, net

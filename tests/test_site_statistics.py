@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from crossed import crossed
 from lived import batchnorms
-from test_laws import source as lived
-from test_schemes import ROWS, Row
+from narrow_networks import source as lived
+from scheme_rows import ROWS, Row
 from torch import nn
 
 import normswap

@@ -20,9 +20,9 @@ from typing import Any
 
 import onnxruntime
 import pytest
+from browser import CHROMIUM, FLAGS
 from docs_pages import ROOT, blocks
 from PIL import Image
-from test_browser import CHROMIUM, FLAGS
 from timm.data import create_transform
 
 from normswap.cli.app import main
