@@ -8,6 +8,8 @@ from typing import Any
 import timm
 import torch
 from lived import lived_in, run
+from timm.layers import ScaledStdConv2d, StdConv2d
+from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 
 from normswap import provenance
@@ -50,3 +52,27 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
 def applied(model: nn.Module, planned: Step) -> nn.Module:
     """The result, which knows where it is from."""
     return provenance.attach(applying.apply_step(model, planned), carrying_out.record(model, planned))
+
+
+STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
+
+
+def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
+    """Gains and biases as if trained; without that every branch of a fresh network is 0."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("skipinit_gain"):
+                parameter.fill_(skipinit)
+            elif name.endswith(("gain", "bias")):
+                value = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(value.abs() + 0.3 if name.endswith("gain") else 0.2 * value)
+            elif name.endswith("fc.weight"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.double().eval()
+
+
+def norm_free(arch: str, **kwargs: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = randomized(timm.create_model(arch, num_classes=10, **NORM_FREE.get(arch, {}), **kwargs))
+    return model, torch.randn(3, 3, 64, 64, dtype=torch.float64)

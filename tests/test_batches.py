@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Shown, Trunk, Unpacked, batches, resnet, scaled, trunk
 from lived import lived_in
 from torch import Tensor, fx, nn
 
@@ -32,76 +33,6 @@ from normswap.storage import checkpoint
 from normswap.surgery import reverification
 from normswap.surgery.conversion import Conversion
 from normswap.surgery.recalibration import recalibrate
-
-SIZE = (3, 24, 24)
-
-
-class Trunk(nn.Module):
-    """A residual network in miniature, and its scores of five classes."""
-
-    def __init__(self, classes: int = 5) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.one, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.two, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x)).relu()
-        branch = self.norm2(self.two(self.norm1(self.one(x)).relu()))
-        return self.head((x + branch).relu().mean((2, 3)))
-
-
-class Keyword(nn.Module):
-    """Called by name, gives a dict."""
-
-    def __init__(self, trunk: Trunk) -> None:
-        super().__init__()
-        self.trunk = trunk
-
-    def forward(self, *, pixel_values: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.trunk(pixel_values)}
-
-
-class Record(Keyword):
-    """Takes a dict as its one argument."""
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"logits": self.trunk(batch["image"])}
-
-
-class Listed(Keyword):
-    """Takes a list of images, gives a list of dicts, as detectors do."""
-
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:  # type: ignore[override]
-        assert isinstance(images, list)
-        return [{"scores": row} for row in self.trunk(torch.stack(images))]
-
-
-class Unpacked(Keyword):
-    """Takes two arguments, which together are an image."""
-
-    def forward(self, colours: Tensor, grey: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        logits = self.trunk(torch.cat([colours, grey], 1))
-        return logits, logits.softmax(-1)
-
-
-def trunk() -> Trunk:
-    torch.manual_seed(0)
-    return lived_in(Trunk(), torch.randn(8, *SIZE, dtype=torch.float64)).float()  # type: ignore[return-value]
-
-
-FORMS: dict[str, tuple[Callable[[Trunk], nn.Module], Callable[[Tensor], Any]]] = {
-    "keywords": (Keyword, lambda x: {"pixel_values": x}),
-    "a record": (Record, lambda x: ({"image": x},)),
-    "a list": (Listed, lambda x: (list(x),)),
-    "two arguments": (Unpacked, lambda x: (x[:, :2], x[:, 2:])),
-}
-
-
-def batches(count: int = 4, each: int = 8) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(each, *SIZE, generator=generator) for _ in range(count)]
 
 
 def same(one: nn.Module, two: nn.Module) -> None:
@@ -141,23 +72,6 @@ def test_a_fit_is_that_of_plain_tensors(
     assert done.report.kept.count == wanted.report.kept.count == 8
     if form in ("keywords", "a record"):
         assert done.report.kept == wanted.report.kept
-
-
-def resnet() -> nn.Module:
-    """transformers' own, called by name, its hidden states among what it gives."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    torch.manual_seed(0)
-    config = ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        num_labels=5,
-        output_hidden_states=True,
-    )
-    net = ResNetForImageClassification(config).eval()
-    return lived_in(net, torch.randn(8, *SIZE, dtype=torch.float64)).float()
 
 
 def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
@@ -227,19 +141,6 @@ def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> No
     same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data).model)
     same(recalibrated, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
     assert normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate="noise").report.passed
-
-
-class Boxes(Listed):
-    """As many things as it sees; how many there are depends on the last digit."""
-
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:  # type: ignore[override]
-        rows = self.trunk(torch.stack(images))
-        return [{"scores": row[row > 0], "labels": torch.where(row > 0)[0]} for row in rows]
-
-
-def scaled(x: Tensor) -> Tensor:
-    """Images of such different contrast that another number of scores is positive."""
-    return x * torch.logspace(-2, 1.5, len(x))[:, None, None, None]
 
 
 def test_a_detector_is_fitted() -> None:
@@ -380,7 +281,7 @@ def test_accuracy_of_two_arguments_and_what_has_none() -> None:
 
 def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a factory of the user's; it is saved, opened again, verified, unfolded and told about."""
-    code = "import test_batches\n\n\ndef make():\n    return test_batches.Unpacked(test_batches.Trunk())\n"
+    code = "import input_forms\n\n\ndef make():\n    return input_forms.Unpacked(input_forms.Trunk())\n"
     (tmp_path / "two.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     safetensors.torch.save_file(Unpacked(trunk()).state_dict(), tmp_path / "two.safetensors")
@@ -403,24 +304,14 @@ def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytes
 # --- on the command line ----------------------------------------------------------------------------------------------
 
 
-class Shown(Listed):
-    """Takes a list of images, gives a row of scores for each."""
-
-    def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
-        assert isinstance(images, list)
-        return self.trunk(torch.stack(images))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [Keyword, Shown])
 def test_images_of_a_folder_reach_any_of_them(
     wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By name or as a list: what every command says is what it says of the plain network."""
-    code = (
-        f"import test_batches\n\n\ndef make():\n    return test_batches.{wrap.__name__}(test_batches.Trunk(10))\n\n\n"
-    )
-    (tmp_path / "own.py").write_text(code + "def plain():\n    return test_batches.Trunk(10)\n")
+    code = f"import input_forms\n\n\ndef make():\n    return input_forms.{wrap.__name__}(input_forms.Trunk(10))\n\n\n"
+    (tmp_path / "own.py").write_text(code + "def plain():\n    return input_forms.Trunk(10)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -455,7 +346,7 @@ def test_images_of_a_folder_reach_any_of_them(
 
 def own_file(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of the user's with a factory, and random weights in another."""
-    code = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "from test_batches import *"]
+    code = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "from input_forms import *"]
     (folder / "mine.py").write_text("\n".join([*code, f"def make(): return {what}"]))
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "mine", raising=False)

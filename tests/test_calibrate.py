@@ -12,8 +12,8 @@ import pytest
 import timm
 import torch
 from crossed import crossed
+from graph_cases import outputs
 from lived import distance, lived_in, run
-from test_graphs import outputs
 from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn

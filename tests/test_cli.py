@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from commands import DEMO, MODEL, Capture, files, refused, run_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -28,17 +29,9 @@ COMMANDS = (
     "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "push",
     "finetune", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
 )  # fmt: skip
-MODEL = str(demo.FOLDER)
 IMAGES = str(demo.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 FILE = ("--arch", "resnet18", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
-Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +41,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for scheme in ("folded", "skipinit"):
         assert main(["convert", MODEL, "--to", scheme, "-o", str(folder / scheme)]) == 0
     return folder
-
-
-def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
-    """Run with --json: stdout is JSON and nothing else, stderr is empty."""
-    capfd.readouterr()
-    assert main([*arguments, "--json"]) == code
-    out, err = capfd.readouterr()
-    assert err == ""
-    return json.loads(out, parse_constant=pytest.fail)
-
-
-def files(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
 # --- help -------------------------------------------------------------------------------------------------------------
@@ -443,7 +423,6 @@ def a_run(file: Path) -> None:
 RUN = ("run/recipe.yaml", a_run)
 NET = ("convert", "net.safetensors", *FILE, "--to", "folded")
 PLAN = ("convert", MODEL, "--from-plan", "plan.json")
-DEMO = ("convert", MODEL, "--to")
 # what is wrong; the file that makes it so; the arguments; what the line must say
 BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[str, ...]]] = [
     ("unknown model", "", None, ("convert", "resnet5o", "--to", "folded"), ("unknown model 'resnet5o'", "resnet50")),
@@ -515,21 +494,6 @@ def test_bad_input_gives_one_line(
         (here / file).parent.mkdir(exist_ok=True)
         make(here / file)
     refused(arguments, said, here, capfd)
-
-
-def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd: Capture) -> None:
-    """Exit code 2, one line on stderr that says all of `said`, and the same files as before."""
-    before = files(here)
-    capfd.readouterr()
-    assert main(arguments) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    for text in said:
-        assert text in err
-    assert files(here) == before
 
 
 def test_an_existing_output_is_refused_before_the_work(

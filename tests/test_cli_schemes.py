@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from commands import DEMO, MODEL, files, refused, run_json
 from PIL import Image
-from test_cli import DEMO, MODEL, files, here, refused, run_json  # noqa: F401 (`here` is a fixture)
 
 from normswap.cli.app import main
 
@@ -71,19 +71,19 @@ BAD: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("place", "make", "arguments", "said"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
 def test_one_line_each(
-    place: str, make: Any, arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd: Capture  # noqa: F811
+    place: str, make: Any, arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd: Capture
 ) -> None:  # fmt: skip
     if make is not None:
         make(here / place)
     refused(arguments, said, here, capfd)
 
 
-def test_groups_that_do_not_divide_are_explained(here: Path, capfd: Capture) -> None:  # noqa: F811
+def test_groups_that_do_not_divide_are_explained(here: Path, capfd: Capture) -> None:
     (step,) = run_json(capfd, *DEMO, "groupnorm", "--groups", "7", "-o", "out")["steps"]
     assert any("8 groups, the divisor of its" in note and "nearest to 7" in note for note in step["notes"])
 
 
-def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:  # noqa: F811
+def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:
     """A 32-pixel input leaves the last stage of a ResNet one pixel: said by path, not by torch."""
     import normswap
     from normswap.errors import RefusedError
@@ -95,14 +95,14 @@ def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:  # noqa:
     normswap.convert(model, "instancenorm", size=(3, 32, 32), skip="layer4")
 
 
-def test_plain_pictures_without_classes_do(here: Path, capfd: Capture) -> None:  # noqa: F811
+def test_plain_pictures_without_classes_do(here: Path, capfd: Capture) -> None:
     """Labels are not needed, nor as many classes as the network has."""
     pictures(8)(here / "d")
     assert main([*DEMO, "groupnorm", "--only", "layer4", "--calibrate", "d", "--samples", "8", "-o", "out"]) == 0
     assert main(["recalibrate", MODEL, "--data", "d", "-o", "new", "--workers", "0"]) == 0
 
 
-def test_the_presets_from_the_command_line(here: Path, capfd: Capture) -> None:  # noqa: F811
+def test_the_presets_from_the_command_line(here: Path, capfd: Capture) -> None:
     body = run_json(capfd, *DEMO, "skipinit", "--for", "opacus", "-o", "out", "--plan", "p.json")
     assert [step["scheme"] for step in body["steps"]] == ["skipinit", "opacus"]
     assert body["steps"][1]["report"]["passed"]
@@ -115,6 +115,6 @@ def test_the_presets_from_the_command_line(here: Path, capfd: Capture) -> None: 
 
 
 @pytest.mark.parametrize(("option", "kind"), [("--groups", "integer"), ("--steady", "number")])
-def test_options_have_kinds(option: str, kind: str, here: Path, capfd: Capture) -> None:  # noqa: F811
+def test_options_have_kinds(option: str, kind: str, here: Path, capfd: Capture) -> None:
     words = ("convert", MODEL, "--to", "groupnorm", option, "x", "-o", "out")
     refused(words, (f"Invalid value for '{option}'", f"valid {kind}"), here, capfd)

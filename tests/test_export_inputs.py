@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 import torch
 from crossed import crossed, sampled
+from input_forms import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, resnet, scaled, trunk
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
-from test_batches import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, resnet, scaled, trunk
 from torch import Tensor, nn
 
 import normswap

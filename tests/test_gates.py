@@ -14,8 +14,8 @@ import pytest
 import timm
 import torch
 from lived import distance, lived_in, run
+from scheme_rows import EXACT, Row
 from small import ARGS
-from test_schemes import EXACT, Row
 from torch import Tensor, nn
 
 from normswap import convert, provenance, save, schemes, verify

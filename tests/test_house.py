@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from rooms import FLOOR
 
 import normswap
 
@@ -21,12 +22,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 LONGEST = 320
 TERMINAL = {"typer", "rich", "click"}
 # From the ground up. Each room may import those before it; those of one line know nothing of each other.
-ORDER = (
-    ("errors", "copying"), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",), ("images",),
-    ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
-    ("training", "exporting", "benchmarking", "reporting"), ("cli",),
-)  # fmt: skip
-FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 FACE = {"", "__main__"}  # the public names, and the door
 GROWING = {"Draft", "Folds", "Group", "Intake", "Moments", "Position", "Start", "Stream", "Subject", "Traced",
            "_Contender", "_Sums"}  # fmt: skip

@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 from alone import run_alone
+from commands import environment
 from lived import distance
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from timm.layers import Conv2dSame
@@ -251,7 +252,9 @@ def test_torchao_says_nothing(tmp_path: Path) -> None:
     program = "import sys, test_int8 as t; from pathlib import Path\nassert 'torchao' not in sys.modules\n"
     program += "t.made(Path(sys.argv[1]))\nassert 'torchao' in sys.modules"
     command = [sys.executable, "-W", "ignore:::timm", "-c", program, str(tmp_path / "net.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, env=environment()
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -9,42 +9,17 @@ import timm
 import torch
 from crossed import sampled
 from lived import distance, run, step
-from narrow_networks import NORM_FREE, applied
-from timm.layers import ScaledStdConv2d, StdConv2d
-from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
-from torch import Tensor, nn
+from narrow_networks import NORM_FREE, STANDARDIZED, applied, norm_free, randomized
 
 from normswap.plan import Plan
 from normswap.surgery import applying
 
-STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 architectures = pytest.mark.parametrize("arch", NORM_FREE)
-
-
-def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
-    """Gains and biases as if trained; without that every branch of a fresh network is 0."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("skipinit_gain"):
-                parameter.fill_(skipinit)
-            elif name.endswith(("gain", "bias")):
-                value = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(value.abs() + 0.3 if name.endswith("gain") else 0.2 * value)
-            elif name.endswith("fc.weight"):
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.double().eval()
-
-
-def network(arch: str, **kwargs: Any) -> tuple[Any, Tensor]:
-    torch.manual_seed(0)
-    model = randomized(timm.create_model(arch, num_classes=10, **NORM_FREE.get(arch, {}), **kwargs))
-    return model, torch.randn(3, 3, 64, 64, dtype=torch.float64)
 
 
 @architectures
 def test_undressed_exactly(arch: str) -> None:
-    model, x = network(arch)
+    model, x = norm_free(arch)
     reference = run(model, x)
     assert distance(reference, reference.flip(0)) > 0.01
     planned, draft = step(model, "folded")
@@ -68,7 +43,7 @@ def test_undressed_exactly(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", sampled(NORM_FREE, every=4))
 def test_dressed_in_other_schemes(arch: str) -> None:
-    model, x = network(arch)
+    model, x = norm_free(arch)
     reference = run(model, x)
     folded = applied(model, step(model, "folded")[0])
     for start in (model, folded):
@@ -84,7 +59,7 @@ def test_dressed_in_other_schemes(arch: str) -> None:
 def test_learned_gains_of_any_sign() -> None:
     for gain in (-0.7, 0.0):
         for arch in ("nf_resnet26", "nfnet_l0"):
-            model, x = network(arch, skipinit=True)
+            model, x = norm_free(arch, skipinit=True)
             randomized(model, skipinit=gain)
             planned, draft = step(model, "folded")
             result: Any = applied(model, planned)
@@ -104,7 +79,7 @@ def test_full_size() -> None:
 
 
 def test_gradients_train_and_weights_stay_put() -> None:
-    model, x = network("nf_resnet26")
+    model, x = norm_free("nf_resnet26")
     result = applied(model, step(model, "folded")[0]).train()
     result(x).square().sum().backward()
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in result.parameters())

@@ -10,9 +10,9 @@ import timm
 import torch
 from crossed import crossed
 from lived import batchnorms, distance, run
-from test_laws import source as lived
-from test_norm_free import network as norm_free
-from test_schemes import ROWS, Row
+from narrow_networks import norm_free
+from narrow_networks import source as lived
+from scheme_rows import ROWS, Row
 from timm.layers import ScaledStdConv2d
 from torch import nn
 

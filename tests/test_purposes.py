@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed, named
 from lived import distance, lived_in, run
-from test_own_networks import Net, PreAct
+from own_networks import Net, PreAct
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lived import batchnorms, distance, lived_in, run
+from narrow_networks import source as lived
 from small import small
-from test_laws import source as lived
 from torch import Tensor, nn
 
 import normswap

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed
 from lived import batchnorms, distance, lived_in, run
-from narrow_networks import NORM_FREE
+from narrow_networks import NORM_FREE, norm_free
 from narrow_networks import source as lived
-from test_norm_free import network as norm_free
 from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, net
 from torch import nn

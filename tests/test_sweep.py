@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import environment
 from matplotlib.axes import Axes
 
 from normswap.cli.app import main
@@ -195,8 +196,10 @@ def test_processes_share_a_database(tmp_path: Path) -> None:
         "print(len(seen))"
     )  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s"), url]
-    here = Path(__file__).parent
-    started = [subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    started = [
+        subprocess.Popen(command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     counts = [int(process.communicate()[0].split()[-1]) for process in started]
     assert sum(counts) == len(GRID.points())
 
@@ -258,7 +261,7 @@ def start(place: Path, first: str, then: str) -> subprocess.Popen[str]:
         "t.sweep(Path(sys.argv[1])).work(train)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(place)]
-    return subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed
 from lived import lived_in
-from test_schemes import ROWS, Row
+from scheme_rows import ROWS, Row
 from torch import Tensor, nn
 
 import normswap

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from docs_pages import PAGES
-from test_house import FLOOR
+from rooms import FLOOR
 
 from normswap import schemes
 

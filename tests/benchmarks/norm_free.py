@@ -19,7 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lived import distance, run
-from test_norm_free import STANDARDIZED, randomized
+from narrow_networks import STANDARDIZED, randomized
 
 import normswap
 
