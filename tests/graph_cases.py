@@ -1,4 +1,4 @@
-"""Tiny networks in which a norm is hard to move, each with what must happen to its norms (used by test_graphs.py)."""
+"""Tiny networks in which a norm is hard to move, each with what must happen to its norms."""
 
 from __future__ import annotations
 
