@@ -27,5 +27,4 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
 
     model = onnx_file.graph(network, x, dynamic=dynamic, metadata=metadata)
     onnx.save_model(model, file, save_as_external_data=True, location=file.with_suffix(PARTS[0]).name)
-    with onnx_file.checked():
-        onnx.checker.check_model(str(file), full_check=True)
+    onnx_file.check(file)

@@ -27,9 +27,7 @@ from kinds_images import ROOT, of_kind, score
 from torch import Tensor, nn
 from zoo_networks import DATA, KINDS, known, trained
 
-from normswap.analysis.network_kind import kind_of
 from normswap.errors import NormswapError
-from normswap.graph.inspection import inspect
 from normswap.models import calling
 from normswap.surgery import conversion, keeping
 
@@ -130,13 +128,12 @@ def table(kept: Kept) -> str:
             names.setdefault((row["key"][1], row["key"][2]), []).append(row)
         for (way, samples), draws in names.items():
             lines.append(f"| {kind} | `{way}` | {samples} | {cells(draws)} |")
-    lines += ["", *predictions(kept), "| network | kind | what | accuracy | parameters |", "|---|---|---|---|---|"]
+    lines += ["", *predictions(kept), "| network | what | accuracy | parameters |", "|---|---|---|---|"]
     for name in KINDS:
         if (DATA / f"{name}.json").is_file():
             note, what = known(name), (KINDS[name].__doc__ or "").strip().rstrip(".")
-            seen = inspect(trained(name), of_kind(name, "test")[0][:2])
             accuracy = f"{note['accuracy']} ({note['measure']})"
-            lines.append(f"| {name} | {kind_of(seen).value} | {what} | {accuracy} | {note['parameters']:,} |")
+            lines.append(f"| {name} | {what} | {accuracy} | {note['parameters']:,} |")
     return "\n".join(lines) + "\n"
 
 
