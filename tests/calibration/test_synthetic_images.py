@@ -23,7 +23,7 @@ from normswap.images.datasets import make_loader
 from normswap.models.calling import form
 from normswap.plan import Plan
 from normswap.reporting import demo
-from normswap.surgery import carrying_out, conversion, fitting
+from normswap.surgery import carrying_out, conversion, fitting, made_images
 from normswap.surgery.comparison import Report
 from normswap.surgery.recalibration import recalibrate
 
@@ -192,7 +192,7 @@ def test_a_trained_network_fitted_to_them_is_near_its_source(to: str, least: flo
 
 
 def test_of_noise_nothing_is_held_out() -> None:
-    done = conversion.convert(one(), "groupnorm", size=(C, 9, 9), calibrate=fitting.Noise(64))
+    done = conversion.convert(one(), "groupnorm", size=(C, 9, 9), calibrate=made_images.Noise(64))
     assert done.report.kept is None
     assert any("noise" in note for note in done.notes)
 
@@ -226,7 +226,7 @@ def test_none_are_made_for_what_has_no_use_for_them(monkeypatch: pytest.MonkeyPa
 
 
 def test_recalibrating_takes_none() -> None:
-    for word in ("synthetic", normswap.Synthetic(), fitting.Noise()):
+    for word in ("synthetic", normswap.Synthetic(), made_images.Noise()):
         with pytest.raises(RefusedError, match="without images"):
             recalibrate(one(), word, size=(C, 9, 9))  # type: ignore[arg-type]
 
