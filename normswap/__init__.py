@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
-    from normswap.surgery.fitting import Synthetic as Synthetic
+    from normswap.surgery.made_images import Synthetic as Synthetic
+    from normswap.surgery.network import Network as Network
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
@@ -40,13 +41,14 @@ _HOMES = {
     "Arch": "plan",
     "Conversion": "surgery.conversion",
     "Exported": "exporting.exporter",
+    "Network": "surgery.network",
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",
     "Recipe": "training.recipe",
     "Report": "surgery.comparison",
     "Result": "training.progress_records",
-    "Synthetic": "surgery.fitting",
+    "Synthetic": "surgery.made_images",
     "convert": "surgery.conversion",
     "export": "exporting.exporter",
     "finetune": "training.engine",

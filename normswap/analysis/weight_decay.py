@@ -11,7 +11,7 @@ a summary, the paper's full text was not at hand: so no number is given to a cla
   block: no. It is what the variance of the skip path is reset to; a small one takes the signal away.
 - gamma_0, of a norm in the stem: no. A stem without a norm has none (v2).
 - gamma_other: yes. A norm follows, so its size changes nothing but the effective learning rate, which goes as
-  1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3; measured in tests/measurements).
+  1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3; measured in tests/lab/measurements).
 
 Weights decay; betas and biases do not. Guidelines 1T, 3T and 4T carry this over to the LayerNorms of transformers,
 which have no projection skip, hence no 2T. There a branch that begins with its norm (ViT, DeiT, Swin) ends in a

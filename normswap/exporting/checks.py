@@ -23,7 +23,7 @@ from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
 
 # relative L2 at the logits. fp16 weights and arithmetic cost deep networks up to 4.4e-3, bf16 weights up to 1.1e-2
-# (tests/benchmarks/export.md): the bounds are two to three times that. What int8 may cost is the user's to say
+# (tests/lab/benchmarks/export.md): the bounds are two to three times that. What int8 may cost is the user's to say
 # (`--max-drop`); zeros are off by 1
 TOLERANCE = {"fp32": comparison.FLOAT32_TOLERANCE, "fp16": 1e-2, "bf16": 3e-2, "int8": 1.0}
 Batch = tuple[Given, Tensor | None]  # images (N, C, H, W), or all that goes in, and labels (N,) if there are any

@@ -165,7 +165,7 @@ def export(
 
     atomic_write.whole(order.file, write, order.form.PARTS)
     plain = _plain_nodes(order, say) if count_plain else None
-    parts = tuple(order.file.with_suffix(part) for part in order.form.PARTS)
+    parts = _parts(order.file, order.form)
     size = sum(each.stat().st_size for each in (order.file, *parts))
     return Exported(
         order.file, parts, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"],
@@ -185,8 +185,13 @@ def claim(file: Path, format: str | None, dtype: str = "fp32", *, force: bool) -
         raise OptionError(f"unknown dtype '{dtype}'", f"there are {', '.join(DTYPES)}")
     if dtype == "int8":
         formats.quantizer(form.NAME)
-    for each in (file, *(file.with_suffix(part) for part in form.PARTS), sidecar.place(file)):
+    for each in (file, *_parts(file, form), sidecar.place(file)):
         atomic_write.claim(each, force=force)
+
+
+def _parts(file: Path, form: formats.Format) -> tuple[Path, ...]:
+    """Further files that belong to one of this format."""
+    return tuple(file.with_suffix(ending) for ending in form.PARTS)
 
 
 def _wish(

@@ -1,7 +1,7 @@
 """ONNX with its weights in a file of their own, FILE.onnx.data, as torch.onnx writes them.
 
 ONNX Runtime maps such weights into memory where it copies those that lie in the graph: a network opens sooner and takes
-less (tests/benchmarks/loading.md). They may be more than the 2 GiB that protobuf allows a file.
+less (tests/lab/benchmarks/loading.md). They may be more than the 2 GiB that protobuf allows a file.
 """
 
 from __future__ import annotations
@@ -27,5 +27,4 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
 
     model = onnx_file.graph(network, x, dynamic=dynamic, metadata=metadata)
     onnx.save_model(model, file, save_as_external_data=True, location=file.with_suffix(PARTS[0]).name)
-    with onnx_file.checked():
-        onnx.checker.check_model(str(file), full_check=True)
+    onnx_file.check(file)

@@ -1,13 +1,12 @@
 """ONNX: the graph that torch.export sees, in torch's current opset, for ONNX Runtime and whatever else reads it.
 
-torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/benchmarks/export.md).
+torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/lab/benchmarks/export.md).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +33,6 @@ _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
 
 def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
     """See `formats.Format.write`. The file is complete: nothing lies beside it."""
-    import onnx
-
     size = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
     if size > _LIMIT:
         raise RefusedError(
@@ -43,8 +40,7 @@ def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Ma
             remedy="Try --format onnx-data, which puts them beside it",
         )
     model = graph(network, x, dynamic=dynamic, metadata=metadata)
-    with checked():
-        onnx.checker.check_model(model, full_check=True)
+    check(model)
     file.write_bytes(model.SerializeToString())
 
 
@@ -65,9 +61,8 @@ def graph(network: Shipped, x: Given, *, dynamic: bool, metadata: Mapping[str, s
     return model
 
 
-@contextlib.contextmanager
-def checked() -> Iterator[None]:
-    """Says what `onnx.checker` has against a model.
+def check(model: onnx.ModelProto | Path) -> None:
+    """See what `onnx.checker` has against a model, or a file that holds one.
 
     Raises:
         VerificationError: it rejects the model.
@@ -75,7 +70,7 @@ def checked() -> Iterator[None]:
     import onnx
 
     try:
-        yield
+        onnx.checker.check_model(model, full_check=True)
     except onnx.checker.ValidationError as error:
         raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
 

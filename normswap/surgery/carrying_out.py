@@ -17,13 +17,13 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
-from normswap.models.modes import evaluating
+from normswap.models.modes import Progress, evaluating
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, keeping, running
+from normswap.surgery import applying, comparison, fitting, keeping, made_images, running
 from normswap.surgery.comparison import Report
-from normswap.surgery.fitting import Batches, Progress
 from normswap.surgery.held_out import Dealt
+from normswap.surgery.made_images import Batches
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def carry_out(
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     if dealt and dealt.held:
         kept = keeping.measured(model, result, dealt.held, dealt.others)
-        report = replace(report, kept=kept and kept.of_made() if isinstance(calibrate, fitting.Made) else kept)
+        report = replace(
+            report, kept=kept and kept.of_made() if isinstance(calibrate, made_images.MadeImages) else kept
+        )
     demand(report, step.scheme)
     applying.demand_gone(model, result, step)
     origin = record(model, step)
@@ -110,8 +112,8 @@ def stand_ins(
         OptionError: an unknown word.
         TraceError: the network takes more than images.
     """
-    calibrate = fitting.named(calibrate)
-    if not isinstance(calibrate, fitting.StandIn):
+    calibrate = made_images.named(calibrate)
+    if not isinstance(calibrate, made_images.ImageMaker):
         return calibrate
     seen = seen or inspection.inspect(model, given(model, inputs, size))
     if not seen.traced.form.only_images:

@@ -17,11 +17,12 @@ from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
+from normswap.models.modes import Progress
 from normswap.plan import Plan, Step
 from normswap.schemes import Options
 from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.fitting import Batches, Progress
+from normswap.surgery.made_images import Batches
 
 
 def draft(seen: Anatomy, to: str, **options: object) -> tuple[Step, Draft]:
