@@ -11,14 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, TraceError, VerificationError, first_line
-from normswap.folding.verdict import Verdict
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import Progress, evaluating
-from normswap.plan import Plan, Step
+from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, keeping, made_images, running
 from normswap.surgery.comparison import Report
@@ -34,7 +33,7 @@ class Conversion:
         model: the result, in the mode, dtype and device of the source.
         plan: everything done since the bare architecture; its last steps are this conversion.
         report: what was measured.
-        verdicts: for every norm, by path, what happened to it.
+        outcomes: for every norm, by path, what happened to it.
         notes: what the user should know (a branch whose alpha could not be matched ...).
         renames: (old, new) names of tensors that live on under another name.
         steps: how many of the plan's steps this conversion took.
@@ -43,7 +42,7 @@ class Conversion:
     model: nn.Module
     plan: Plan
     report: Report
-    verdicts: dict[str, Verdict]
+    outcomes: dict[str, Outcome]
     notes: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     steps: int = 1

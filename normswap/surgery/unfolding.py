@@ -87,7 +87,7 @@ def _canonical(model: nn.Module, given: Inputs) -> nn.Module:
             if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
-        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.verdicts.get(path, "")))
+        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.outcomes.get(path, "")))
     return applying.apply_step(model, Step("folded", {}, draft.edits()))
 
 
