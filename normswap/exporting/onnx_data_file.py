@@ -1,7 +1,7 @@
 """ONNX with its weights in a file of their own, FILE.onnx.data, as torch.onnx writes them.
 
 ONNX Runtime maps such weights into memory where it copies those that lie in the graph: a network opens sooner and takes
-less (tests/benchmarks/loading.md). They may be more than the 2 GiB that protobuf allows a file.
+less (tests/lab/benchmarks/loading.md). They may be more than the 2 GiB that protobuf allows a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ONNX: the graph that torch.export sees, in torch's current opset, for ONNX Runtime and whatever else reads it.
 
-torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/benchmarks/export.md).
+torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/lab/benchmarks/export.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ so that each filter keeps its sum, which is what data-free quantization aims at,
 
 Stem, projections on the skip path and classifier keep float32: they make up half of the error and a small part of the
 weights. Activations stay in float32, too: convolutions in bfloat16 change more than 1 answer in 1000, even on the
-residual branches alone. Measured in tests/benchmarks/export.md.
+residual branches alone. Measured in tests/lab/benchmarks/export.md.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def plan(anatomy: Anatomy, *, ghost_batch: Annotated[int, "N"] = 0) -> Draft:
 
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not affine.is_frozen(module):
+        if same and not affine.is_frozen(module) and not affine.is_registered(module):
             draft.judge(path, Fate.KEPT)
         else:
             draft.seat(path, "SiteNorm", **ghost)

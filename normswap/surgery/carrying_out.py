@@ -187,7 +187,6 @@ def record(model: nn.Module, step: Step) -> Provenance:
     origin = provenance.of(model) or Provenance(source=type(model).__name__)
     norms, seats = dict(origin.norms), {edit.path for edit in step.edits}
     for path, module in model.named_modules():
-        if affine.is_batchnorm(module) and path in seats:
-            state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-            norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
+        if path in seats:
+            norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
     return replace(origin, plan=origin.plan.then(step), norms=norms)

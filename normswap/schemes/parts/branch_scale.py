@@ -246,7 +246,7 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 def site_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
     """Mean and deviation of the norm that `node` calls, or that once stood in its seat; before the activation."""
     module = anatomy.traced.module(node)
-    if module is not None and affine.is_batchnorm(module):
+    if module is not None and affine.has_moments(module):
         return affine.moments(module)
     record = anatomy.provenance
     seats = (str(node.target), *reversed(node.meta["inside"]))
