@@ -53,7 +53,7 @@ class Biased(nn.Module):
 def biased() -> nn.Module:
     torch.manual_seed(0)
     model = lived_in(Biased(), torch.randn(4, *SIZE, dtype=torch.float64)).float()
-    return provenance.attach(model, Provenance(Arch("test_gates:Biased", {}, "factory")))
+    return provenance.attach(model, Provenance(Arch("test_wrong_results:Biased", {}, "factory")))
 
 
 def residual() -> nn.Module:
