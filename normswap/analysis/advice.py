@@ -25,7 +25,7 @@ ENOUGH = 16  # images in a batch for BatchNorm
 def _fitted(scheme: str) -> bool:
     """Whether the command gives it images to fit values to."""
     known = schemes.get(scheme)
-    return known.fit is not None and not known.is_exact(known.options)
+    return known.fit is not None and not known.is_exact(known.defaults)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def of_schemes(names: Sequence[str] = ()) -> Iterator[Body]:
 
 def _scheme(name: str) -> Body:
     scheme = schemes.get(name)
-    options = scheme.options
+    options = scheme.defaults
     return {
         "name": name,
         "summary": scheme.summary,
