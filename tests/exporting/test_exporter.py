@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,21 @@ def test_a_network_is_recorded_once(
     assert len({id(one) for one in seen}) == len(seen)
     folded = name == "resnetv2_18" or options.get("normalize") or options.get("dtype") == "bf16"
     assert len(seen) == 1 + bool(folded) + (options.get("dtype") == "int8")
+
+
+def test_how_many_images_and_how_long_is_said(tmp_path: Path) -> None:
+    class Images:
+        count = 10
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.randn(10, 3, 64, 64).split(5))
+
+    lines: list[str] = []
+    options: dict[str, Any] = {"input_size": (3, 64, 64), "dynamic_batch": True, "images": Images()}
+    normswap.export(network()[0], tmp_path / "net.ts", log=lines.append, **options)
+    assert lines[:3] == ["folding", "exporting to torchscript", "checking on 10 images"]
+    assert re.fullmatch(r"checking on 10 images, about \d+ s", lines[3])
+    assert len(lines) == 4
 
 
 # --- a wrong file is caught -------------------------------------------------------------------------------------------
