@@ -59,7 +59,8 @@ def advise(
     for scheme, why in _wishes(model, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
-                list(drafts(model, scheme, "opacus" if private else None, measured=_fitted(scheme)))
+                purpose, glance = "opacus" if private else None, schemes.get(scheme).at_a_glance
+                list(drafts(model, scheme, purpose, measured=_fitted(scheme), **glance))
         except RefusedError as error:
             refused[scheme] = str(error)
         else:

@@ -12,8 +12,8 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from normswap import plugins
@@ -44,6 +44,7 @@ class Scheme:
         decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
         options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
             `plan` with their defaults.
+        at_a_glance: values of options with which `plan` runs no network: enough to see whether it is possible.
         doc: its docstring.
         name: as the command line spells it.
     """
@@ -59,6 +60,7 @@ class Scheme:
     may_do_nothing: bool = False
     decay: str = "kim2022"
     options: tuple[Option, ...] = ()
+    at_a_glance: Mapping[str, Any] = field(default_factory=dict)
     doc: str | None = None
     name: str = ""
 

@@ -50,4 +50,5 @@ SCHEME = Scheme(
     fit=fit,
     pattern=pattern,
     starts_from="batchnorm",
+    at_a_glance={"steady": 0.0},
 )

@@ -15,6 +15,7 @@ from normswap.analysis import advice
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.reporting import demo
+from normswap.schemes.parts import steady_signs
 from normswap.surgery import conversion
 
 
@@ -51,6 +52,13 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
             words = one.command.split()
             purpose = "opacus" if how.get("private") else None
             assert list(conversion.drafts(model, words[words.index("--to") + 1], purpose))
+
+
+def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detector's forward takes seconds: signs and constants of channels are not chosen for a piece of advice."""
+    monkeypatch.setattr(steady_signs, "choose", lambda *args: pytest.fail("it ran the network"))
+    found, _ = advice.advise(chain(), "net", 4)
+    assert found[0].scheme == "groupnorm"
 
 
 def test_bad_questions() -> None:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
 from lived import batchnorms, distance, lived_in, run, step
 from tiny import ONE, C, bn, conv, net
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import normswap
 from normswap.copying import twin
 from normswap.errors import NormswapError, TraceError
-from normswap.graph import inspection
+from normswap.graph import inspection, recording
 from normswap.graph.spelling import after
 from normswap.graph.widening import Widening
 from normswap.layers import affine, unknown_norms
@@ -437,3 +437,30 @@ def test_a_twin_runs_as_in_evaluation_and_the_network_stays_as_it_was() -> None:
     model = nn.Sequential(nn.Sequential(conv(), nn.Dropout()), bn()).train()
     assert not any(module.training for module in twin(model).modules())
     assert all(module.training for module in model.modules())
+
+
+class Recurrent(nn.Module):
+    """A norm reads the last hidden state of an LSTM, which lies two steps deep in what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 4, num_layers=2, batch_first=True), nn.Linear(4, 5)
+        self.bn = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (hidden, _) = self.lstm(x)
+        return self.bn(self.head(hidden[-1]))
+
+
+def test_results_in_results_are_fetched_step_by_step() -> None:
+    """The record, run by torch.fx, gives what the network gives; and the norm folds."""
+    torch.manual_seed(0)
+    model = lived_in(Recurrent(), torch.randn(8, 7, 6, dtype=torch.float64))
+    x = torch.randn(3, 7, 6, dtype=torch.float64)
+    traced = recording.record(model, x)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}) or next(n for n in reversed(graph.nodes) if n.op != "output"))
+    assert torch.equal(fx.GraphModule(model, graph)(x), run(model, x))
+    done = normswap.convert(model, "folded", inputs=x)
+    assert not batchnorms(done.model)
+    assert distance(run(model, x), run(done.model, x)) <= EXACT
