@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.exporting.exporter import Exported as Exported
     from normswap.exporting.exporter import export as export
+    from normswap.exporting.settings import Int8Settings as Int8Settings
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
     from normswap.layers.known_norms import register_norm as register_norm
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
-    from normswap.surgery.fitting import Synthetic as Synthetic
+    from normswap.surgery.made_images import Synthetic as Synthetic
+    from normswap.surgery.network import Network as Network
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
@@ -40,13 +42,15 @@ _HOMES = {
     "Arch": "plan",
     "Conversion": "surgery.conversion",
     "Exported": "exporting.exporter",
+    "Network": "surgery.network",
+    "Int8Settings": "exporting.settings",
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",
     "Recipe": "training.recipe",
     "Report": "surgery.comparison",
     "Result": "training.progress_records",
-    "Synthetic": "surgery.fitting",
+    "Synthetic": "surgery.made_images",
     "convert": "surgery.conversion",
     "export": "exporting.exporter",
     "finetune": "training.engine",

@@ -35,7 +35,7 @@ class Fitting:
     def _images(self, model: nn.Module) -> object:
         if self.calibrate is None:
             return None
-        from normswap.surgery.fitting import WORDS
+        from normswap.surgery.made_images import WORDS
 
         if self.calibrate in WORDS:
             made = WORDS[self.calibrate]

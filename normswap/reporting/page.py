@@ -63,6 +63,8 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
     if report and report.kept and report.kept.right is not None:
         on = f"expected, by the source's own probabilities on {report.kept.count} held-out {report.kept.of}"
         yield "accuracy kept", share(report.kept.right), on
+    if report and not report.exact and not report.kept and not facts.accuracy:
+        yield "accuracy kept", "?", "not measured: give images"
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", MINUS)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from normswap import schemes
 from normswap.models import kinds
 from normswap.plan import Body
 from normswap.provenance import Provenance
 from normswap.surgery.comparison import Report
-from normswap.surgery.held_out import Kept
 
 _MARK = "<!-- written by normswap -->"
 _PLACE = '"path/to/this/directory"'
@@ -16,7 +16,7 @@ _LIBRARY = "library_name: "
 
 def render(record: Provenance, report: Report | None) -> str:
     """Markdown: what this is, what was done, what was measured, how to use it."""
-    steps = [f"{step.scheme}{_options(step.options)}" for step in record.plan.steps]
+    steps = [f"{step.scheme}{_options(schemes.changed(step.scheme, step.options))}" for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
     builder = "pytorch" if foreign or record.arch is None else record.arch.builder
@@ -101,7 +101,7 @@ def _measured(report: Report | None) -> list[str]:
         "|---|---|---|---|" + "---|" * report.exact,
         *rows,
         "",
-        *_kept(report.kept),
+        *_kept(report),
     ]
 
 
@@ -109,9 +109,10 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _kept(kept: Kept | None) -> list[str]:
+def _kept(report: Report) -> list[str]:
+    kept = report.kept
     if kept is None:
-        return []
+        return [] if report.exact else ["How much of the accuracy this keeps was not measured.", ""]
     same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
     right = "" if kept.right is None else f"{kept.right:.1%} of the source's accuracy expected as a classifier, "
     return [f"On {kept.count} of the {kept.of}, to which nothing was fitted: {same}{right}"

@@ -11,19 +11,18 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, TraceError, VerificationError, first_line
-from normswap.folding.verdict import Verdict
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
-from normswap.models.modes import evaluating
-from normswap.plan import Plan, Step
+from normswap.models.modes import Progress, evaluating
+from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, keeping, running
+from normswap.surgery import applying, comparison, fitting, keeping, made_images, running
 from normswap.surgery.comparison import Report
-from normswap.surgery.fitting import Batches, Progress
 from normswap.surgery.held_out import Dealt
+from normswap.surgery.made_images import Batches
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Conversion:
         model: the result, in the mode, dtype and device of the source.
         plan: everything done since the bare architecture; its last steps are this conversion.
         report: what was measured.
-        verdicts: for every norm, by path, what happened to it.
+        outcomes: for every norm, by path, what happened to it.
         notes: what the user should know (a branch whose alpha could not be matched ...).
         renames: (old, new) names of tensors that live on under another name.
         steps: how many of the plan's steps this conversion took.
@@ -43,7 +42,7 @@ class Conversion:
     model: nn.Module
     plan: Plan
     report: Report
-    verdicts: dict[str, Verdict]
+    outcomes: dict[str, Outcome]
     notes: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     steps: int = 1
@@ -85,7 +84,9 @@ def carry_out(
     report = comparison.compare(model, result, batches, exact=exact, anatomy=seen, precise=precise, described=described)
     if dealt and dealt.held:
         kept = keeping.measured(model, result, dealt.held, dealt.others)
-        report = replace(report, kept=kept and kept.of_made() if isinstance(calibrate, fitting.Made) else kept)
+        report = replace(
+            report, kept=kept and kept.of_made() if isinstance(calibrate, made_images.MadeImages) else kept
+        )
     demand(report, step.scheme)
     applying.demand_gone(model, result, step)
     origin = record(model, step)
@@ -110,8 +111,8 @@ def stand_ins(
         OptionError: an unknown word.
         TraceError: the network takes more than images.
     """
-    calibrate = fitting.named(calibrate)
-    if not isinstance(calibrate, fitting.StandIn):
+    calibrate = made_images.named(calibrate)
+    if not isinstance(calibrate, made_images.ImageMaker):
         return calibrate
     seen = seen or inspection.inspect(model, given(model, inputs, size))
     if not seen.traced.form.only_images:
@@ -185,7 +186,6 @@ def record(model: nn.Module, step: Step) -> Provenance:
     origin = provenance.of(model) or Provenance(source=type(model).__name__)
     norms, seats = dict(origin.norms), {edit.path for edit in step.edits}
     for path, module in model.named_modules():
-        if affine.is_batchnorm(module) and path in seats:
-            state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-            norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
+        if path in seats:
+            norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
     return replace(origin, plan=origin.plan.then(step), norms=norms)

@@ -11,21 +11,22 @@ from normswap import provenance, schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
+from normswap.folding.outcomes import counts
 from normswap.folding.overwriting import torn
-from normswap.folding.verdict import Fate, Verdict, counts
 from normswap.graph import inspection, selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
-from normswap.plan import Plan, Step
+from normswap.models.modes import Progress
+from normswap.plan import Outcome, Plan, Step
 from normswap.schemes import Options
 from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.fitting import Batches, Progress
+from normswap.surgery.made_images import Batches
 
 
 def draft(seen: Anatomy, to: str, **options: object) -> tuple[Step, Draft]:
-    """What `convert` would do: the step, and the draft with its verdicts and notes.
+    """What `convert` would do: the step, and the draft with its outcomes and notes.
 
     Raises:
         OptionError: unknown scheme or option.
@@ -68,7 +69,7 @@ def _draft(seen: Anatomy, to: str, options: Options) -> tuple[Step, Draft]:
         raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
     if not sketch.seats and not sketch.takes and not scheme.may_do_nothing:
         raise _nothing(part, to, sketch)
-    return Step(to, {**own, **chosen}, sketch.edits()), sketch
+    return Step(to, {**own, **chosen}, sketch.edits(), sketch.outcomes), sketch
 
 
 def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
@@ -78,13 +79,13 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
     steps = seen.provenance.plan.steps
     why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
-    if sketch.verdicts:
-        what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.verdicts.values()).items())
+    if sketch.outcomes:
+        what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.outcomes.values()).items())
         why, remedy = f"the norms of {where} stay as they are: {what}", "`normswap schemes` lists what else there is"
     if steps and steps[-1].scheme == to:
         why, remedy = f"{where} is that already", "`normswap schemes` lists what else there is"
     if per_sample := sum(norm_estimate.fits(seen, norm.path) for norm in norms):
-        why += f", {per_sample} with statistics per sample" if sketch.verdicts else ""
+        why += f", {per_sample} with statistics per sample" if sketch.outcomes else ""
         remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
@@ -140,7 +141,7 @@ def convert(
         last = carrying_out.carry_out(
             source, step, seen, inputs=inputs, size=size, seed=seed, calibrate=own, progress=progress
         )
-        done.append(replace(last, verdicts=sketch.verdicts, notes=(*seen.traced.remarks, *sketch.notes, *last.notes)))
+        done.append(replace(last, outcomes=sketch.outcomes, notes=(*seen.traced.remarks, *sketch.notes, *last.notes)))
         seen = None
     return done[0] if len(done) == 1 else _joined(model, done, inputs, size, seed)
 
@@ -161,7 +162,7 @@ def _joined(
     fitted = [one.report.kept for one in done if not one.report.exact]
     report = replace(report, kept=fitted[0] if len(fitted) == 1 else None)  # the exact ones add nothing to it
     carrying_out.demand(report, " and ".join(step.scheme for step in steps))
-    verdicts = {path: said for one in done for path, said in one.verdicts.items()}
+    outcomes = {path: outcome for one in done for path, outcome in one.outcomes.items()}
     renames: dict[str, str] = {}
     for one in done:
         later = dict(one.renames)
@@ -169,7 +170,7 @@ def _joined(
     known = model.state_dict().keys()
     kept = tuple((old, new) for old, new in renames.items() if old in known)
     notes = tuple(dict.fromkeys(note for one in done for note in one.notes))
-    return Conversion(last.model, last.plan, report, verdicts, notes, kept, len(done))
+    return Conversion(last.model, last.plan, report, outcomes, notes, kept, len(done))
 
 
 def _steps(model: nn.Module) -> tuple[Step, ...]:
@@ -190,5 +191,5 @@ def _unfold(model: nn.Module, inputs: Inputs, size: Sequence[int] | None, seed: 
     seen = inspection.inspect(model, batches)
     report = comparison.compare(model, result, batches, anatomy=seen, precise=precise, described=described)
     carrying_out.demand(report, "unfold")
-    norms = {path: Verdict(Fate.RESTORED) for path, module in result.named_modules() if affine.is_batchnorm(module)}
-    return Conversion(result, Plan(), report, norms)
+    norms = [path for path, module in result.named_modules() if affine.is_affine_norm(module)]
+    return Conversion(result, Plan(), report, dict.fromkeys(norms, Outcome("restored", "restored")))

@@ -5,97 +5,21 @@ A plan's structure never depends on data; a scheme with a `fit` sets values of t
 
 from __future__ import annotations
 
-import functools
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.calibration import synthetic_images
 from normswap.errors import OptionError
 from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.plan import Step
-from normswap.schemes.parts.declared import declared_options
 from normswap.surgery import applying
 from normswap.surgery.held_out import Dealt
-
-BATCH = 32
-
-
-@dataclass(frozen=True)
-class Made:
-    """Images that nobody took, made when they are first asked for.
-
-    Args:
-        make: makes them.
-        note: what the user should know, of their count.
-        telling: whether what is kept of them tells something of what is kept of others.
-    """
-
-    make: Callable[[], Iterable[Tensor]]
-    note: str
-    telling: bool
-
-    @functools.cached_property
-    def batches(self) -> list[Tensor]:
-        return list(self.make())
-
-
-@dataclass(frozen=True)
-class StandIn(ABC):
-    """What is to be made in place of `count` images."""
-
-    count: int
-
-    @abstractmethod
-    def made(
-        self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
-    ) -> Made:
-        """For a network as it is before the first step: its own statistics may be read.
-
-        Args:
-            size: (C, H, W) of one image.
-        """
-
-
-@dataclass(frozen=True)
-class Noise(StandIn):
-    """In place of images: N(0, 1)."""
-
-    count: int = 512
-
-    def made(
-        self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
-    ) -> Made:
-        note = "fitted to noise: on images the result is worse than one fitted to images like those it will see"
-        return Made(lambda: noise(size, seed, self.count), note, telling=False)
-
-
-@dataclass(frozen=True)
-class Synthetic(StandIn):
-    """In place of images: some that are made from the statistics that the network keeps (`synthetic_images`)."""
-
-    count: int = synthetic_images.COUNT
-
-    def made(
-        self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
-    ) -> Made:
-        note = f"fitted to {self.count} images made from the network's own statistics: real ones may keep less, or more"
-        make = functools.partial(
-            synthetic_images.make, model, form, size, seed=seed, count=self.count, progress=progress
-        )
-        return Made(make, note, telling=True)
-
-
-WORDS: dict[str, StandIn] = {"synthetic": Synthetic(), "noise": Noise()}
-
-Batches = Iterable[object] | Callable[[], Iterable[object]] | StandIn | Made
+from normswap.surgery.made_images import Batches, MadeImages
 
 
 def wanted(step: Step, calibrate: Batches | None) -> bool:
@@ -118,10 +42,10 @@ def wanted(step: Step, calibrate: Batches | None) -> bool:
 
 def _exact_instead(scheme: schemes.Scheme, options: schemes.Options) -> str:
     """An option that makes do without data, if the scheme declares one among the words that it takes."""
-    for option in declared_options():
-        for word in option.metavar.split("|"):
-            if option.name in options and not scheme.demands_data({**options, option.name: word}):
-                return f", or '--{option.name.replace('_', '-')} {word}', which is exact"
+    for option in scheme.options:
+        for word in option.choices:
+            if not scheme.demands_data({**options, option.name: word}):
+                return f", or '{option.flag} {word}', which is exact"
     return ""
 
 
@@ -170,7 +94,7 @@ def fit(
     """Let the step's scheme set the values of `result`, in place.
 
     Args:
-        calibrate: batches, a function that gives them, or what was made in their place (`Made`).
+        calibrate: batches, a function that gives them, or what was made in their place (`MadeImages`).
         form: how the network is called.
 
     Returns:
@@ -183,7 +107,7 @@ def fit(
     notes: tuple[str, ...] = ()
     dealt: Dealt | None = None
     telling = True
-    if isinstance(calibrate, Made):
+    if isinstance(calibrate, MadeImages):
         notes, telling, calibrate = (calibrate.note,), calibrate.telling, calibrate.batches
     calls = _Calls.of(calibrate, form)
     batches: Iterable[Example] = iter(calls) if isinstance(calls.batches, Iterator) else calls
@@ -195,24 +119,3 @@ def fit(
     assert scheme.fit is not None
     said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
     return (*notes, *(said or ())), dealt
-
-
-def named(calibrate: Batches | str | None) -> Batches | None:
-    """What a word stands for; anything else as it is.
-
-    Raises:
-        OptionError: another word.
-    """
-    if not isinstance(calibrate, str):
-        return calibrate
-    if calibrate not in WORDS:
-        words = " nor ".join(map(repr, WORDS))
-        raise OptionError(f"calibrate={calibrate!r} is neither batches of images nor {words}")
-    return WORDS[calibrate]
-
-
-def noise(size: Sequence[int], seed: int, count: int) -> Iterator[Tensor]:
-    """Batches (N, C, H, W) of N(0, 1) images."""
-    generator = torch.Generator().manual_seed(seed)
-    for start in range(0, count, BATCH):
-        yield torch.randn(min(BATCH, count - start), *size, generator=generator)

@@ -9,9 +9,10 @@ from torch import nn
 from normswap.calibration.population import norms_of
 from normswap.errors import RefusedError
 from normswap.models.calling import Inputs
+from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.surgery.carrying_out import Conversion, carry_out
-from normswap.surgery.fitting import Batches, Progress, StandIn
+from normswap.surgery.made_images import Batches, ImageMaker
 
 
 def recalibrate(
@@ -38,7 +39,7 @@ def recalibrate(
         RefusedError: no BatchNorm with running statistics.
         SourceError: unusable images, or batches of less than two.
     """
-    if isinstance(batches, str | StandIn):
+    if isinstance(batches, str | ImageMaker):
         raise RefusedError("cannot recalibrate without images", "statistics of noise are no network's")
     norms_of(model)
     step = Step("recalibrate", record, ())

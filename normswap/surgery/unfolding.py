@@ -87,7 +87,7 @@ def _canonical(model: nn.Module, given: Inputs) -> nn.Module:
             if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
-        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.verdicts.get(path, "")))
+        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.outcomes.get(path, "")))
     return applying.apply_step(model, Step("folded", {}, draft.edits()))
 
 
@@ -126,7 +126,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _living(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the norms that the conversions left in place, as they are now."""
-    kept = {path: module for path, module in _by_old_path(model).items() if affine.is_batchnorm(module)}
+    kept = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
     return {f"{path}.{name}": tensor for path, module in kept.items() for name, tensor in module.state_dict().items()}
 
 

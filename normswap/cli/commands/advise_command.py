@@ -1,8 +1,7 @@
-"""`normswap advise`: which target to choose, and what it costs."""
+"""`normswap advise`: which target to choose, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -30,11 +29,10 @@ def run(
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Say which target to choose, why, and what it costs.
+    """Say which target to choose, and why.
 
-    The keys of --json: source, batch_size, private, deploy, kind (of network), choose and others (scheme, why, command,
-    kept: percent of the accuracy without training, step, step_range and memory: against BatchNorm's; null where not
-    measured), refused (scheme: why) and measured (by figure: on which networks, and where that is written).
+    The keys of --json: source, batch_size, private, deploy, choose and others (scheme, why, command, exact: whether the
+    function is kept) and refused (scheme: why).
     """
     net = opening.open(model)
     from normswap.analysis.advice import advise, body_of
@@ -47,29 +45,14 @@ def run(
 
 
 def _say(body: Body) -> None:
-    chosen, where = body["choose"], body["measured"]
-    facts(("network", body["kind"]), ("choose", chosen["scheme"]), ("because", chosen["why"]))
+    chosen = body["choose"]
+    facts(("choose", chosen["scheme"]), ("because", chosen["why"]))
     line(f"run: {chosen['command']}")
-    rows = [
-        (row["scheme"], _kept(row["kept"]), _step(row["step"], row["step_range"]), row["memory"], row["why"])
-        for row in (chosen, *body["others"])
-    ]
-    titles = {"kept": "accuracy kept", "step": "step time", "memory": "memory"}
-    table("Measured, training against BatchNorm", ("target", *titles.values(), "why"), rows)
-    listing("measured", (f"{titles[what]} on {one['on']}: {one['where']}" for what, one in where.items()))
+    rows = [(row["scheme"], "kept" if row["exact"] else "approximate", row["why"]) for row in (chosen, *body["others"])]
+    table("Targets that this network admits", ("target", "function", "why"), rows)
+    if not all(row["exact"] for row in (chosen, *body["others"])):
+        line("how much an approximate target keeps differs from network to network: --calibrate measures what is kept")
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
     for row in body["others"]:
         if row["command"]:
             line(f"or: {row['command']}")
-
-
-def _kept(span: Sequence[float] | None) -> str:
-    if span is None:
-        return ""
-    return f"{span[0]:g} %" if span[0] == span[1] else f"{span[0]:g} to {span[1]:g} %"
-
-
-def _step(middle: float | None, ends: Sequence[float] | None) -> str:
-    if middle is None or ends is None:
-        return ""
-    return f"{middle:g}" if ends[0] == ends[1] else f"{middle:g} ({ends[0]:g} .. {ends[1]:g})"

@@ -1,6 +1,6 @@
 """`normswap convert`: a network brought to another scheme, verified, saved.
 
-The options of the schemes are made from what the schemes declare: a new one is written in its scheme alone.
+The options of the schemes are made from their records (`schemes/parts/options.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from normswap.cli.proof_table import proof
 from normswap.cli.tables import cell, counts, facts, line, listing, table
 from normswap.errors import OptionError, OutputError, PlanError, first_line
 from normswap.plan import Body, Plan, Step
-from normswap.schemes import Options, purpose_names
-from normswap.schemes.parts.declared import Option, declared_options
+from normswap.schemes import Options, all_options, changed, get, purpose_names
+from normswap.schemes.parts.options import Option
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
-    from normswap.analysis.expected import Expected
     from normswap.surgery.carrying_out import Conversion
 
 ORDER = 20
@@ -55,14 +54,18 @@ def _scheme_options() -> dict[str, object]:
     return {
         option.name: Annotated[
             str | None if option.kind is object else option.kind | None,
-            typer.Option(metavar=option.metavar, help=_help(option), parser=_number if option.kind is object else None),
+            typer.Option(
+                metavar=option.placeholder,
+                help=_help(option, names),
+                parser=_number if option.kind is object else None,
+            ),
         ]
-        for option in declared_options()
+        for option, names in all_options().values()
     }
 
 
-def _help(option: Option) -> str:
-    return f"{', '.join(option.schemes)}: {option.help} [default: {option.default}]."
+def _help(option: Option, names: Sequence[str]) -> str:
+    return f"{', '.join(names)}: {option.help} [default: {option.default}]."
 
 
 def _number(text: str) -> float | str:
@@ -101,8 +104,7 @@ def run(
 
     The keys of --json: source, output (null for a dry run), plan (file, or null) and steps, each with scheme, options,
     edits (of the plan), verdicts (what happens to each norm), alphas, notes, renames and report (null for a dry run;
-    kept: of an approximate one, what held-out images say), and expected (without images: what networks of this kind
-    kept, in percent: kind, networks, kept, kept_synthetic, images, kept_fitted, enough; null where nothing is lost).
+    kept: of an approximate one, what held-out images say; null where none were given: then it is not known).
     """
     from normswap.storage import checkpoint
 
@@ -118,7 +120,6 @@ def run(
     if plan is not None and plan.exists() and not force:
         raise OutputError(f"{plan} exists", remedy="Give another --plan, or --force to replace it")
     net = opening.open(model, mapped=fitting.calibrate is None)  # a fit takes so long that somebody may write the file
-    told = _expected(net, wanted) if given is None and fitting.calibrate in (None, "noise") else None
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
         if given is not None:
@@ -132,14 +133,7 @@ def run(
             checkpoint.save(done, place, force=force)
     if plan is not None:
         atomic_write.text(plan, Plan(tuple(steps)).to_json(indent=2) + "\n")
-    if told is not None and not told.enough and not json:
-        remedy = (
-            "Give --calibrate DATA: it fits, and measures what is kept; where there are none, --calibrate synthetic"
-        )
-        line(f"no images: {told}. {remedy}")
-    body = {"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies,
-            "expected": told and _body_of(told)}  # fmt: skip
-    show(body, json, _say)
+    show({"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies}, json, _say)
     return 0
 
 
@@ -205,27 +199,6 @@ def _follow(
     return done, bodies, list(plan.steps)
 
 
-def _expected(model: nn.Module, wanted: Wanted) -> Expected | None:
-    """What networks like this kept without images; None where images would have nothing to fit, or are demanded."""
-    from normswap.schemes import get, resolve
-
-    scheme, options = str(wanted.to), dict(wanted.options)
-    if scheme == "unfold" or get(scheme).fit is None or get(scheme).demands_data(resolve(scheme, options)):
-        return None
-    from normswap.analysis.expected import without_images
-    from normswap.analysis.network_kind import kind_of
-    from normswap.graph.inspection import inspect
-
-    return without_images(kind_of(inspect(model)), scheme, options)
-
-
-def _body_of(told: Expected) -> Body:
-    """For --json."""
-    return {"kind": told.kind.value, "networks": list(told.networks), "kept": told.without,
-            "kept_synthetic": told.made, "images": told.images, "kept_fitted": told.fitted,
-            "enough": told.enough}  # fmt: skip
-
-
 def _sketch(model: nn.Module, wanted: Wanted, *, measured: bool) -> Outcome:
     """Plan only."""
     from normswap.analysis import summary
@@ -258,7 +231,7 @@ def _say(body: Body) -> None:
 
 
 def _say_step(source: str, step: Body, *, dry: bool) -> None:
-    options = ", ".join(f"{name} {value}" for name, value in step["options"].items())
+    options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
     layers = Counter(edit["layer"] for edit in step["edits"])
     facts(
         (
@@ -276,6 +249,8 @@ def _say_step(source: str, step: Body, *, dry: bool) -> None:
     listing("renamed", (f"{old} -> {new}" for old, new in step["renames"]))
     if step["report"]:
         proof(step["report"])
+        if not step["report"]["exact"] and not step["report"]["kept"] and get(step["scheme"]).fit is not None:
+            facts(("kept", "not known: give --calibrate DATA, 25 images of anything; it fits and measures"))
 
 
 def _edit_row(edit: Body) -> Sequence[str]:

@@ -1,0 +1,154 @@
+"""The record of a network: the module, and all that a verb must know to work on it.
+
+It is made once, at the boundary. Whatever is asked for is worked out when it is first asked for, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from torch import nn
+
+from normswap import provenance
+from normswap.errors import TraceError
+from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
+from normswap.models import calling, network_input
+from normswap.models.calling import Example, Inputs
+from normswap.models.modes import Progress
+from normswap.provenance import Provenance
+from normswap.surgery import made_images, running
+from normswap.surgery.made_images import Batches
+
+
+class HasModel(Protocol):
+    """A result that holds a network."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network, how it is called, and what its values are fitted to. Nothing that takes it changes it.
+
+    Args:
+        module: the network itself.
+        inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
+            default N(0, 1) noise of `size`.
+        size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
+        seed: of all that is drawn.
+        calibrate: batches to fit values to, a function that gives them, or what is to be made in their place:
+            "synthetic", "noise", or an `ImageMaker`.
+        progress: called while values are fitted, with what is done and the total.
+    """
+
+    module: nn.Module
+    inputs: Inputs = None
+    size: Sequence[int] | None = None
+    seed: int = 0
+    calibrate: Batches | str | None = None
+    progress: Progress | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | Network | HasModel,
+        *,
+        inputs: Inputs = None,
+        size: Sequence[int] | None = None,
+        seed: int | None = None,
+        calibrate: Batches | str | None = None,
+        progress: Progress | None = None,
+    ) -> Network:
+        """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
+        if not isinstance(model, Network):
+            module = model if isinstance(model, nn.Module) else model.model
+            return cls(module, inputs, size, seed or 0, calibrate, progress)
+        if inputs is size is seed is calibrate is progress is None:
+            return model
+        return cls(
+            model.module,
+            model.inputs if inputs is None else inputs,
+            model.size if size is None else size,
+            model.seed if seed is None else seed,
+            model.calibrate if calibrate is None else calibrate,
+            model.progress if progress is None else progress,
+        )
+
+    def after(self, module: nn.Module) -> Network:
+        """The record of another module that takes the same inputs, such as the result of a conversion."""
+        return replace(self, module=module, calibrate=self.images)
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """What one recorded forward shows.
+
+        Raises:
+            TraceError: the network does not run, or something in its forward cannot be seen.
+        """
+        if self.inputs is not None:
+            return inspection.inspect(self.module, self.calls)
+        shown = network_input.noise(self.module, self.size, batch=2) if self.size else None
+        return inspection.inspect(self.module, shown)
+
+    @property
+    def form(self) -> Example:
+        """How the network is called, without values."""
+        return self.anatomy.traced.form
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the network is from, and what was done to it."""
+        return provenance.of(self.module) or Provenance()
+
+    @property
+    def input_size(self) -> tuple[int, ...]:
+        """(C, H, W) of one input."""
+        return tuple(self.size) if self.size else network_input.size(self.module)
+
+    @cached_property
+    def calls(self) -> list[Example]:
+        """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two."""
+        if self.inputs is None:
+            return running.noise(self.module, self.input_size, seed=self.seed)
+        device = calling.anchor(self.module).device
+        return [call.map(lambda tensor: tensor.to(device)) for call in calling.batches(self.inputs)]
+
+    @cached_property
+    def examples(self) -> list[Example]:
+        """The calls that tell whether a result is right: of noise, one where every size takes the same way.
+
+        Raises:
+            TraceError: as `anatomy`.
+        """
+        if self.inputs is not None:
+            return self.calls
+        traced = self.anatomy.traced
+        noise = running.noise(self.module, self.input_size, seed=self.seed, ran=traced.recorded)
+        return noise[:1] if traced.one_way else noise
+
+    @property
+    def described(self) -> str:
+        """How reports call the inputs."""
+        return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"
+
+    @cached_property
+    def images(self) -> Batches | None:
+        """What values are fitted to; where it is to be made, from the network as it is now.
+
+        Raises:
+            OptionError: `calibrate` is an unknown word.
+            TraceError: the network takes more than images.
+        """
+        wanted = made_images.named(self.calibrate)
+        if not isinstance(wanted, made_images.ImageMaker):
+            return wanted
+        if not self.form.only_images:
+            remedy = "Calibrate on batches of what it takes: `normswap.convert(model, ..., calibrate=[...])`"
+            raise TraceError("the network takes more than images", "only those can be made up", remedy)
+        size = self.size or self.examples[0].size
+        return wanted.made(self.module, self.form, size, seed=self.seed, progress=self.progress)

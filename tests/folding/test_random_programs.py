@@ -1,0 +1,159 @@
+"""Random programs: whatever a small CNN shares, forks, adds or overwrites, folding keeps its function."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from lived import batchnorms, distance, lived_in, run, step, swapped
+from torch import Tensor, nn
+
+from normswap.errors import RefusedError
+from normswap.folding.outcomes import NEVER_CALLED
+from normswap.layers.scalars import Scale
+from normswap.surgery import applying
+
+C = 4
+CONVS: tuple[Callable[[], nn.Module], ...] = (
+    lambda: nn.Conv2d(C, C, 3, padding=1),
+    lambda: nn.Conv2d(C, C, 1, bias=False),
+    lambda: nn.Conv2d(C, C, 3, padding=1, groups=2, bias=False),
+    lambda: nn.ConvTranspose2d(C, C, 3, padding=1, groups=2),
+)
+NORMS = 3
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu in place": functools.partial(F.relu, inplace=True),
+    "relu_": torch.relu_,
+    "leaky": functools.partial(F.leaky_relu, negative_slope=0.2),
+    "silu": F.silu,
+    "max": functools.partial(F.max_pool2d, kernel_size=3, stride=1, padding=1),
+    "average": functools.partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1),
+    "gate": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
+    "contiguous": lambda x: x.contiguous(),
+    "square": lambda x: x * x,
+    "half": lambda x: 0.5 * x,
+}
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "+": operator.add,
+    "torch.add": torch.add,
+    "add_": lambda a, b: a.add_(b),
+    "+=": operator.iadd,
+}
+MODULES = ("act", "pool", "identity", "drop", "scale")
+Instruction = tuple[str, Any, int, int]
+
+
+class Program(nn.Module):
+    """Runs instructions (kind, which, a, b) on a list of values; a and b count back from the newest value."""
+
+    def __init__(self, code: list[Instruction], outputs: int) -> None:
+        super().__init__()
+        self.code, self.outputs = code, outputs
+        self.convs = nn.ModuleList(make() for make in CONVS)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(C) for _ in range(NORMS))
+        self.act, self.pool = nn.ReLU(inplace=True), nn.AvgPool2d(3, 1, 1)
+        self.identity, self.drop, self.scale = nn.Identity(), nn.Dropout(0.5), Scale(0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for kind, which, a, b in self.code:
+            one, two = values[-1 - a % len(values)], values[-1 - b % len(values)]
+            if kind == "conv":
+                new = self.convs[which](one)
+            elif kind == "norm":
+                new = self.norms[which](one)
+            elif kind == "module":
+                new = getattr(self, which)(one)
+            elif kind == "function":
+                new = FUNCTIONS[which](one)
+            else:
+                new = SUMS[which](one, two)
+            values.append(new)
+        return torch.cat([value.flatten(1) for value in values[-self.outputs :]], 1)
+
+
+def instructions() -> st.SearchStrategy[Instruction]:
+    recent = st.integers(0, 5).map(lambda n: max(0, n - 2))  # mostly the newest value
+
+    def kind(name: str, which: Any) -> st.SearchStrategy[Instruction]:
+        return st.tuples(st.just(name), st.sampled_from(which), recent, recent)
+
+    return st.one_of(
+        kind("conv", range(len(CONVS))), kind("norm", range(NORMS)), kind("norm", range(NORMS)),
+        kind("module", MODULES), kind("function", sorted(FUNCTIONS)), kind("sum", sorted(SUMS)),
+    )  # fmt: skip
+
+
+programs = st.builds(Program, st.lists(instructions(), min_size=2, max_size=12), st.integers(1, 2))
+
+
+def prepared(model: nn.Module, seed: int) -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    seen, x = torch.randn(2, 3, C, 5, 5, generator=generator, dtype=torch.float64)
+    return lived_in(model, seen, seed), x
+
+
+@settings(max_examples=150)
+@given(program=programs, seed=st.integers(0, 3))
+def test_folding_is_exact(program: Program, seed: int) -> None:
+    model, x = prepared(program, seed)
+    reference = run(model, x.clone())
+    assume(bool(reference.isfinite().all()))  # squares of squares
+    planned, draft = step(model, "folded")
+    assert not draft.refusals
+    result = applying.apply_step(model, planned)
+    assert distance(reference, run(result, x.clone())) <= 1e-10
+    assert batchnorms(result) == [path for path, why in draft.outcomes.items() if why == NEVER_CALLED]
+
+
+NAMED_TWICE: list[Instruction] = [
+    ("sum", "+=", 0, 2),
+    ("sum", "+", 0, 2),
+]  # y += x, and then read as it was called before
+
+
+@pytest.mark.parametrize("seat", ["act", "identity", "drop"])
+def test_a_seat_between_two_names_is_refused(seat: str) -> None:
+    """It passes on the memory it reads; a scalar there would part what is written from what is read."""
+    torch.manual_seed(0)
+    model, _ = prepared(Program([("conv", 0, 0, 0), ("module", seat, 0, 0), *NAMED_TWICE], 1), 0)
+    _, draft = step(model, "skipinit")
+    assert draft.refusals
+    kept = Program([("conv", 0, 0, 0), ("module", seat, 0, 0), ("sum", "+=", 0, 2)], 1)
+    model, x = prepared(kept, 0)
+    assert distance(run(model, x.clone()), run(swapped(model, "skipinit"), x.clone())) <= 1e-10
+
+
+@settings(max_examples=100)
+@given(program=programs, seed=st.integers(0, 3))
+def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
+    model, x = prepared(program, seed)
+    reference = run(model, x.clone())
+    assume(bool(reference.isfinite().all()))
+    try:
+        planned, draft = step(model, "skipinit")
+    except RefusedError:
+        return
+    if not draft.refusals:
+        result = applying.apply_step(model, planned)
+        assert distance(reference, run(result, x.clone())) <= 1e-10
+        assert distance(reference, run(swapped(result, "folded"), x.clone())) <= 1e-10
+
+
+def test_the_checker_notices() -> None:
+    code: list[Instruction] = [("conv", 0, 0, 0), ("norm", 0, 0, 0), ("function", "relu", 0, 0)]
+    model, x = prepared(Program(code, 1), 0)
+    wrong: Any = swapped(model, "folded")
+    with torch.no_grad():
+        wrong.convs[0].bias += 1e-6
+    assert distance(run(model, x), run(wrong, x)) > 1e-10
+    with pytest.raises(IndexError):
+        run(Program([("conv", 9, 0, 0)], 1).double(), x)

@@ -1,0 +1,312 @@
+"""The report: its figures against those read by other means, its HTML, and its command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from reports import NETWORKS, check, source
+from safetensors.torch import load_file
+
+import normswap
+from normswap import provenance
+from normswap.cli.app import main
+from normswap.errors import OutputError, SourceError
+from normswap.plan import Arch, Plan
+from normswap.reporting import page, report
+from normswap.reporting.records import Facts, StepFact
+from normswap.storage.checkpoint import open_model
+from normswap.storage.header_record import read_header, read_report
+
+CASES = {
+    "v1-skipinit": ("v1", "skipinit", {}),
+    "v1-regularized-skipinit": ("v1", "regularized-skipinit", {"dropout": 0.3}),
+    "v1-reset": ("v1", "skipinit", {"alpha": 0.5}),
+    "v2-folded": ("v2", "folded", {}),
+    "v2-skipinit": ("v2", "skipinit", {}),
+    "v1-tune": ("v1", "tune", {}),
+    "v1-groupnorm": ("v1", "groupnorm", {}),
+    "v2-nf": ("v2", "nf", {"mean": "keep"}),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, Facts, str]]:
+    """For every case: the source's directory, the result's, the facts, the page."""
+    home = tmp_path_factory.mktemp("report")
+    sources = {kind: source(home / kind, kind) for kind in NETWORKS}
+    found = {}
+    for name, (kind, scheme, options) in CASES.items():
+        done = normswap.convert(open_model(str(sources[kind])), scheme, **options)
+        folder = normswap.save(done, home / name)
+        facts = report.collect(folder)
+        found[name] = sources[kind], folder, facts, page.render(facts)
+    return found
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, made: Any) -> tuple[Path, Path, Facts, str]:
+    return made[request.param]
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> None:
+    _, folder, facts, _ = case
+    state = load_file(folder / "model.safetensors")
+    stored = {name.removesuffix(".alpha").removesuffix(".then"): float(value)
+              for name, value in state.items() if name.endswith(".alpha")}  # fmt: skip
+    assert {alpha.seat: alpha.value for alpha in facts.alphas} == stored
+    assert len(stored) in (0, len(facts.blocks))
+    order = [block.path for block in facts.blocks]
+    assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
+
+
+def test_every_gamma_is_counted_once_under_its_role(case: tuple[Path, Path, Facts, str]) -> None:
+    origin, _, facts, _ = case
+    seen = normswap.inspect(open_model(str(origin)))
+    state = load_file(origin / "model.safetensors")
+    for gammas in facts.gammas:
+        values = torch.cat([state[f"{norm.path}.weight"] for norm in seen.norms if norm.role == gammas.role])
+        assert sum(gammas.counts) == len(values)
+        assert gammas.zero == int((values == 0).sum())
+        assert gammas.negative == int((values < 0).sum())
+        assert gammas.mean == pytest.approx(float(values.double().mean()))
+        inside = (values.double() >= gammas.edges[3]) & (values.double() < gammas.edges[4])
+        assert gammas.counts[3] == int(inside.sum())
+    assert {gammas.role for gammas in facts.gammas} == {norm.role for norm in seen.norms}
+    assert sum(gammas.norms for gammas in facts.gammas) == len(seen.norms)
+
+
+def test_sites_verdict_and_versions_are_the_stored_ones(case: tuple[Path, Path, Facts, str]) -> None:
+    _, folder, facts, text = case
+    stored = read_report(folder)
+    assert stored is not None
+    assert facts.report == stored
+    assert [error.site for error in stored.sites] == [block.path for block in facts.blocks]
+    for error in stored.sites:
+        assert f"{error.site}: relative L2 {error.relative_l2:.2e}" in text
+    assert facts.digest in text
+    assert all(f"{name} {version}" in text for name, version in read_header(folder)["versions"].items())
+    assert ("changes the function" in text) is not stored.exact
+
+
+def test_every_norm_has_a_fate(case: tuple[Path, Path, Facts, str]) -> None:
+    origin, folder, facts, _ = case
+    listed = [norm for block in facts.blocks for norm in block.norms] + list(facts.others)
+    assert sorted(norm.path for norm in listed) == sorted(
+        n.path for n in normswap.inspect(open_model(str(origin))).norms
+    )
+    modules = dict(normswap.load(folder).named_modules())
+    seated = {"gone": ("Vacant",), "scalar": ("Scale", "Chain"), "bias": ("ChannelBias",), "affine": ("ChannelAffine",)}
+    seated["replaced"] = ("GroupNorm",)
+    for norm in listed:
+        assert type(modules[norm.path]).__name__ in seated[norm.fate]
+        assert norm.said != "stays as it is"
+        assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), norm.said  # words, not the plan's own terms
+
+
+def test_signal_of_source_and_result(made: Any) -> None:
+    facts = made["v1-skipinit"][2]
+    assert facts.against == "source"
+    for before, after in zip(facts.signal["before"], facts.signal["after"], strict=True):
+        assert before.block == after.block
+        assert after.variance == pytest.approx(before.variance, rel=1e-4)
+        assert after.mean_sq == pytest.approx(before.mean_sq, rel=1e-4)
+        assert after.added_variance == pytest.approx(before.branch_variance, rel=1e-3)
+    changed = made["v1-reset"][2].signal
+    assert changed["after"][-1].variance != pytest.approx(changed["before"][-1].variance, rel=1e-2)
+
+
+def test_a_lost_source_is_unfolded(made: Any, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    shutil.copytree(made["v1-skipinit"][0], gone)
+    folder = normswap.save(normswap.convert(open_model(str(gone)), "skipinit"), tmp_path / "result")
+    reset = normswap.save(normswap.convert(open_model(str(gone)), "skipinit", alpha=0.5), tmp_path / "reset")
+    shutil.rmtree(gone)
+    facts = report.collect(folder)
+    assert facts.against == "unfolded"
+    assert facts.signal["before"][0].variance == pytest.approx(
+        made["v1-skipinit"][2].signal["before"][0].variance, rel=1e-4
+    )
+    assert "source (unfolded)" in page.render(facts)
+    facts = report.collect(reset)
+    assert facts.against == ""
+    assert set(facts.signal) == {"after"}
+    assert len(facts.notes) == 2
+    check(page.render(facts))
+
+
+def test_a_network_without_report_or_steps(made: Any, tmp_path: Path) -> None:
+    folder = normswap.save(open_model(str(made["v1-skipinit"][0])), tmp_path / "plain")
+    facts = report.collect(folder)
+    text = page.render(facts)
+    assert "not verified" in text
+    assert facts.alphas == ()
+    assert facts.gammas == ()
+    assert {norm.fate for block in facts.blocks for norm in block.norms} == {"kept"}
+    check(text)
+
+
+def test_two_steps(made: Any, tmp_path: Path) -> None:
+    again = normswap.convert(normswap.load(made["v2-folded"][1]), "skipinit")
+    facts = report.collect(normswap.save(again, tmp_path / "twice"))
+    text = page.render(facts)
+    assert [step.scheme for step in facts.steps] == ["folded", "skipinit"]
+    assert "resnetv2_18 converted to folded, then skipinit" in text
+    assert len(facts.alphas) == len(facts.blocks)
+    check(text)
+
+
+def test_scalars_that_were_trained(made: Any, tmp_path: Path) -> None:
+    model: Any = normswap.load(made["v1-regularized-skipinit"][1])
+    with torch.no_grad():
+        model.layer2[1].bn2.alpha.fill_(0.25)
+        model.layer2[1].bn2.bias.fill_(-0.5)
+    facts = report.collect(normswap.save(model, tmp_path / "trained"))
+    assert [a.block for a in facts.alphas if a.planned != pytest.approx(a.value, rel=1e-6)] == ["layer2.1"]
+    trained = facts.alphas[3]
+    assert (trained.value, trained.bias) == (0.25, -0.5)
+    text = page.render(facts)
+    assert f"layer2.1: converted with {trained.planned:.5g}" in text
+    assert "layer2.1: bias = -0.5" in text
+    assert text.count(": converted with") == 1
+    check(text)
+
+
+def test_accuracy_on_data(made: Any, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for label in range(10):
+        (tmp_path / "data" / str(label)).mkdir(parents=True)
+        pixels = torch.randint(0, 255, (48, 48, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(tmp_path / "data" / str(label) / "one.png")
+    out = tmp_path / "page.html"
+    folder = str(made["v1-skipinit"][1])
+    assert main(["report", folder, "-o", str(out), "--data", str(tmp_path / "data"), "--workers", "0"]) == 0
+    text = out.read_text()
+    assert "top-1" in text
+    assert "; 10 images" in text
+    assert "the first 10 images" in text
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_html_is_balanced_and_loads_nothing(case: tuple[Path, Path, Facts, str]) -> None:
+    _, _, facts, text = case
+    checker = check(text)
+    assert checker.seen.count("h1") == 1
+    assert checker.seen.count("table") == checker.seen.count("caption")
+    assert checker.pictures == 1 + 3 + len(facts.gammas) + bool(facts.alphas)
+    assert not re.search(r"\bnan\b|\binf\b", text.lower())
+    assert page.render(facts) == text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "<p><b></p></b>", "<p>", '<img src="http://a">', "<script></script>", '<a href="http://a">a</a>', "</p>",
+        '<link href="http://a">', '<p onclick="a">a</p>', '<svg role="img" aria-label="short"></svg>',
+    ],
+)  # fmt: skip
+def test_the_checker_notices(bad: str) -> None:
+    check("<style></style><p>good</p>")
+    with pytest.raises((AssertionError, IndexError)):
+        check(f"<style></style>{bad}")
+
+
+def test_names_are_escaped(made: Any) -> None:
+    evil = "<script>alert('&\"1')</script>"
+    facts = made["v1-skipinit"][2]
+    block = replace(facts.blocks[0], path=evil, stage=evil, norms=tuple(
+        replace(norm, path=evil, said=evil) for norm in facts.blocks[0].norms))  # fmt: skip
+    stored = facts.report
+    site = replace(stored.sites[0], site=evil)
+    facts = replace(
+        facts, source=evil, sha256=evil, arch=Arch(evil, {evil: evil}), digest=evil, versions={evil: evil},
+        notes=(evil,), steps=(StepFact(evil, {evil: evil}, evil, evil, {evil: 1}),),
+        blocks=(block, *facts.blocks[1:]), alphas=(replace(facts.alphas[0], block=evil, seat=evil), *facts.alphas[1:]),
+        report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])), signal_inputs=evil,
+        signal={name: (replace(p[0], block=evil, stage=evil), *p[1:]) for name, p in facts.signal.items()},
+    )  # fmt: skip
+    text = page.render(facts)
+    check(text)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_command(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(made["v1-skipinit"][1])
+    assert main(["report", folder]) == 0
+    written = tmp_path / "v1-skipinit.html"
+    assert written.read_text() == made["v1-skipinit"][3]
+    assert capsys.readouterr().out == "written to v1-skipinit.html\n"
+    assert main(["report", folder]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["report", folder, "--force", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["digest"] == made["v1-skipinit"][2].digest
+    assert [p.name for p in tmp_path.iterdir()] == ["v1-skipinit.html"]
+
+
+def test_bad_input_is_one_line(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made["v1-skipinit"][1]
+    precious = tmp_path / "notes.txt"
+    precious.write_text("precious")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    out = str(tmp_path / "out.html")
+    for argv in (
+        [str(tmp_path / "none"), "-o", out], [str(tmp_path), "-o", out], [str(damaged), "-o", out],
+        [str(made["v1-skipinit"][0]), "-o", out], [str(folder), "-o", str(tmp_path)],
+        [str(folder), "-o", str(precious), "--force"], [str(folder), "-o", str(tmp_path / "no" / "out.html")],
+        [str(folder), "-o", out, "--data", str(tmp_path / "none")],
+    ):  # fmt: skip
+        assert main(["report", *argv]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert len(captured.err.splitlines()) == 1
+        assert "Traceback" not in captured.err
+    assert precious.read_text() == "precious"
+    assert not Path(out).exists()
+
+
+def test_nothing_is_left_where_writing_fails(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "out.html"
+    out.write_text("<!doctype html>old")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match="No space left"):
+        report.write(made["v1-skipinit"][2], out)
+    assert out.read_text() == "<!doctype html>old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.html"]
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no directory"):
+        report.collect(tmp_path / "none")
+
+
+def test_a_plan_without_outcomes_is_told_by_its_edits(made: Any) -> None:
+    folder, facts = made["v1-skipinit"][1:3]
+    record = provenance.of(normswap.load(folder))
+    assert record is not None
+    bare = Plan(tuple(replace(step, outcomes={}) for step in record.plan.steps))
+    norms = report._norms(normswap.inspect(open_model(str(made["v1-skipinit"][0]))), bare)
+    assert {path: norm.fate for path, norm in norms.items()} == {norm.path: norm.fate for norm in facts.norms}
+    assert norms["layer1.0.bn1"].said == "goes into layer1.0.conv1; gives way to a Vacant"

@@ -1,0 +1,188 @@
+"""Kinds of network: a trained one of the zoo, fitted and not; the gauge; what held-out images tell."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo_networks
+from torch import Tensor, nn
+
+from normswap.cli.app import main
+from normswap.graph.inspection import inspect
+from normswap.images.datasets import make_loader
+from normswap.models.calling import Example
+from normswap.reporting import demo
+from normswap.schemes.parts import per_sample_norms, steady_gauge
+from normswap.surgery import applying, conversion
+from normswap.surgery.held_out import Dealt, Kept, summed
+from normswap.surgery.keeping import measured
+
+
+@pytest.fixture(scope="module")
+def images() -> tuple[Tensor, Tensor]:
+    """The demo's 500 test images at 32 px, shuffled, and their classes."""
+    loader = make_loader(zoo_networks.PREPROCESSING, str(demo.FOLDER / "images.tar"), workers=0)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    pictures, labels = (torch.cat(part)[order] for part in zip(*loader, strict=True))
+    return pictures, labels
+
+
+def top1(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
+    with torch.inference_mode():
+        return 100 * float((model(pictures).argmax(1) == labels).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("to", "poor", "good"),
+    [
+        ("groupnorm", {"steady": 0}, {"steady": 0.75}),
+        pytest.param("centered-weightnorm", {"depthwise": "fit"}, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tuple[Tensor, Tensor]) -> None:
+    """It loses much as it was done before, and little as it is done now; held-out images tell the two apart."""
+    (pictures, labels), model = images, zoo_networks.trained("depthwise")
+    data, test = list(pictures[:200].split(50)), (pictures[200:], labels[200:])
+    before = top1(model, *test)
+    done = [
+        conversion.convert(model, to, calibrate=data if to != "groupnorm" or way is good else None, **way)
+        for way in (poor, good)
+    ]
+    worse, better = (top1(one.model, *test) / before for one in done)
+    assert worse < 0.93
+    assert better > worse + 0.03
+    far, near = (l2(model, one.model, test[0]) for one in done)
+    assert near < 0.6 * far
+    told = done[1].report.kept
+    assert told is not None
+    assert told.count == 48  # a quarter of 50 is 12
+    assert told.relative_l2 == pytest.approx(near, rel=0.3)
+    assert told.right == pytest.approx(better, abs=0.05)  # of some hundred labels, a standard error of 0.02
+
+
+@pytest.mark.parametrize("to", ["groupnorm", "layernorm"])
+def test_most_of_a_groups_variance_is_constants_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
+    """Without images that keeps more than half of constants does (kinds.md)."""
+    model = zoo_networks.trained("depthwise")
+    far = [
+        l2(model, conversion.convert(model, to, inputs=images[0][:2], **way).model, images[0])
+        for way in ({"steady": 0.5}, {})
+    ]
+    assert far[1] < 0.7 * far[0]
+
+
+def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
+    with torch.inference_mode():
+        a, b = one(pictures).double(), two(pictures).double()
+    return float((a - b).norm() / a.norm())
+
+
+def test_the_gauge_keeps_the_pattern_and_steadies_the_sample(images: tuple[Tensor, Tensor]) -> None:
+    model = zoo_networks.trained("depthwise").double()
+    data = [images[0][:100].double()]
+    step, _ = conversion.draft(inspect(model, data[0][:2]), "groupnorm")
+    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    before = copy.deepcopy(result)
+    with torch.no_grad():
+        steady_gauge.regauge(pattern, result, step, data)
+    held = images[0][100:300].double()
+    assert l2(model, pattern, held) < 1e-12
+    assert l2(model, result, held) < 0.85 * l2(model, before, held)
+
+
+@pytest.mark.parametrize("steady", [0.2, 0.5, 0.9])
+def test_no_other_constants_of_that_size_are_steadier(steady: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator).double() @ torch.randn(6, 6, generator=generator).double()
+    squares = x.square() + 0.3 + 0.5 * x[:, :1]
+    sign, offset = steady_gauge.gauge(x, squares, 1, steady)
+    size = 6 * float(squares.mean()) * steady / (1 - steady)
+    assert float(offset.square().sum()) == pytest.approx(size)
+    assert abs(float(offset.sum())) < 1e-9 * size
+
+    def spread(o: Tensor) -> Tensor:
+        centred = (x - x.mean(0)) * sign
+        return (squares.mean(1) + 2 * (centred * o).mean(1)).var()
+
+    best = spread(offset)
+    for _ in range(2000):
+        other = torch.randn(6, generator=generator).double()
+        other = other - other.mean()
+        assert spread(other * (size / other.square().sum()).sqrt()) > best * (1 - 1e-9)
+
+
+def test_every_fourth_image_is_held_out() -> None:
+    images = torch.arange(22.0)[:, None].expand(-1, 3)
+    dealt = Dealt([Example((part,)) for part in (images[:10], images[10:20], images[20:21], images[21:])])
+    for _ in range(2):  # as often as they are read
+        seen = torch.cat([one.images for one in dealt])[:, 0].tolist()
+        held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
+        assert held == [3, 7, 13, 17, 21]
+        assert sorted([*seen, *held]) == list(range(22))
+        assert torch.cat([one.images for one in dealt.others])[:, 0].tolist() == seen
+    none = Example(("no images",))
+    assert list(Dealt([none])) == [none]
+
+
+def test_samples_are_held_out_whole() -> None:
+    """Two arguments, or lists, are parted alike; what cannot be parted is held out call by call."""
+    x = torch.arange(10.0)[:, None]
+    dealt = Dealt([Example((x,), {"y": list(-x), "gain": 2.0})])
+    (seen,) = dealt
+    assert seen.args[0].flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9]
+    assert [float(y) for y in seen.kwargs["y"]] == [-0.0, -1, -2, -4, -5, -6, -8, -9]
+    assert dealt.held[0].args[0].flatten().tolist() == [-float(y) for y in dealt.held[0].kwargs["y"]] == [3, 7]
+    table = torch.zeros(3)
+    dealt = Dealt([Example((x + i, table)) for i in range(5)])
+    assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
+    assert [float(one.args[0][0]) for one in dealt.held] == [3]
+
+
+def test_what_held_out_images_say() -> None:
+    assert summed([]) is None
+    kept = summed([(10, 0.1, 1.0), (30, 0.3, 0.5)])
+    assert kept is not None
+    assert (kept.count, kept.agreement) == (40, pytest.approx(0.625))
+    assert kept.relative_l2 == pytest.approx(((10 * 0.01 + 30 * 0.09) / 40) ** 0.5)
+    assert Kept(1.0, 0.0, 10).least == pytest.approx(10 / (10 + 1.96**2))
+    assert Kept(None, 0.1, 10).least is None
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    x = torch.randn(16, 3)
+    same = measured(one, two, [Example((x[:8],)), Example((x[8:],))])
+    assert same is not None
+    assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
+
+
+def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
+    """Not those of other groups, nor of an image of one channel."""
+    convs = [nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=4), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 3)]
+    parts = [part for conv in convs for part in (conv, nn.BatchNorm2d(8), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+    planned, _ = conversion.draft(inspect(model, torch.randn(2, 1, 16, 16)), "nf", stem="fit")
+    assert {edit.path: edit.args["mean"] for edit in planned.edits if "mean" in edit.args} == {
+        "0": False, "3": False, "6": True, "9": False}  # fmt: skip
+
+
+def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = ["zoo_networks:depthwise", "--weights", str(zoo_networks.DATA / "depthwise.safetensors")]
+    command = ["convert", *weights, "--to", "groupnorm", "--force", "-o", str(tmp_path / "out")]
+    card = tmp_path / "out" / "README.md"
+    assert main(command) == 0
+    out = capfd.readouterr().out
+    assert "not known: give --calibrate DATA" in out
+    assert "accuracy this keeps was not measured" in card.read_text()
+    assert not re.search(r"\d %", out + card.read_text())
+    data = ["--calibrate", str(demo.FOLDER / "images.tar"), "--samples", "40"]
+    assert main([*command, *data, "--json"]) == 0
+    body = json.loads(capfd.readouterr().out)
+    assert body.keys() == {"source", "output", "plan", "steps"}
+    report = body["steps"][-1]["report"]
+    assert report["kept"]["count"] == 10
+    assert all(error["agreement"] is None for error in report["logits"]), "on noise that is no news"
+    assert "10 of the calibration images" in card.read_text()

@@ -1,0 +1,156 @@
+"""The record of a network: what it is made of, what it works out, and that it looks once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from lived import lived_in
+from small import small
+from torch import nn
+
+import normswap
+from normswap.errors import OptionError, TraceError
+from normswap.graph import inspection
+from normswap.surgery import made_images
+from normswap.surgery.network import Network
+
+SIZE = (3, 48, 48)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The networks that were looked at, in order."""
+    seen: list[nn.Module] = []
+    look = inspection.inspect
+
+    def counted(model: nn.Module, inputs: object = None) -> inspection.Anatomy:
+        seen.append(model)
+        return look(model, inputs)
+
+    monkeypatch.setattr(inspection, "inspect", counted)
+    return seen
+
+
+def net() -> nn.Module:
+    return lived_in(small(), torch.randn(4, *SIZE)).float()
+
+
+def test_it_looks_once_when_asked(looks: list[nn.Module]) -> None:
+    network = Network(net(), size=SIZE)
+    assert looks == []
+    assert network.anatomy is network.anatomy
+    assert network.form.only_images
+    assert network.examples[0].size == SIZE
+    assert looks == [network.module]
+
+
+def test_it_does_not_change() -> None:
+    network = Network(net())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        network.seed = 1  # type: ignore[misc]
+
+
+def test_it_is_made_of_modules_results_and_itself() -> None:
+    model = net()
+    done = normswap.convert(model, "folded", size=SIZE)
+    assert Network.of(model).module is model
+    assert Network.of(done).module is done.model
+    network = Network.of(model, size=SIZE, seed=3)
+    assert (network.size, network.seed) == (SIZE, 3)
+    assert Network.of(network) is network
+    other = Network.of(network, seed=4)
+    assert (other.module, other.size, other.seed, network.seed) == (model, SIZE, 4, 3)
+
+
+def test_a_module_that_holds_a_model_is_a_module() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = net()
+
+    wrapped = Wrapped()
+    assert Network.of(wrapped).module is wrapped
+
+
+def test_inputs_are_the_calls() -> None:
+    x = torch.randn(2, *SIZE)
+    network = Network(net(), inputs=[x, x[:1]])
+    assert [call.images.shape for call in network.calls] == [(2, *SIZE), (1, *SIZE)]
+    assert network.examples is network.calls
+    assert network.described == "given inputs"
+    assert network.anatomy.traced.recorded[0] == "1x3x48x48"
+
+
+def test_noise_follows_the_seed() -> None:
+    one, other = (Network(net(), size=SIZE, seed=seed).calls[0].images for seed in (0, 1))
+    assert not torch.equal(one, other)
+    assert torch.equal(one, Network(net(), size=SIZE).calls[0].images)
+    assert Network(net(), seed=7).described == "N(0, 1) noise, seed 7"
+
+
+def test_one_size_tells_where_all_go_one_way() -> None:
+    network = Network(net(), size=(3, 224, 224))
+    assert network.anatomy.traced.one_way
+    assert [call.size for call in network.calls] == [(3, 64, 64), (3, 97, 97)]
+    assert [call.size for call in network.examples] == [(3, 64, 64)]
+    assert torch.equal(network.calls[0].images, network.examples[0].images)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
+def test_inputs_are_on_the_device_of_the_network() -> None:
+    network = Network(net().cuda(), inputs=torch.randn(2, *SIZE))
+    assert network.calls[0].images.is_cuda
+    assert network.calls[0].call(network.module) is not None
+
+
+def test_images_are_made_once_and_shared_with_what_comes_after() -> None:
+    network = Network(net(), size=SIZE, calibrate=made_images.Noise(8))
+    images = network.images
+    assert isinstance(images, made_images.MadeImages)
+    assert [batch.shape for batch in images.batches] == [(8, *SIZE)]
+    assert network.after(net()).images is images
+    batches = [torch.randn(2, *SIZE)]
+    assert Network(net(), calibrate=batches).images is batches
+    assert Network(net()).images is None
+
+
+def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
+    network = Network(net(), size=SIZE, seed=2)
+    assert network.anatomy
+    other = network.after(net())
+    assert other.anatomy is not network.anatomy
+    assert (other.size, other.seed) == (SIZE, 2)
+    assert looks == [network.module, other.module]
+
+
+def test_what_cannot_be_made_is_said() -> None:
+    with pytest.raises(OptionError, match="neither batches of images nor 'synthetic' nor 'noise'"):
+        _ = Network(net(), calibrate="noize").images
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.net(a + b)
+
+    x = torch.randn(2, *SIZE)
+    with pytest.raises(TraceError, match="more than images"):
+        _ = Network(Two(), inputs=(x, x), calibrate="noise").images
+
+
+def test_it_says_where_it_is_from() -> None:
+    model = net()
+    assert Network(model).provenance.plan.steps == ()
+    done = normswap.convert(model, "folded", size=SIZE)
+    assert [step.scheme for step in Network.of(done).provenance.plan.steps] == ["folded"]
+
+
+def test_its_size_is_what_it_says_of_itself() -> None:
+    model = net()
+    assert Network(model).input_size == (3, 224, 224)
+    assert Network(model, size=[3, 8, 8]).input_size == (3, 8, 8)
