@@ -16,12 +16,13 @@ from lived import batchnorms, distance, lived_in, run, step
 from test_schemes import EXACT, ROWS, Row
 from torch import Tensor, fx, nn
 
-from normswap import provenance, schemes
+from normswap import schemes
 from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan, Step
 from normswap.surgery import applying, carrying_out, conversion
+from normswap.surgery.network import Network
 
 NARROW: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
@@ -69,7 +70,7 @@ def _case(arch: str, index: int) -> Case:
 
 def applied(model: nn.Module, planned: Step) -> nn.Module:
     """The result, which knows where it is from."""
-    return provenance.attach(applying.apply_step(model, planned), carrying_out.record(model, planned))
+    return carrying_out.applied(Network(model), planned)
 
 
 def case(arch: str, row: Row) -> Case:
