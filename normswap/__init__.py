@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.exporting.exporter import Exported as Exported
     from normswap.exporting.exporter import export as export
+    from normswap.exporting.settings import Int8Settings as Int8Settings
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
     from normswap.layers.known_norms import register_norm as register_norm
@@ -42,6 +43,7 @@ _HOMES = {
     "Conversion": "surgery.conversion",
     "Exported": "exporting.exporter",
     "Network": "surgery.network",
+    "Int8Settings": "exporting.settings",
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",

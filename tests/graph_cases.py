@@ -1,4 +1,4 @@
-"""Tiny networks in which a norm is hard to move, each with what must happen to its norms (used by test_graphs.py)."""
+"""Tiny networks in which a norm is hard to move, each with what must happen to its norms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lived import lived_in, run
 from timm.layers import BatchNormAct2d, Conv2dSame, FrozenBatchNormAct2d, ScaledStdConv2d, StdConv2d, SyncBatchNormAct
 from timm.layers.split_batchnorm import SplitBatchNorm2d
 from tiny import (
@@ -285,3 +286,18 @@ RESIDUAL = [
 ]  # fmt: skip
 
 CASES = [*MULTIPLE, *KINDS, *PLACES, *RESIDUAL]
+
+
+EXACT = 1e-12
+
+
+def outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Everything the model returns, in a row; a copy of x, as some forwards write to their input."""
+    value: Any = run(model, x.clone())
+    return torch.cat([part.flatten() for part in (value if isinstance(value, tuple) else (value,))])
+
+
+def build(case: Case) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    seen, x = torch.randn(2, *case.shape, dtype=torch.float64)
+    return lived_in(case.make(), seen), x

@@ -1,7 +1,7 @@
 """Small networks of every kind, for images of 32 px: what approximate conversions are measured on.
 
-`python tests/benchmarks/kinds_zoo.py` trains them; weights, accuracy and recipe are in `tests/data/zoo`. As MODEL they
-are `zoo_networks:NAME` with `--weights tests/data/zoo/NAME.safetensors`, where `tests` is on PYTHONPATH.
+`python tests/lab/benchmarks/kinds_zoo.py` trains them; weights, accuracy and recipe are in `tests/data/zoo`. As MODEL
+they are `zoo_networks:NAME` with `--weights tests/data/zoo/NAME.safetensors`, where `tests` is on PYTHONPATH.
 """
 
 from __future__ import annotations

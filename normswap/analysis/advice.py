@@ -26,7 +26,7 @@ ENOUGH = 16  # images in a batch for BatchNorm
 def _fitted(scheme: str) -> bool:
     """Whether the command gives it images to fit values to."""
     known = schemes.get(scheme)
-    return known.fit is not None and not known.is_exact(known.options)
+    return known.fit is not None and not known.is_exact(known.defaults)
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def advise(
     for scheme, why in _wishes(network.module, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
-                purpose = "opacus" if private else None
-                list(drafts(network, scheme, measured=_fitted(scheme), purpose=purpose))
+                purpose, glance = "opacus" if private else None, schemes.get(scheme).at_a_glance
+                list(drafts(network, scheme, measured=_fitted(scheme), purpose=purpose, **glance))
         except RefusedError as error:
             refused[scheme] = str(error)
         else:

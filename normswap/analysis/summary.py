@@ -72,8 +72,8 @@ def _block(block: Block, seen: Anatomy) -> Body:
 
 def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
     module = seen.traced.modules[norm.path]
-    mean, std = affine.moments(module) if _has_statistics(module) else norm_sites.kept_moments(seen, norm.path)
-    refused = folding.refusals.get(norm.path) or (None if affine.is_batchnorm(module) else affine.refusal(module))
+    mean, std = affine.moments(module) if affine.has_moments(module) else norm_sites.kept_moments(seen, norm.path)
+    refused = folding.refusals.get(norm.path) or (None if affine.is_affine_norm(module) else affine.refusal(module))
     return {
         "path": norm.path,
         "class": norm.kind,
@@ -114,10 +114,6 @@ def _gone(seen: Anatomy) -> Iterator[Body]:
             "folding": None,
             "refused": None,
         }
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    return affine.is_batchnorm(module) and getattr(module, "running_mean", None) is not None
 
 
 def _range(values: Tensor | None) -> list[float] | None:
@@ -179,7 +175,7 @@ def of_schemes(names: Sequence[str] = ()) -> Iterator[Body]:
 
 def _scheme(name: str) -> Body:
     scheme = schemes.get(name)
-    options = scheme.options
+    options = scheme.defaults
     return {
         "name": name,
         "summary": scheme.summary,

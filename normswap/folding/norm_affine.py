@@ -27,7 +27,7 @@ def found(anatomy: Anatomy) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in modules.items()
-        if isinstance(module, nn.LayerNorm) or channel_norm.channel_dim(module) is not None
+        if channel_norm.is_at_each_position(module)
         if id(module) in calls and anatomy.takes_part(path)
     }
 

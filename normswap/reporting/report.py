@@ -151,7 +151,13 @@ def _exact(plan: Plan) -> bool:
 def _step(step: Step) -> StepFact:
     known = next((body for body in summary.of_schemes() if body["name"] == step.scheme), {"summary": "", "paper": ""})
     edits = Counter(edit.layer for edit in step.edits)
-    return StepFact(step.scheme, step.options, known["summary"], known["paper"], dict(edits.most_common()))
+    return StepFact(
+        step.scheme,
+        schemes.changed(step.scheme, step.options),
+        known["summary"],
+        known["paper"],
+        dict(edits.most_common()),
+    )
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

@@ -8,11 +8,8 @@ the convolutions keep their values. Ghost batches: Hoffer et al. 2017, arXiv:170
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from torch import nn
 
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
@@ -22,17 +19,12 @@ from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
 
 
-def plan(anatomy: Anatomy, *, ghost_batch: Annotated[int, "N"] = 0) -> Draft:
-    """Args:
-    ghost_batch: how many samples share their statistics in training; 0: the whole batch.
-    """
-    if isinstance(ghost_batch, bool) or not isinstance(ghost_batch, int) or ghost_batch < 0:
-        raise OptionError(f"--ghost-batch {ghost_batch} is not a whole number >= 0")
+def plan(anatomy: Anatomy, *, ghost_batch: int) -> Draft:
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not affine.is_frozen(module):
+        if same and not affine.is_frozen(module) and not affine.is_registered(module):
             draft.judge(path, Fate.KEPT)
         else:
             draft.seat(path, "SiteNorm", **ghost)

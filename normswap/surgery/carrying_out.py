@@ -120,7 +120,6 @@ def _record(network: Network, step: Step) -> Provenance:
     origin = provenance.of(network.module) or Provenance(source=type(network.module).__name__)
     norms, seats = dict(origin.norms), {edit.path for edit in step.edits}
     for path, module in network.module.named_modules():
-        if affine.is_batchnorm(module) and path in seats:
-            state = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-            norms.update({f"{path}.{name}": tensor.detach().clone() for name, tensor in state.items()})
+        if path in seats:
+            norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
     return replace(origin, plan=origin.plan.then(step), norms=norms)

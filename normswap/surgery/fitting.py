@@ -16,7 +16,6 @@ from normswap import schemes
 from normswap.errors import OptionError
 from normswap.models.calling import Example
 from normswap.plan import Step
-from normswap.schemes.parts.declared import declared_options
 from normswap.surgery import applying
 from normswap.surgery.held_out import Dealt
 from normswap.surgery.made_images import Batches, MadeImages
@@ -49,10 +48,10 @@ def require_use(step: Step, network: Network) -> None:
 
 def _exact_instead(scheme: schemes.Scheme, options: schemes.Options) -> str:
     """An option that makes do without data, if the scheme declares one among the words that it takes."""
-    for option in declared_options():
-        for word in option.metavar.split("|"):
-            if option.name in options and not scheme.demands_data({**options, option.name: word}):
-                return f", or '--{option.name.replace('_', '-')} {word}', which is exact"
+    for option in scheme.options:
+        for word in option.choices:
+            if not scheme.demands_data({**options, option.name: word}):
+                return f", or '{option.flag} {word}', which is exact"
     return ""
 
 

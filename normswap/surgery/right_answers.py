@@ -6,7 +6,7 @@ on the few images but on their pairs. Over the images, the result's logits are z
 what is left, least squares; each image is given the r of many others. Margins and errors are told apart that way, and
 few images tell what takes several times as many to count. An error is handed on twice, class by class and rank by rank
 (what the first choice lost goes to the first choice), and the mean is taken: errors go with classes that are alike, and
-with how the source ranks them, and either alone tells too much or too little (tests/benchmarks/kinds.md).
+with how the source ranks them, and either alone tells too much or too little (tests/lab/benchmarks/kinds.md).
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _living(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the norms that the conversions left in place, as they are now."""
-    kept = {path: module for path, module in _by_old_path(model).items() if affine.is_batchnorm(module)}
+    kept = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
     return {f"{path}.{name}": tensor for path, module in kept.items() for name, tensor in module.state_dict().items()}
 
 

@@ -1,6 +1,6 @@
 """`normswap convert`: a network brought to another scheme, verified, saved.
 
-The options of the schemes are made from what the schemes declare: a new one is written in its scheme alone.
+The options of the schemes are made from their records (`schemes/parts/options.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from normswap.cli.proof_table import proof
 from normswap.cli.tables import cell, counts, facts, line, listing, table
 from normswap.errors import OptionError, OutputError, PlanError, first_line
 from normswap.plan import Body, Plan, Step
-from normswap.schemes import Options, get, purpose_names
-from normswap.schemes.parts.declared import Option, declared_options
+from normswap.schemes import Options, all_options, changed, get, purpose_names
+from normswap.schemes.parts.options import Option
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -53,14 +53,18 @@ def _scheme_options() -> dict[str, object]:
     return {
         option.name: Annotated[
             str | None if option.kind is object else option.kind | None,
-            typer.Option(metavar=option.metavar, help=_help(option), parser=_number if option.kind is object else None),
+            typer.Option(
+                metavar=option.placeholder,
+                help=_help(option, names),
+                parser=_number if option.kind is object else None,
+            ),
         ]
-        for option in declared_options()
+        for option, names in all_options().values()
     }
 
 
-def _help(option: Option) -> str:
-    return f"{', '.join(option.schemes)}: {option.help} [default: {option.default}]."
+def _help(option: Option, names: Sequence[str]) -> str:
+    return f"{', '.join(names)}: {option.help} [default: {option.default}]."
 
 
 def _number(text: str) -> float | str:
@@ -223,7 +227,7 @@ def _say(body: Body) -> None:
 
 
 def _say_step(source: str, step: Body, *, dry: bool) -> None:
-    options = ", ".join(f"{name} {value}" for name, value in step["options"].items())
+    options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
     layers = Counter(edit["layer"] for edit in step["edits"])
     facts(
         (

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from torch import nn
 
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
@@ -30,11 +29,8 @@ def dress_per_sample(
         channelwise: groups of one channel are what is wanted.
 
     Raises:
-        OptionError: steady is not in [0, 1).
         RefusedError: the network has no BatchNorm, or a group would have one element, which the norm would erase.
     """
-    if not isinstance(steady, float | int) or not 0 <= steady < 1:
-        raise OptionError(f"--steady {steady} is not in [0, 1)")
     modules = anatomy.traced.modules
     draft, seats = batchnorm_seats(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}

@@ -1,0 +1,91 @@
+"""Advice: the rules, one row each; every command it names can be planned; nothing is foretold."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+from small import small
+from torch import nn
+
+from normswap.analysis import advice
+from normswap.cli.app import main
+from normswap.errors import OptionError, RefusedError
+from normswap.reporting import demo
+from normswap.schemes.parts import steady_signs
+from normswap.surgery import conversion
+from normswap.surgery.network import Network
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+
+
+def blocks() -> nn.Module:
+    return small(layers=(1, 1, 1, 1), pretrained_cfg_overlay={"input_size": (3, 64, 64)})
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "how", "chosen", "refused"),
+    [
+        (blocks, 256, {}, "batchnorm", []),
+        (blocks, 16, {}, "batchnorm", []),
+        (blocks, 15, {}, "skipinit", []),
+        (blocks, 1, {}, "skipinit", []),
+        (blocks, 64, {"private": True}, "skipinit", []),
+        (blocks, 64, {"deploy": True}, "folded", []),
+        (chain, 4, {}, "groupnorm", ["skipinit"]),  # no residual blocks
+        (chain, 4, {"private": True}, "groupnorm", ["skipinit"]),
+        (chain, 4, {"deploy": True}, "folded", []),
+    ],
+)
+def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, refused: list[str]) -> None:
+    model = make()
+    found, not_possible = advice.advise(Network(model), "net", batch, **how)
+    assert found[0].scheme == chosen
+    assert list(not_possible) == refused
+    for one in found:
+        assert ("--for opacus" in one.command) == bool(how.get("private"))
+        if one.command:
+            words = one.command.split()
+            purpose = "opacus" if how.get("private") else None
+            assert list(conversion.drafts(Network(model), words[words.index("--to") + 1], purpose=purpose))
+
+
+def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detector's forward takes seconds: signs and constants of channels are not chosen for a piece of advice."""
+    monkeypatch.setattr(steady_signs, "choose", lambda *args: pytest.fail("it ran the network"))
+    found, _ = advice.advise(chain(), "net", 4)
+    assert found[0].scheme == "groupnorm"
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(OptionError, match="--batch-size 0"):
+        advice.advise(Network(small()), "net", 0)
+    with pytest.raises(OptionError, match="Ask twice"):
+        advice.advise(Network(small()), "net", 8, private=True, deploy=True)
+    with pytest.raises(RefusedError, match="no target fits"):
+        advice.advise(Network(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()), "net", 8)
+
+
+def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", str(demo.FOLDER), "--batch-size", "4", "--json"]) == 0
+    body = json.loads(capfd.readouterr().out)
+    assert body["choose"]["scheme"] == "skipinit"
+    assert body.keys() == {"source", "batch_size", "private", "deploy", "choose", "others", "refused"}
+    exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
+    assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
+    assert main(["advise", str(demo.FOLDER), "--private"]) == 0
+    out = capfd.readouterr().out
+    assert "--to skipinit --for opacus" in out
+    assert "--calibrate measures what is kept" in out
+    assert not re.search(r"\d %", out), "nothing is foretold from other networks"
+    how = ["resnet18", "--weights", "random", "--arch-arg", "channels=8,16,24,32", "--num-classes", "10"]
+    assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0
+    command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
+    assert command[: 2 + len(how)] == ["normswap", "convert", *how]
+    assert main([*command[1:], "--dry-run"]) == 0
+    assert main(["advise", str(demo.FOLDER), "--batch-size", "0"]) == 2

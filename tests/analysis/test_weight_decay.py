@@ -1,0 +1,317 @@
+"""Who decays: membership against tables worked out by hand, and the laws every grouping obeys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lived import swapped
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from torch import Tensor, nn
+
+from normswap import schemes
+from normswap.analysis import weight_decay
+from normswap.analysis.weight_decay import POLICIES, SCALARS, counts, param_groups, roles
+from normswap.errors import OptionError, TraceError
+from normswap.surgery.conversion import convert
+
+# How these were counted, from the papers and not from our output.
+#
+# ResNet v1 (He et al. 2015, table 1). Blocks per stage: 18: 2+2+2+2 = 8 basic blocks (2 convs, 2 norms each);
+# 50: 3+4+6+3 = 16 bottlenecks (3 convs, 3 norms); 101: 3+4+23+3 = 33; 152: 3+8+36+3 = 50. One norm per conv. Per
+# block the last norm is gamma_last, the others gamma_other. Projections (option B): where the width changes, so 4
+# with bottlenecks, and 3 with basic blocks, whose first stage keeps the stem's 64 channels. One stem norm: gamma_0.
+#   18:  other 8*1 = 8,   last 8,  down 3, gamma_0 1: 20 norms; weights 1 + 8*2 + 3 + fc 1 = 21
+#   50:  other 16*2 = 32, last 16, down 4, gamma_0 1: 53 norms; weights 1 + 16*3 + 4 + fc 1 = 54
+#   101: other 66, last 33, down 4, gamma_0 1: 104 norms; weights 105.  152: 100, 50, 4, 1: 155 norms; weights 156
+#   ResNeXt-50 and WRN-50-2 have ResNet-50's layers. Biases: a beta per norm, and the classifier's.
+# ResNet-50 v2 (He et al. 2016): 3 norms before the 3 convs of each block, none in the stem, none on the projections,
+#   and one at the end: 49. Kim et al.: the first norm of the 4 downsampling blocks is gamma_down, so other
+#   16*2 - 4 = 28, last 16, head 1.
+# ViT-Ti, DeiT-Ti (Dosovitskiy et al. 2020, Touvron et al. 2020): 12 blocks with 2 LayerNorms and 4 linear maps (qkv,
+#   projection, 2 of the MLP), a final LayerNorm, the patch embedding and the classifier: 25 norms, 50 weights, 50
+#   biases; class token and position embedding are spared.
+# Swin-T (Liu et al. 2021): 2+2+6+2 = 12 blocks as ViT's; a norm after the patch embedding (gamma_0), 3 patch mergings
+#   with a norm and a linear map without bias, a final norm: 24 + 1 + 3 + 1 = 29 norms, 48 + 1 + 3 + 1 = 53 weights,
+#   50 biases; 12 tables of relative position biases are spared.
+COLUMNS = ("weight", "gamma_0", "gamma_last", "gamma_down", "gamma_other", "gamma_head", "beta", "bias", "embedding")
+ROWS = {
+    "resnet18":                     (21, 1,  8, 3,   8, 0,  20,  1,  0),
+    "resnet50":                     (54, 1, 16, 4,  32, 0,  53,  1,  0),
+    "resnet101":                   (105, 1, 33, 4,  66, 0, 104,  1,  0),
+    "resnet152":                   (156, 1, 50, 4, 100, 0, 155,  1,  0),
+    "resnext50_32x4d":              (54, 1, 16, 4,  32, 0,  53,  1,  0),
+    "wide_resnet50_2":              (54, 1, 16, 4,  32, 0,  53,  1,  0),
+    "resnetv2_50":                  (54, 0, 16, 4,  28, 1,  49,  1,  0),
+    "vit_tiny_patch16_224":         (50, 0,  0, 0,  24, 1,  25, 50,  2),
+    "deit_tiny_patch16_224":        (50, 0,  0, 0,  24, 1,  25, 50,  2),
+    "swin_tiny_patch4_window7_224": (53, 1,  0, 0,  27, 1,  29, 50, 12),
+}  # fmt: skip
+TABLE = {name: {role: n for role, n in zip(COLUMNS, row, strict=True) if n} for name, row in ROWS.items()}
+DEEP = ("resnet101", "resnet152", "wide_resnet50_2")
+DECAYING = ("weight", "gamma_last", "gamma_other", "gamma_head")  # Kim et al. 2022, Guidelines 1-4, 1T, 3T, 4T
+
+
+def skeleton(name: str, **kwargs: Any) -> nn.Module:
+    with torch.device("meta"):
+        return timm.create_model(name, **kwargs)
+
+
+def check(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Every trainable parameter in exactly one group, frozen ones in none, the sums equal."""
+    grouped = [id(p) for group in groups for p in group["params"]]
+    trainable = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == set(trainable)
+    assert sum(p.numel() for group in groups for p in group["params"]) == sum(trainable.values())
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE])
+def test_membership_is_the_papers(name: str) -> None:
+    model = skeleton(name)
+    assigned = roles(model)
+    assert counts(assigned) == TABLE[name]
+    assert {one.role for one in assigned if one.decay} == {role for role in TABLE[name] if role in DECAYING}
+    groups = {group["name"]: group for group in param_groups(model, 0.1)}
+    assert len(groups["decay"]["params"]) == sum(n for role, n in TABLE[name].items() if role in DECAYING)
+    assert (groups["decay"]["weight_decay"], groups["no-decay"]["weight_decay"]) == (0.1, 0.0)
+    check(model, list(groups.values()))
+
+
+def test_named_members_of_resnet50_and_resnetv2_50() -> None:
+    role = {one.path: one.role for one in roles(skeleton("resnet50"))}
+    assert role["bn1.weight"] == "gamma_0"
+    assert role["layer1.0.bn3.weight"] == role["layer4.2.bn3.weight"] == "gamma_last"
+    assert role["layer3.0.downsample.1.weight"] == "gamma_down"
+    assert role["layer3.0.bn1.weight"] == role["layer3.5.bn2.weight"] == "gamma_other"
+    role = {one.path: one.role for one in roles(skeleton("resnetv2_50"))}
+    assert [path for path in role if role[path] == "gamma_down"] == [
+        f"stages.{i}.blocks.0.norm1.weight" for i in range(4)
+    ]
+    assert role["stages.0.blocks.1.norm1.weight"] == "gamma_other"
+    assert role["norm.weight"] == "gamma_head"
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "nf_resnet50"])
+def test_timm_is_timms_own(name: str) -> None:
+    model = skeleton(name)
+    spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    theirs = param_groups_weight_decay(model, 0.05, no_weight_decay_list=spared)
+    wanted = {id(p): group["weight_decay"] for group in theirs for p in group["params"]}
+    ours = {id(p): g["weight_decay"] for g in param_groups(model, 0.05, "timm") for p in g["params"]}
+    assert ours == wanted
+
+
+def test_nf_gains_do_not_decay_except_with_timm() -> None:
+    model = skeleton("nf_resnet50")
+    assert sum(one.role == "gain" and one.decay for one in roles(model)) == 0
+    assert sum(one.role == "gain" and one.decay for one in roles(model, "timm")) == 53
+    assert counts(roles(skeleton("dm_nfnet_f0")))["skipinit_gain"] == 12
+
+
+def test_the_other_policies() -> None:
+    model = skeleton("resnet18")
+    assert all(one.decay for one in roles(model, "all"))
+    assert {one.role for one in roles(model, "weights-only") if one.decay} == {"weight"}
+
+
+NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
+    "resnet18": {"channels": (64, 16, 16, 16)},  # the stem's first: no downsample there
+    "resnetv2_18": {"channels": (64, 16, 16, 16)},
+    "vit_tiny_patch16_224": {"img_size": 32, "embed_dim": 24},
+}
+CONVERTED = [
+    ("resnet18", "skipinit", {}, {"weight": 21, "bias": 21, "alpha": 8}),
+    ("resnet18", "regularized-skipinit", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 8}),
+    ("resnet18", "folded", {}, {"weight": 21, "bias": 21}),
+    # v2, ReLU: the scales move on, a shift stays where the 8 first norms stood; scale and shift of the final norm stay
+    ("resnetv2_18", "skipinit", {}, {"weight": 21, "bias": 20, "alpha": 8, "gamma_head": 1, "beta": 9}),
+    # norms in every seat, or a live gamma on every convolution: the roles are the source's
+    ("resnet18", "batchnorm", {"ghost_batch": 2}, TABLE["resnet18"]),
+    ("resnet18", "tune", {}, TABLE["resnet18"]),
+    # 12 norms of v2 follow no convolution of their own and keep their statistics; 8 go into one
+    (
+        "resnetv2_18",
+        "tune",
+        {},
+        {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1},
+    ),
+    ("resnet18", "frozen-bn", {}, {"weight": 21, "bias": 1}),
+    # as `resnet18` itself: every gamma and beta is in its seat
+    ("resnet18", "affine", {}, TABLE["resnet18"]),
+    # scalar biases before the 21 linear layers, and before the stem's and the branches' inner activations (1 + 8)
+    ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 30}),
+    ("resnet18", "residual-scale", {"rule": "arpit"}, {"weight": 21, "bias": 21}),
+    ("resnet18", "weightnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
+    ("resnet18", "spectralnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
+    # every convolution is standardized, with a gain and the mean of its filters; the classifier is not
+    ("resnet18", "nf", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20, "alpha": 8}),
+    ("resnet18", "centered-weightnorm", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20}),
+    ("resnet18", "groupnorm", {"steady": 0}, TABLE["resnet18"]),
+    ("resnet18", "layernorm", {"steady": 0}, TABLE["resnet18"]),
+    ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
+    # an alpha in every seat; the convolutions before take in means
+    ("resnet18", "dyt", {}, TABLE["resnet18"] | {"bias": 21, "tanh_alpha": 20}),
+    # gamma stays; beta goes into the biases of qkv and fc1, but that of the last norm
+    ("vit_tiny_patch16_224", "rmsnorm", {}, TABLE["vit_tiny_patch16_224"] | {"beta": 1}),
+    # gamma goes, too
+    ("vit_tiny_patch16_224", "folded", {}, {"weight": 50, "bias": 50, "embedding": 2, "gamma_head": 1, "beta": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
+def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:
+    side = NARROW[name].get("img_size", 48)
+    model = convert(timm.create_model(name, **NARROW[name]), to, size=(3, side, side), **options).model
+    assigned = roles(model)
+    assert counts(assigned) == wanted
+    assert {one.role for one in assigned if one.decay} == set(DECAYING) & set(wanted)
+    for policy in POLICIES:
+        check(model, param_groups(model, 0.1, policy))
+
+
+def test_every_scheme_has_a_row_here() -> None:
+    assert {to for _, to, _, _ in CONVERTED} == set(schemes.names())
+
+
+def test_a_gamma_in_tune_mode_has_the_role_of_its_norm() -> None:
+    done = convert(timm.create_model("resnet18"), "tune", size=(3, 32, 32)).model
+    role = {one.path: one.role for one in roles(done)}
+    assert role["conv1.gamma"] == "gamma_0"
+    assert role["layer1.0.conv1.gamma"] == "gamma_other"
+    assert role["layer1.0.conv2.gamma"] == "gamma_last"
+    assert role["layer2.0.downsample.0.gamma"] == "gamma_down"
+
+
+def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
+    model = timm.create_model("resnetv2_18", act_layer="silu")
+    done = convert(model, "folded", size=(3, 32, 32)).model
+    role = {one.path: one for one in roles(done)}
+    assert role["stages.1.blocks.0.norm1.weight"].role == "gamma_down"
+    assert not role["stages.1.blocks.0.norm1.weight"].decay
+    assert role["stages.1.blocks.1.norm1.weight"].role == "gamma_other"
+    assert role["norm.weight"].role == "gamma_head"
+    assert "gamma_unknown" not in counts(list(role.values()))
+    done.__dict__.pop("_normswap_provenance")
+    assert counts(roles(done))["gamma_unknown"] > 0
+    assert not any(one.decay for one in roles(done) if one.role == "gamma_unknown")
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    name=st.sampled_from(["resnet18", "resnetv2_18", "nf_resnet26", "vit_tiny_patch16_224"]),
+    policy=st.sampled_from(POLICIES),
+    layer_decay=st.none() | st.floats(0.5, 1.0),
+    scalars=st.none() | st.floats(0.01, 1.0),
+    lr=st.none() | st.floats(1e-4, 1.0),
+    frozen=st.sets(st.integers(0, 50)),
+)
+def test_every_parameter_in_exactly_one_group(
+    name: str, policy: str, layer_decay: float | None, scalars: float | None, lr: float | None, frozen: set[int]
+) -> None:
+    model = skeleton(name)
+    for i, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(i not in frozen)
+    groups = param_groups(model, 0.1, policy, lr=lr, layer_decay=layer_decay, scalar_lr_scale=scalars)
+    check(model, groups)
+    assert all(("lr" in group) == (lr is not None) for group in groups)
+    assert not any("lr" in group and "lr_scale" in group for group in groups)
+
+
+def test_optimizers_take_the_groups_and_decay_the_right_ones() -> None:
+    model = swapped(timm.create_model("resnet18", channels=(8, 16, 32, 64)), "skipinit", alpha=0.5)
+    groups = param_groups(model, 0.1, lr=1.0)
+    before = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for one in roles(model):
+        shrunk = before[one.path] * (0.9 if one.decay else 1.0)
+        torch.testing.assert_close(model.get_parameter(one.path).detach(), shrunk)
+    for opt in ("sgd", "adamw", "lamb"):
+        made = create_optimizer_v2(param_groups(model, 0.1), opt=opt, lr=0.1, weight_decay=0.0)
+        assert sorted(group["weight_decay"] for group in made.param_groups) == [0.0, 0.1]
+        check(model, made.param_groups)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vit_tiny_patch16_224", "nf_resnet50"])
+def test_layerwise_lr_is_timms(name: str) -> None:
+    model = skeleton(name)
+    theirs = {id(p): g["lr_scale"] for g in param_groups_layer_decay(model, layer_decay=0.7) for p in g["params"]}
+    ours = {id(p): g.get("lr_scale", 1.0) for g in param_groups(model, layer_decay=0.7) for p in g["params"]}
+    assert ours == pytest.approx(theirs)
+    with_lr = {id(p): g["lr"] for g in param_groups(model, layer_decay=0.7, lr=2.0) for p in g["params"]}
+    assert with_lr == pytest.approx({key: 2 * scale for key, scale in theirs.items()})
+
+
+def test_scalars_get_their_own_rate() -> None:
+    model = swapped(timm.create_model("resnet18", channels=(8, 16, 32, 64)), "regularized-skipinit")
+    groups = param_groups(model, lr=1.0, scalar_lr_scale=0.1)
+    of = {id(p): group["lr"] for group in groups for p in group["params"]}
+    for one in roles(model):
+        assert of[id(model.get_parameter(one.path))] == (0.1 if one.role in SCALARS else 1.0)
+
+
+class Bert(nn.Module):
+    """Post-norm, as BERT: a norm on the embeddings, one after every residual sum."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(blocks))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embedding(x))
+        for linear, norm in zip(self.linears, self.norms, strict=True):
+            x = norm(x + linear(x).relu())
+        return self.head(x)
+
+
+def test_bert_like() -> None:
+    found = counts(roles(Bert()))
+    assert found == {"weight": 4, "gamma_0": 1, "gamma_other": 1, "gamma_head": 1, "beta": 3, "bias": 3}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet18"])
+def test_networks_that_cannot_be_traced_are_read_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module) -> None:
+        raise TraceError("no")
+
+    monkeypatch.setattr(weight_decay.inspection, "inspect", refuse)
+    model = skeleton(name)
+    found = counts(roles(model))
+    check(model, param_groups(model))
+    assert found["beta"] == TABLE[name]["beta"]
+    assert found.get("gamma_0", 0) == TABLE[name].get("gamma_0", 0)
+    assert found.get("gamma_down", 0) == TABLE[name].get("gamma_down", 0)
+
+
+def test_shared_and_parametrized_weights() -> None:
+    norm = nn.BatchNorm2d(4)
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 1), norm, torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), norm
+    )
+    assert counts(roles(model)) == {"weight": 2, "bias": 2, "gamma_other": 1, "beta": 1, "gain": 1}
+    check(model, param_groups(model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"policy": "kim"}, "kim2022"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"layer_decay": 0.0}, "layer_decay"),
+        ({"lr": -0.1}, "lr"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        param_groups(nn.Linear(2, 2), **arguments)

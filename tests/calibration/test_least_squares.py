@@ -1,0 +1,708 @@
+"""Streamed least squares against a dense computation of its own, and what calibration refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from crossed import crossed
+from graph_cases import outputs
+from lived import distance, lived_in, run
+from timm.layers import ScaledStdConv2d
+from tiny import ONE, C, bn, conv, hooked, net, patched, tied
+from torch import Tensor, nn
+
+from normswap.calibration import least_squares, lockstep, natural_noise, sampling, sequential_fit
+from normswap.calibration.least_squares import Folds
+from normswap.errors import OptionError, RefusedError, SourceError
+from normswap.graph import inspection
+from normswap.plan import Step
+from normswap.schemes.parts import per_sample_norms, steady_gauge, steady_signs
+from normswap.surgery import applying, conversion
+
+CONVS: dict[str, dict[str, Any]] = {
+    "plain": {"kernel_size": 3, "padding": 1},
+    "strided": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "dilated": {"kernel_size": 3, "padding": 2, "dilation": 2},
+    "grouped": {"kernel_size": 3, "padding": 1, "groups": 2},
+    "same": {"kernel_size": 3, "padding": "same", "dilation": 2},
+    "pointwise": {"kernel_size": 1},
+}
+
+
+def narrow(arch: str = "resnet18", seed: int = 0) -> nn.Module:
+    """A lived-in float32 network."""
+    torch.manual_seed(seed)
+    width: dict[str, Any] = {"stem_chs": 8} if "v2" in arch else {}
+    model = timm.create_model(arch, num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1), **width)
+    return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64)).float()
+
+
+def images(count: int = 32, size: int = 32, seed: int = 1) -> list[Tensor]:
+    return list(torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed)).split(8))
+
+
+def dense(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """The unrolled input, (N * places, G, f), by probing the layer with one tap at a time."""
+    out = []
+    for g in range(conv.groups):
+        columns = []
+        probe = copy.deepcopy(conv)
+        probe.bias = None
+        for tap in range(conv.weight[0].numel()):
+            with torch.no_grad():
+                probe.weight.zero_()
+                probe.weight[g * (conv.out_channels // conv.groups)].view(-1)[tap] = 1
+                columns.append(probe(x)[:, g * (conv.out_channels // conv.groups)].flatten())
+        out.append(torch.stack(columns, 1))
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("kind", CONVS)
+def test_patches_are_what_the_layer_reads(kind: str) -> None:
+    conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
+    x = torch.randn(3, 4, 9, 7, dtype=torch.float64)
+    y = conv(x).detach()
+    seen, wanted = sampling.patches(conv, x, y, 11, torch.Generator().manual_seed(0))
+    weight = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
+    bias = conv.get_parameter("bias").detach().reshape(conv.groups, 1, -1)
+    assert distance(wanted, seen @ weight.transpose(1, 2) + bias) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("conv", "size"),
+    [
+        (nn.Conv1d(4, 6, 3, 2, 1, groups=2), (17,)),
+        (nn.Conv1d(4, 6, 4, padding="same", dilation=2), (9,)),
+        (nn.Conv3d(4, 8, 3, (1, 2, 1), (0, 1, 2), groups=4), (5, 9, 8)),
+        (nn.Conv3d(4, 2, (1, 3, 2), dilation=(2, 1, 1)), (3, 7, 5)),
+    ],
+)
+def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]) -> None:
+    conv, x = conv.double(), torch.randn(3, 4, *size, dtype=torch.float64)
+    seen, wanted = sampling.patches(conv, x, conv(x).detach(), 11, torch.Generator().manual_seed(0))
+    weight = conv.weight.detach().reshape(conv.groups, conv.out_channels // conv.groups, -1)
+    assert seen.shape[2] == min(11, conv(x)[0, 0].numel())
+    assert distance(wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)) < 1e-12
+
+
+@pytest.mark.parametrize("sum_of", ["nothing", "ones", "numbers"])
+@pytest.mark.parametrize("kind", CONVS)
+def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind: str, sum_of: str) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
+    batches = [3 + torch.randn(5, 4, 9, 7, dtype=torch.float64) for _ in range(3)]
+    targets = [(torch.randn_like(conv(x)) + conv(x).relu()).detach() for x in batches]
+    folds = Folds()
+    for x, y in zip(batches, targets, strict=True):
+        folds.add(*sampling.patches(conv, x, y, 10_000, torch.Generator()))
+    prior = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
+    some = torch.rand(conv.groups, prior.shape[2], dtype=torch.float64) + 0.2
+    zero_sum = {"nothing": None, "ones": torch.ones_like(some), "numbers": some}[sum_of]
+    fit = least_squares.regress(folds, prior, zero_sum=zero_sum)
+    unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
+    wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
+    for g in range(conv.groups):
+        a, b = unrolled[:, g], np.split(wanted, conv.groups, 1)[g]
+        ac, bc = a - a.mean(0), b - b.mean(0)
+        damp = fit.ridge * (ac**2).mean()
+        # the ridge as further rows; the constraint by substitution: V = P u with the columns of P spanning zero sums
+        rows = np.concatenate([ac / np.sqrt(len(a)), np.sqrt(damp) * np.eye(a.shape[1])])
+        goal = np.concatenate([bc / np.sqrt(len(a)), np.sqrt(damp) * prior[g].numpy().T])
+        basis = np.eye(a.shape[1]) if zero_sum is None else np.linalg.svd(zero_sum[g, None].numpy())[2][1:].T
+        v = basis @ np.linalg.lstsq(rows @ basis, goal, rcond=None)[0]
+        assert np.linalg.norm(fit.weight[g].numpy().T - v) <= 1e-8 * np.linalg.norm(v)
+        assert np.allclose(fit.bias[g].numpy(), b.mean(0) - a.mean(0) @ v, atol=1e-8)
+        if zero_sum is not None:
+            assert abs(zero_sum[g].numpy() @ fit.weight[g].numpy().T).max() < 1e-10
+
+
+@pytest.mark.parametrize("block", [500, least_squares._BLOCK])
+def test_blocks_in_float32_are_as_good_as_float64(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide patches (NumPy's product), far from zero, in batches that fill blocks unevenly or not at all."""
+    monkeypatch.setattr(least_squares, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(200, 200, generator=generator)
+    batches = [100 + torch.randn(40, 1, 9, 200, generator=generator) @ mixing for _ in range(8)]
+    truth = torch.randn(1, 5, 200, generator=generator)
+    narrow, wide = Folds(), Folds()
+    for x in batches:
+        y = (x @ truth.transpose(1, 2)).relu()
+        narrow.add(x, y)
+        wide.add(x.double(), y.double())
+    rows = torch.cat(batches).double()
+    own = (rows.flatten(0, 2) - rows.mean((0, 1, 2))).numpy()
+    covariance = narrow.total().covariances()[0][0].numpy()
+    assert np.abs(covariance - own.T @ own / len(own)).max() <= 1e-6 * np.abs(covariance).max()
+    one, two = (least_squares.regress(folds, torch.zeros_like(truth)) for folds in (narrow, wide))
+    assert one.ridge == two.ridge
+    assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
+    again = narrow.retargeted((x, x[..., :5].square()) for x in batches).total()
+    targets = rows[..., :5].square().flatten(0, 2)
+    cross = (targets - targets.mean(0)).T @ torch.from_numpy(own) / len(own)
+    assert torch.equal(again.covariances()[0], narrow.total().covariances()[0])
+    covariance = again.covariances()[0][0].numpy()
+    assert np.abs(covariance - own.T @ own / len(own)).max() <= 1e-6 * np.abs(covariance).max()
+    assert (again.cross()[0] - cross).norm() <= 1e-5 * cross.norm()
+    assert torch.allclose(again.means()[1][0], targets.mean(0))
+    halves = [Folds(), Folds()]
+    for folds in halves:
+        folds.add(batches[0], batches[0][..., :5])
+    assert torch.equal(halves[0].halves[0].cross(), halves[1].halves[0].covariances()[1])
+
+
+def test_what_float32_left_below_zero_is_lifted() -> None:
+    """Sums that rounding has made indefinite: their ridge grows until they are not; the other group keeps its own."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 20, 64, generator=generator, dtype=torch.float64) @ torch.ones(64, 64).double() * 30
+    covariance = rows.transpose(1, 2) @ rows / 20
+    bent = torch.randn(64, generator=generator, dtype=torch.float64)
+    bent = bent - bent.mean()
+    covariance[0] -= 3e-3 * covariance[0].diagonal().mean() * torch.outer(bent, bent) / bent.square().sum()
+    one, two = covariance.diagonal(dim1=1, dim2=2).mean(1).tolist()
+    kernel = least_squares.Kernel.of(covariance, 1e-4)
+    assert kernel.damp.flatten().tolist() == pytest.approx([1e-2 * one, 1e-4 * two])
+    again = kernel.factor @ kernel.factor.transpose(1, 2)
+    assert torch.allclose(again, covariance + kernel.damp * torch.eye(64))
+    covariance[1, 3, 5] = covariance[1, 5, 3] = torch.nan  # no ridge mends that
+    with pytest.raises(torch.linalg.LinAlgError):
+        least_squares.Kernel.of(covariance, 1e-4)
+
+
+def test_the_ridge_follows_the_data() -> None:
+    """Much data that contradict the prior: no ridge; noise alone: as much of it as there is."""
+    x = torch.randn(400, 1, 4, 5, dtype=torch.float64)
+    truth, prior = torch.randn(1, 3, 5, dtype=torch.float64), torch.zeros(1, 3, 5)
+    clear, blind = Folds(), Folds()
+    clear.add(x, x @ truth.transpose(1, 2))
+    blind.add(x[:8, :, :1], torch.randn(8, 1, 1, 3, dtype=torch.float64))
+    assert least_squares.regress(clear, prior).ridge == min(least_squares.RIDGES)
+    assert least_squares.regress(blind, prior).ridge == max(least_squares.RIDGES)
+
+
+@pytest.mark.parametrize(
+    ("errors", "best"),
+    [
+        ([3, 2, 1, 2, 3, 0], 2),
+        ([1, 2, 3, 0, 0, 0], 0),
+        ([3, 2, 4, 1, 5, 6], 3),
+        ([2, 1, 3, 2, 4, 0], 5),
+        ([2, 3, 3, 1, 2, 4], 3),
+        ([6, 5, 4, 3, 2, 1], 5),
+        ([1, 1, 1, 1, 1, 1], 0),
+    ],
+)
+def test_the_ridge_is_sought_until_the_error_has_risen_twice(
+    errors: list[float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter([half for error in errors for half in (0.25 * error, 0.75 * error)])
+    monkeypatch.setattr(least_squares, "_error", lambda *given: next(told))
+    folds = Folds()
+    folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
+    assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[best]
+
+
+@pytest.mark.parametrize(
+    ("errors", "best", "tried"),
+    [
+        ([3, 2, 1, 2, 3, 4], 2, {1, 2, 3}),
+        ([6, 5, 4, 3, 2, 1], 5, {2, 3, 4, 5}),
+        ([1, 2, 3, 4, 5, 6], 0, {0, 1, 2, 3}),
+        ([0, 9, 3, 2, 4, 1], 3, {2, 3, 4}),
+        ([1, 1, 1, 1, 1, 1], 2, {1, 2, 3}),
+    ],
+)
+def test_of_wide_patches_few_ridges_are_tried(
+    errors: list[float], best: int, tried: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the middle downhill, fitted on the first half and judged on the second."""
+    monkeypatch.setattr(least_squares, "_COSTLY", 5)
+    folds, seen, real = Folds(), [], least_squares.Kernel.of
+    folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
+
+    def watched(covariance: Tensor, ridge: float) -> least_squares.Kernel:
+        seen.append(least_squares.RIDGES.index(ridge))
+        return real(covariance, ridge)
+
+    def told(weight: Tensor, asked: slice, own: Any, other: Any, known: Any) -> float:
+        assert (own, other) == (folds.halves[0], folds.halves[1])
+        return errors[seen[-1]]
+
+    monkeypatch.setattr(least_squares.Kernel, "of", watched)
+    monkeypatch.setattr(least_squares, "_error", told)
+    assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[best]
+    *trials, last = seen
+    assert (len(trials), {*trials}, last) == (len(tried), tried, best)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
+    model = narrow(arch).double()
+    twin = copy.deepcopy(model)
+    sequential_fit.refit(model, twin, [x.double() for x in images()])
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert distance(run(model, x), run(twin, x)) < 1e-8
+
+
+@crossed("arch, scheme", ["resnet18", "resnetv2_18"], ["groupnorm", "nf", "centered-weightnorm"], every=2)
+def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
+    model, data = narrow(arch), images(40)
+    x = images(8, seed=9)
+    options = {"steady": 0.5} if scheme == "groupnorm" else {}  # the more of it, the less there is to repair
+    results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3, **options) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))
+    step = results[0].plan.steps[-1]
+    unfitted = applying.apply_step(model, step)
+    reference = run(model, x[0])
+    assert distance(reference, run(results[0].model, x[0])) < 0.8 * distance(reference, run(unfitted, x[0]))
+    assert all(module.training is model.training for module in results[0].model.modules())
+
+
+def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
+    model = narrow("resnetv2_18")
+    done = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32), stem="fit")
+    convs = [m for m in done.model.modules() if isinstance(m, nn.Conv2d)]
+    assert sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1  # the classifier is none
+    kept = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32)).model
+    assert [type(m) is ScaledStdConv2d for m in kept.modules() if isinstance(m, nn.Conv2d)] == [
+        False, *[True] * (len(convs) - 2), False
+    ]  # fmt: skip
+
+
+def hook(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    return layer
+
+
+# what comes before a convolution like any other: whether it is standardized, and whether that is said
+FIRST: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool, bool]] = {
+    "a convolution": (conv, {}, True, False),
+    "a grouped one": (lambda: conv(groups=2), {}, True, False),
+    "a transposed one": (lambda: nn.ConvTranspose2d(C, C, 3, padding=1), {}, False, False),
+    "filters of one number": (lambda: conv(1, groups=C), {}, False, True),
+    "another padding": (lambda: conv(padding_mode="reflect"), {}, False, True),
+    "hooks": (lambda: hook(conv()), {}, False, True),
+    "one that is left out": (conv, {"skip": "first"}, False, False),
+    "no convolution": (nn.Identity, {}, False, False),
+}
+
+
+@pytest.mark.parametrize("to", ["nf", "centered-weightnorm"])
+@pytest.mark.parametrize("name", FIRST)
+def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: str) -> None:
+    make, options, fit, said = FIRST[name]
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(
+        net(lambda m, x: m.last(m.bn(m.conv(m.first(x).relu())).relu()), first=make, **ONE, last=conv)(), x
+    )
+    done = conversion.convert(model, to, inputs=x, mean="keep", **options)
+    standardized = [edit.path for edit in done.plan.steps[-1].edits if edit.layer == "StandardizedConv"]
+    assert sorted(standardized) == sorted(["conv"] + ["first"] * fit)
+    assert any("first is not standardized" in note for note in done.notes) is said
+    assert distance(run(model, x), run(done.model, x)) < 1e-12
+
+
+def test_progress_batches_with_labels_and_functions() -> None:
+    model, told = narrow(), []
+    data = [(x, torch.zeros(len(x), dtype=torch.long)) for x in images()]
+    conversion.convert(
+        model, "layernorm", size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
+    )
+    assert told == [(i + 1, len(told)) for i in range(len(told))]
+    assert len(told) == 27
+
+
+def test_memory_does_not_hold_the_images() -> None:
+    """What stays of the data in memory is a matrix per layer."""
+    folds = Folds()
+    for _ in range(5):
+        folds.add(torch.randn(8, 1, 4, 9), torch.randn(8, 1, 4, 3))
+    held = sum(t.numel() for half in folds.halves for t in vars(half).values() if isinstance(t, Tensor))
+    assert folds.total().count == 5 * 8 * 4
+    assert held == 2 * (2 * 9 + 2 * 3 + 81 + 27 + 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mirrored", "drawn"),
+    [
+        (10**6, 500, {64}),  # at most, of an image
+        (256, 500, {41, 32}),  # 4 images and their mirror images
+        (256, 3, {64}),
+        (0, 500, {41, 3}),  # 12 of each number in a patch: of 27, and of 2
+    ],
+)  # fmt: skip
+def test_as_many_places_are_drawn_as_all_images_need(
+    rows: int, mirrored: int, drawn: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def patches(layer: nn.Module, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> Any:
+        asked.add(count)
+        return sampling.patches(layer, x, y, count, generator)
+
+    monkeypatch.setattr(sequential_fit, "patches", patches)
+    monkeypatch.setattr(sequential_fit, "ROWS", rows)
+    monkeypatch.setattr(lockstep, "MIRRORED", mirrored)
+    model = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 1)).eval()
+    sequential_fit.refit(model, copy.deepcopy(model), [torch.randn(2, 3, 16, 16) for _ in range(2)])
+    assert asked == drawn
+
+
+def with_nan() -> list[Tensor]:
+    data = images()
+    data[2][1, 0, 3, 3] = float("nan")
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (with_nan(), "batch 2 has values that are not finite"),
+        ([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 33, 32)], r"batch 1 has images of size \(3, 33, 32\)"),
+        ([torch.randn(1, 3, 32, 32)], "1 calibration images"),
+        ([], "0 calibration images"),
+        ([torch.randint(0, 9, (2, 3, 8, 8))], "no batch of images"),
+        ([torch.randn(8)], "no batch of images"),
+        (["a"], "no batch of images"),
+        ([torch.randn(2, 1, 32, 32)], "do not fit the network"),
+    ],
+)
+def test_bad_data_are_named(data: list[Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
+
+
+@pytest.mark.parametrize("to", ["groupnorm", "nf"])
+def test_a_layer_whose_numbers_overflow_is_named(to: str) -> None:
+    """1e20 squared is no float32."""
+    model: Any = narrow()
+    with torch.no_grad():
+        model.bn1.weight *= 1e20
+    with pytest.raises(SourceError, match=r"layer1\.0\.conv1 cannot be fitted: .* overflows"):
+        conversion.convert(model, to, size=(3, 32, 32), calibrate=images())
+
+
+@pytest.mark.parametrize("to", ["groupnorm", "nf", "centered-weightnorm"])
+def test_images_of_other_channels_do_not_fit(to: str) -> None:
+    given = {"mean": "fit"} if to == "centered-weightnorm" else {}
+    with pytest.raises(SourceError, match="the calibration images do not fit the network"):
+        conversion.convert(narrow(), to, size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("nf", {}, "--calibrate DATA"),
+        ("nf", {"calibrate": images(), "mean": "keep"}, "no use for calibration data"),
+        ("folded", {"calibrate": images()}, "no use for calibration data"),
+        ("skipinit", {"calibrate": images(), "alpha": "0"}, "no use for calibration data"),
+        ("groupnorm", {"calibrate": "nose"}, "nor 'noise'"),
+        ("nf", {"mean": "zero"}, "neither 'fit' nor 'keep'"),
+        *(("groupnorm", {"groups": wrong}, f"--groups {wrong} is not a whole") for wrong in (0, -1, 1.5, True, "2")),
+        *(("groupnorm", {"group_size": wrong}, f"--group-size {wrong} is not") for wrong in (-1, 1.5, True, "2")),
+        ("groupnorm", {"groups": 2, "group_size": 4}, "--groups and --group-size"),
+        *((to, {"steady": wrong}, f"--steady {wrong} is not in") for to in ("groupnorm", "layernorm")
+          for wrong in (1, -0.1, "half")),
+    ],
+)  # fmt: skip
+def test_options_are_checked(to: str, options: dict[str, Any], message: str) -> None:
+    model = net(lambda m, x: m.bn(m.conv(x)) + x, **ONE)().eval()
+    with pytest.raises(OptionError, match=message):
+        conversion.convert(model, to, size=(C, 9, 9), **options)
+
+
+def test_what_is_fitted_to_noise_says_so() -> None:
+    model = net(lambda m, x: m.bn(m.conv(x)), **ONE)().eval()
+    noisy = conversion.convert(model, "groupnorm", size=(C, 9, 9), calibrate="noise")
+    assert any("noise" in note for note in noisy.notes)
+
+
+def test_rows_of_features_are_fitted_to_as_images_are() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(64, 4)
+    flat: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with torch.no_grad():
+        flat[1].running_mean.copy_(flat[0](rows).mean(0))
+        flat[1].running_var.copy_(flat[0](rows).var(0))
+        wanted = flat(rows)
+    unfitted, fitted = (conversion.convert(flat, "layernorm", inputs=rows, **given).model
+                        for given in ({}, {"calibrate": rows.split(8)}))  # fmt: skip
+    assert distance(wanted, run(fitted, rows)) < 0.8 * distance(wanted, run(unfitted, rows))
+
+
+def test_groups_are_explained_or_refused() -> None:
+    model = narrow()
+    _, sketch = conversion.draft(inspection.inspect(model), "groupnorm", groups=5)
+    assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in sketch.notes  # resnet18's stem has 64
+    assert any("nearest to 5" in note for note in sketch.notes)
+    with pytest.raises(RefusedError, match="a group of one element erases it"):
+        conversion.draft(inspection.inspect(model), "groupnorm", groups=8)
+    flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with pytest.raises(RefusedError, match="erases it"):
+        conversion.draft(inspection.inspect(flat), "instancenorm")
+    single = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Linear(1, 2)).eval()
+    with pytest.raises(RefusedError, match="erases it; leave it out with `--skip`"):
+        conversion.draft(inspection.inspect(single), "groupnorm")
+    with pytest.raises(RefusedError, match="no BatchNorm"):
+        conversion.draft(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
+    assert [per_sample_norms.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+
+
+def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
+    """As behind the last convolution of a segmentation network: no group of one element."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.ReLU(), nn.Conv2d(1, 2, 1)).double().eval()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    done = conversion.convert(model, "groupnorm", inputs=x, steady=0)
+    y = model[0](x)
+    mean, var = y.mean((1, 2, 3), keepdim=True), y.var((1, 2, 3), correction=0, keepdim=True)
+    assert torch.allclose(done.model(x), model[3](model[2]((y - mean) / (var + 1e-5).sqrt())))
+
+
+def test_an_average_sample_sees_the_batchnorm() -> None:
+    """On an input whose statistics are the running ones, moment matching is exact, steadied or not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)).double().eval()
+    x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        seen = net[0](x)
+        net[1].running_mean.copy_(seen.mean((0, 2, 3)))
+        net[1].running_var.copy_(seen.var((0, 2, 3), correction=0))
+        net[1].weight.copy_(torch.randn(8))
+        net[1].bias.copy_(torch.randn(8))
+    for steady in (0.0, 0.5):
+        for groups in (1, 2, 4):
+            done = conversion.convert(net, "groupnorm", inputs=x, groups=groups, steady=steady)
+            assert distance(run(net, x), run(done.model, x)) < 1e-12
+
+
+def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
+    """With the norms themselves left BatchNorms, flips, constants and leads cancel, with convolutions and without."""
+    model = narrow("resnetv2_18").double()
+    step, sketch = conversion.draft(inspection.inspect(model), "groupnorm", groups=2)
+    args = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm"}
+    assert args["stages.0.blocks.0.norm1"]["lead"]
+    assert "lead" not in args["stages.0.blocks.0.norm2"]
+    assert all({"+", "-"} == set(a["flips"]) == set(a["leans"]) for a in args.values())
+    assert str(sketch.verdicts["norm"]).endswith("behind a scale and shift")
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    assert distance(run(model, x), run(recentred, x)) < 1e-12
+    edits = tuple(edit for edit in per_sample_norms.recentred(step).edits if edit.layer != "Steadied")
+    broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
+    assert distance(run(model, x), run(broken, x)) > 1e-3
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
+    torch.manual_seed(0)
+    conv = nn.ConvTranspose2d(4, 6, 3, groups=groups)
+    net = lived_in(nn.Sequential(conv, nn.BatchNorm2d(6, affine=False)), torch.randn(4, 4, 9, 9))
+    step, _ = conversion.draft(inspection.inspect(net), "layernorm")
+    assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
+
+
+# which convolutions give the norm after them its constants; a scale and shift in front of it does, where none can
+HOLDERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a convolution": (net(lambda m, x: m.bn(m.conv(x)), **ONE), ["conv"]),
+    "one for each norm": (
+        net(lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu())), **ONE, conv2=conv, bn2=bn), ["conv", "conv2"]),
+    "the output read elsewhere": (net(lambda m, x: m.bn(y := m.conv(x)) + y, **ONE), []),
+    "the output returned": (net(lambda m, x: (m.bn(y := m.conv(x)), y), **ONE), []),
+    "the convolution called elsewhere": (net(lambda m, x: m.bn(m.conv(x)) + m.conv(x.flip(-1)), **ONE), []),
+    "the norm called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv2(x)), **ONE, conv2=conv), []),
+    "both called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv(x.flip(-1))), **ONE), []),
+    "an activation between": (net(lambda m, x: m.bn(m.conv(x).relu()), **ONE), []),
+    "no convolution": (net(lambda m, x: m.conv(m.bn(x)), **ONE), []),
+    "a shared weight": (tied, []),
+    "hooks": (hooked, []),
+    "a forward of its own": (patched("conv"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_who_can_takes_the_gauge_in_and_the_function_stays(name: str) -> None:
+    """With the norms themselves left BatchNorms."""
+    make, holders = HOLDERS[name]
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 9, 9, dtype=torch.float64)
+    model = lived_in(make(), x)
+    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
+    leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
+    assert len(leads) == len(holders) + sum(leads.values())
+    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    assert distance(outputs(model, x), outputs(recentred, x)) < 1e-12
+
+
+@pytest.mark.parametrize(("count", "enough"), [(1, False), (15, False), (16, True), (40, True)])
+def test_the_gauge_is_chosen_on_sixteen_images_or_not_at_all(count: int, enough: bool) -> None:
+    """And whatever it is, the network with its BatchNorms computes what it did."""
+    torch.manual_seed(0)
+    x = torch.randn(count, C, 9, 9, dtype=torch.float64)
+    model = lived_in(net(lambda m, x: m.bn2(m.conv(m.bn(x)).relu()), **ONE, bn2=bn)(), torch.randn(4, C, 9, 9))
+    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    pattern = applying.apply_step(model, per_sample_norms.recentred(step))
+    result = applying.apply_step(model, step)
+    before = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in (pattern, result)]
+    steady_gauge.regauge(pattern, result, step, x.split(8))
+    for one, then in zip((pattern, result), before, strict=True):
+        assert any(not torch.equal(tensor, then[name]) for name, tensor in one.state_dict().items()) is enough
+    assert distance(run(model, x), run(pattern, x)) < 1e-12
+
+
+def test_many_descents_find_the_quietest_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all 2^10 of them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(steady_signs, "STARTS", 64)
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64)
+    for _ in range(10):
+        half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+        values = (every @ half.T).square().sum(1) + 2 * every @ linear
+        found = torch.from_numpy(steady_signs.quietest((half.T @ half).numpy(), linear.numpy()))
+        assert torch.equal(found, every[values.argmin()])
+
+
+def test_signs_are_the_quietest() -> None:
+    """Against all 2^10 of them; the descent may stop at a neighbour of the best, never far from it."""
+    torch.manual_seed(0)
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64)
+    for _ in range(5):
+        half, linear = torch.randn(4, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+        values = ((every @ half.T).square().sum(1) + 2 * every @ linear).sort().values
+        found = torch.from_numpy(steady_signs.quietest((half.T @ half).numpy(), linear.numpy()))
+        value = (half @ found).square().sum() + 2 * linear @ found
+        assert values[0] - 1e-9 <= value <= values[20]
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.5, 10.0])
+def test_no_single_flip_is_quieter(balance: float) -> None:
+    torch.manual_seed(0)
+    for _ in range(5):
+        half, linear = torch.randn(8, 30, dtype=torch.float64), 3 * torch.randn(30, dtype=torch.float64)
+        flip = torch.randn(30, dtype=torch.float64).sign()
+        given = ((half.T @ half).numpy(), linear.numpy(), flip.numpy(), balance)
+        found = torch.from_numpy(steady_signs.quietest(*given))
+        every = torch.cat([found[None], found * (1 - 2 * torch.eye(30, dtype=torch.float64))])
+        values = (every * flip @ half.T).square().sum(1) + balance * every.sum(1).square() + 2 * every @ linear
+        assert values[0] <= values.min() + 1e-9
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_signs_and_constants_make_a_groups_statistics_fluctuate_least(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    """Against all 2^6 of either, from the definition: how mean and variance of a group differ between images."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(steady_signs, "STARTS", 512)  # each of the 64 is among them
+    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(6)] for i in range(64)], dtype=torch.float64)
+    means = torch.randn(40, 6 * groups, dtype=torch.float64) + 1
+    squares, var = means.square() * torch.rand(40, 1) + 1, torch.rand(6 * groups) + 0.5
+    found = steady_signs._signs(means, squares, var, groups, 0.3)
+    flips, leans = (
+        torch.tensor([1.0 if sign == "+" else -1.0 for sign in text]) for text in (found.flips, found.leans)
+    )
+    scale = (var / squares.mean(0)).sqrt()
+    for i in range(groups):
+        part = slice(6 * i, 6 * i + 6)
+        x, energy = means[:, part] * scale[part], (squares * scale.square())[:, part].mean(1)
+        flip, lean = flips[part].double(), leans[part].double()
+        assert (x @ flip).var() <= (x @ every.T).var(0).min() * (1 + 1e-5)
+        size = (energy.mean() * 0.3 / 0.7).sqrt()
+
+        def fluctuation(signs: Tensor, x: Tensor = x * flip, energy: Tensor = energy, size: Tensor = size) -> Tensor:
+            unbalanced = steady_signs.BALANCE * x.var(0).mean() * signs.sum(-1).square()
+            return (energy[:, None] + size / 3 * x @ signs.T).var(0) + (size / 3).square() * unbalanced
+
+        assert fluctuation(lean[None])[0] <= fluctuation(every).min() * (1 + 1e-5)
+
+
+def test_a_network_without_images_gets_alternating_constants() -> None:
+    flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    step, _ = conversion.draft(inspection.inspect(flat), "layernorm")
+    assert [edit.args["leans"] for edit in step.edits] == ["+-+-+-"] * 2
+    assert all(not module._forward_pre_hooks for module in flat.modules())
+
+
+LAYERS: dict[int, tuple[Any, Any]] = {
+    1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)
+}  # fmt: skip
+SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 70), (20, 64)), ((5, 40, 9), (5, 32, 9))]
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["any size", "its own size only"])
+@pytest.mark.parametrize(("sides", "small"), SIGNALS)
+def test_signs_are_tried_on_noise_of_the_size_that_was_recorded(
+    sides: tuple[int, ...], small: tuple[int, ...], only: bool
+) -> None:
+    torch.manual_seed(0)
+    conv, norm = LAYERS[len(sides)]
+    head = nn.Linear(8 * math.prod(sides), 2) if only else nn.Identity()
+    model = nn.Sequential(conv(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.Flatten(), head).eval()
+    anatomy, shapes = inspection.inspect(model, torch.randn(2, 3, *sides)), []
+    with model[0].register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[2:]))):
+        found = steady_signs.choose(anatomy, {"1": 1}, 0.5)["1"]
+    assert shapes[-2:] == [sides if only else small] * 2
+    assert set(found.flips) == set(found.leans) == {"+", "-"}
+    assert found != steady_signs.alternating(8, 1)
+
+
+@pytest.mark.parametrize("sides", [(32,), (24, 20), (12, 10, 8)])
+def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
+    found = natural_noise.pink(4000, (2, *sides), 0).double()
+    assert float(found.std()) == pytest.approx(1, rel=1e-4)
+    power = np.square(np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))).mean((0, 1))
+    frequency = np.sqrt(sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij")))
+    flat = (power * np.square(frequency)).ravel()[1:]
+    assert flat.min() > 0.85 * flat.max()
+    assert power.flat[0] * max(sides) ** -2 == pytest.approx(flat.mean(), rel=0.1)
+    one, two = found.movedim(1, 0).flatten(1)
+    # of the first's own noise a the others have a share: sqrt(0.8) a + sqrt(0.2) b, the first both of a
+    assert float(torch.corrcoef(torch.stack([one, two]))[0, 1]) == pytest.approx(1.2 / 1.8**0.5, rel=0.02)
+
+
+class Batches(nn.Module):
+    """As robot policies do, it takes a dict of observations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return self.layers(batch["image"])
+
+
+class Listed(Batches):
+    """As torchvision's detectors do, it takes a list of images."""
+
+    def forward(self, images: list[Tensor]) -> Any:  # type: ignore[override]
+        return self.layers(torch.stack(images))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(Batches, lambda x: {"batch": {"image": x}}), (Listed, lambda x: (list(x),))],
+    ids=["dict", "list"],
+)
+def test_images_in_a_dict_or_a_list_are_looked_at_as_the_images_are(kind: type[Batches], given: Any) -> None:
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(2, 3, 9, 9)
+    inside = conversion.convert(model.layers, "groupnorm", inputs=x).plan.steps[0].edits
+    outside = conversion.convert(model, "groupnorm", inputs=given(x)).plan.steps[0].edits
+    assert [edit.args for edit in outside] == [edit.args for edit in inside]
+    assert any(set(edit.args["flips"]) == {"+", "-"} for edit in inside if "flips" in edit.args)
+
+
+def test_a_network_that_takes_more_than_images_gets_alternating_constants_too() -> None:
+    given = {"batch": {"image": torch.randn(2, 3, 9, 9), "state": torch.randn(2, 4)}}
+    done = conversion.convert(Batches().eval(), "groupnorm", inputs=given)
+    assert "+-+-+-+-" in done.plan.to_json()

@@ -1,0 +1,235 @@
+"""Population statistics of a new domain: torch's own averaging, and hooks in float64, are the oracles."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lived import batchnorms, distance, lived_in, run
+from narrow_networks import source as lived
+from small import small
+from torch import Tensor, nn
+
+import normswap
+from normswap import provenance
+from normswap.cli.app import main
+from normswap.errors import NormswapError, OptionError, RefusedError, SourceError, VerificationError
+from normswap.reporting import demo
+from normswap.surgery.recalibration import recalibrate
+
+SIZE = (3, 32, 32)
+IMAGES = str(demo.FOLDER / "images.tar")
+Capture = pytest.CaptureFixture[str]
+
+
+def network(arch: str = "resnet18") -> nn.Module:
+    return copy.deepcopy(lived(arch)[0])
+
+
+def shifted(count: int = 40, batch: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Another domain: darker, with less contrast."""
+    generator = torch.Generator().manual_seed(5)
+    x = 0.4 * torch.randn(count, *SIZE, generator=generator, dtype=torch.float64) - 0.7
+    return list(x.to(dtype).split(batch))
+
+
+def torchs_own(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """What torch averages with momentum=None, norms in training mode: cumulative, with the unbiased variance."""
+    twin = copy.deepcopy(model).eval()
+    for path in batchnorms(twin):
+        norm: Any = twin.get_submodule(path)
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    with torch.no_grad():
+        for x in batches:
+            twin(x)
+    return {name: t for name, t in twin.state_dict().items() if "running" in name}
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "seresnet18"])
+def test_statistics_are_torchs_cumulative_averages(arch: str) -> None:
+    model, batches = network(arch), shifted()
+    done = recalibrate(model, batches, size=SIZE)
+    expected = torchs_own(model, batches)
+    state, before = done.model.state_dict(), model.state_dict()
+    assert expected
+    for name, tensor in state.items():
+        if name in expected:
+            assert distance(expected[name], tensor) <= 1e-12
+            assert distance(before[name], tensor) > 1e-3
+        else:
+            assert torch.equal(before[name], tensor)
+    assert not done.report.exact
+
+
+def test_by_hand_in_float64() -> None:
+    """Algorithm 2 written out: every norm's input, by hooks, over all the data; m / (m - 1) on the mean variance."""
+    model, batches = network("resnet18"), shifted()
+    seen: dict[str, list[Tensor]] = {path: [] for path in batchnorms(model)}
+    twin = copy.deepcopy(model).train()
+    for path in seen:
+        twin.get_submodule(path).register_forward_pre_hook(
+            lambda m, args, path=path: seen[path].append(args[0].clone())
+        )
+    with torch.no_grad():
+        for x in batches:
+            twin(x)
+    result = recalibrate(model, batches, size=SIZE).model
+    for path, values in seen.items():
+        m = values[0].numel() // values[0].shape[1]
+        means = torch.stack([v.mean((0, 2, 3)) for v in values])
+        spreads = torch.stack([((v - v.mean((0, 2, 3), keepdim=True)) ** 2).mean((0, 2, 3)) for v in values])
+        norm: Any = result.get_submodule(path)
+        assert distance(means.mean(0), norm.running_mean) <= 1e-12
+        assert distance(m / (m - 1) * spreads.mean(0), norm.running_var) <= 1e-12
+
+
+def test_float32_and_modes() -> None:
+    model = network().float().train()
+    model.get_submodule("layer1").eval()
+    before = copy.deepcopy(model.state_dict())
+    done = recalibrate(model, shifted(dtype=torch.float32), size=SIZE)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [m.training for m in done.model.modules()] == [m.training for m in model.modules()]
+    expected = torchs_own(model.double(), shifted())
+    state = done.model.state_dict()
+    assert all(distance(tensor, state[name].double()) < 1e-5 for name, tensor in expected.items())
+    assert all(torch.equal(before[name], state[name]) for name in before if "num_batches" in name)
+
+
+def test_ghost_batches_are_batches() -> None:
+    model = normswap.convert(network(), "batchnorm", ghost_batch=4, size=SIZE).model
+    result = recalibrate(model, shifted(batch=8), size=SIZE).model
+    fine = recalibrate(model, shifted(batch=4), size=SIZE).model
+    running = [name for name in result.state_dict() if "running" in name]
+    assert all(distance(result.state_dict()[name], fine.state_dict()[name]) < 1e-12 for name in running)
+
+
+def test_a_smaller_last_batch_is_left_out() -> None:
+    model, batches = network(), shifted(count=43)
+    assert len(batches[-1]) == 3
+    done = recalibrate(model, batches, size=SIZE)
+    assert "40 images in 5 batches; a last batch of 3 is left out" in done.notes[0]
+    whole = recalibrate(model, batches[:-1], size=SIZE)
+    assert all(torch.equal(a, b) for a, b in zip(done.model.state_dict().values(), whole.model.state_dict().values(),
+                                                 strict=True))  # fmt: skip
+
+
+def test_it_is_a_step_like_others(tmp_path: Path) -> None:
+    """Recorded, loaded, folded, unfolded: with the new statistics."""
+    model = network()
+    told: list[tuple[int, int]] = []
+    done = recalibrate(model, shifted(), size=SIZE, data="dark", progress=lambda *at: told.append(at))
+    assert told == [(i + 1, 5) for i in range(5)]
+    loaded = normswap.load(normswap.save(done, tmp_path / "new"))
+    record = provenance.of(loaded)
+    assert record is not None
+    assert [(step.scheme, step.options["data"]) for step in record.plan.steps] == [("recalibrate", "dark")]
+    x = shifted()[0]
+    reference = run(done.model, x)
+    assert torch.equal(reference, run(loaded, x))
+    folded = normswap.convert(loaded, "folded", size=SIZE).model
+    assert distance(reference, run(folded, x)) < 1e-12
+    back = normswap.convert(folded, "unfold", size=SIZE).model
+    assert distance(reference, run(back, x)) < 1e-12
+    for name, tensor in back.state_dict().items():
+        if "running" in name:
+            assert torch.equal(tensor, done.model.state_dict()[name])
+
+
+def test_a_part_that_kept_its_norms() -> None:
+    half = normswap.convert(network(), "folded", only="layer2", size=SIZE).model
+    done = recalibrate(half, shifted(), size=SIZE)
+    x = shifted()[0]
+    back = normswap.convert(done.model, "unfold", size=SIZE).model
+    assert distance(run(done.model, x), run(back, x)) < 1e-12
+    for path in batchnorms(done.model):
+        for name, tensor in done.model.get_submodule(path).state_dict().items():
+            assert torch.equal(tensor, back.get_submodule(path).state_dict()[name])
+
+
+def with_nan() -> list[Tensor]:
+    batches = shifted()
+    batches[1][0, 0, 0, 0] = float("nan")
+    return batches
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(2 * input)
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "kind", "message"),
+    [
+        (network, with_nan(), SourceError, "batch 1 has values that are not finite"),
+        (network, [], SourceError, "0 calibration images"),
+        (network, shifted(count=1, batch=1), SourceError, "a batch of 1 image"),
+        (network, shifted(count=8, batch=1), SourceError, "a batch of 1 image"),
+        (network, [torch.randn(4, 1, 32, 32).double()], SourceError, "does not run on these images"),
+        (network, [*shifted(), torch.randn(8, 3, 40, 40).double()], SourceError, "size"),
+        (network, [*shifted(batch=4), *shifted()], SourceError, "has 8 images: the first had 4"),
+        (network, [part for x in shifted(count=8, batch=4) for part in (x, x[:2])], SourceError,
+         "batch 1 has 2 images: the first had 4, and only the last may have fewer"),
+        (network, "noise", RefusedError, "noise"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), shifted(), RefusedError, "no BatchNorm"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), shifted(),
+         RefusedError, "no BatchNorm with running statistics"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)), shifted(), RefusedError, "cannot estimate 1"),
+        (lambda: lived_in(network(), shifted()[0]) and nn.Sequential(Scale(1e200), nn.BatchNorm2d(3)), shifted(),
+         VerificationError, "not finite"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(make: Any, batches: Any, kind: type[NormswapError], message: str) -> None:
+    model = make().double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(kind, match=message):
+        recalibrate(model, batches, size=SIZE)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def test_one_value_per_channel_is_too_few() -> None:
+    """m = 1: the variance of one value is not defined."""
+    flat = nn.Sequential(nn.Conv2d(3, 4, 32), nn.BatchNorm2d(4)).eval()
+    alone = normswap.convert(flat, "batchnorm", ghost_batch=1, size=SIZE).model
+    with pytest.raises(SourceError, match="1 sees one value per channel"):
+        recalibrate(alone, shifted(dtype=torch.float32), size=SIZE)
+
+
+@pytest.mark.parametrize("word", ["recalibrate", "estimate", "_estimate"])
+def test_it_is_no_target(word: str) -> None:
+    with pytest.raises(OptionError, match="unknown scheme"):
+        normswap.convert(small(), word)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["recalibrate", str(demo.FOLDER), "--data", IMAGES, "--samples", "64", "--batch-size", "20",
+               "--workers", "0"]  # fmt: skip
+    assert main([*command, "--json"]) == 0
+    body = json.loads(capfd.readouterr().out)
+    assert body["output"] == "demo_data-recalibrated"
+    assert body["notes"] == ["22 norms, 60 images in 3 batches; a last batch of 4 is left out"]
+    assert main(["verify", "demo_data-recalibrated"]) == 0
+    assert main([*command]) == 2
+    assert "exists" in capfd.readouterr().err
+    assert main([*command, "--force"]) == 0
+    assert "22 norms" in capfd.readouterr().out
+    assert main(["convert", str(demo.FOLDER), "--to", "folded", "-o", "f"]) == 0
+    assert main(["recalibrate", "f", "--data", IMAGES, "-o", "no"]) == 2
+    assert "no BatchNorm" in capfd.readouterr().err
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,263 @@
+"""What a fit aims at, on networks so small that NumPy's least squares gives the answer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo_networks
+from lived import distance, run
+from torch import Tensor, nn
+
+from normswap.calibration import least_squares, sampling, sequential_fit
+from normswap.calibration.least_squares import RIDGES, Folds
+from normswap.images.datasets import make_loader
+from normswap.layers.per_sample import Gauge
+from normswap.reporting import demo
+from normswap.schemes.parts import steady_gauge
+from normswap.surgery import applying, conversion
+
+CHANNELS = 4
+Array = Any
+
+
+def test_offsets_are_drawn_where_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two draws of a layer, of what it gives and of what is added to that, show the same places, not all of them."""
+    drawn: list[Tensor] = []
+
+    def spying(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        twin = torch.Generator().set_state(generator.get_state())
+        grid = torch.arange(y[0, 0].numel(), dtype=y.dtype).view(1, 1, *y.shape[2:]).expand_as(y)
+        drawn.append(sampling.patches(layer, x, grid, count, twin)[1])
+        assert drawn[-1].shape[2] < grid[0, 0].numel()
+        return sampling.patches(layer, x, y, count, generator)
+
+    monkeypatch.setattr(sequential_fit, "patches", spying)
+    monkeypatch.setattr(sequential_fit, "PLACES", 8)
+    model, images = source(skip=False, relu=True), [torch.randn(8, CHANNELS, 6, 6).double()]
+    sequential_fit.refit(model, copy.deepcopy(model), images, only=lambda path, _: path == "conv", mirror=False)
+    assert len(drawn) == 2
+    assert torch.equal(*drawn)
+
+
+class Sum(nn.Module):
+    """skip + norm(conv(before(x))), perhaps a ReLU: all 1x1, so that a place is a row."""
+
+    def __init__(self, *, skip: bool, relu: bool, per_sample: bool = False) -> None:
+        super().__init__()
+        self.skip = nn.Conv2d(CHANNELS, CHANNELS, 1) if skip else None
+        self.before, self.conv = nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.norm: nn.Module = nn.GroupNorm(2, CHANNELS) if per_sample else nn.BatchNorm2d(CHANNELS)
+        self.act = nn.ReLU() if relu else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        arm = None if self.skip is None else self.skip(x)
+        y = self.norm(self.conv(self.before(x)))
+        return self.act(y if arm is None else arm + y)
+
+
+def source(*, skip: bool, relu: bool) -> Sum:
+    torch.manual_seed(0)
+    model: Any = Sum(skip=skip, relu=relu).double().eval()
+    with torch.no_grad():
+        model.norm.running_mean.normal_()
+        model.norm.running_var.uniform_(0.5, 2)
+        model.norm.weight.copy_(torch.tensor([1.5, -0.7, 0.4, 2.0]))
+        model.norm.bias.normal_()
+    return model
+
+
+def pixels(count: int = 24) -> Tensor:
+    return torch.randn(count, CHANNELS, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def rows(x: Tensor) -> Array:
+    return x.movedim(1, -1).reshape(-1, x.shape[1]).numpy()
+
+
+def least(x: Array, y: Array) -> tuple[Array, Array]:
+    """W and b of y = W x + b, by NumPy."""
+    found = np.linalg.lstsq(np.hstack([x, np.ones((len(x), 1))]), y, rcond=None)[0]
+    return found[:-1].T, found[-1]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_branch_makes_up_for_the_stream(relu: bool) -> None:
+    """The skip has gone wrong by D, and the branch reads the same: conv' = conv - D / s is exact, and is found."""
+    theirs = source(skip=True, relu=relu)
+    ours: Any = copy.deepcopy(theirs)
+    with torch.no_grad():
+        ours.before.weight.copy_(torch.eye(CHANNELS).view(CHANNELS, CHANNELS, 1, 1))
+        ours.before.bias.zero_()
+        ours.skip.weight.add_(0.3 * torch.randn_like(ours.skip.weight))
+        ours.skip.bias.add_(0.5)
+    broken = distance(run(theirs, pixels()), run(ours, pixels()))
+    sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path, module: path == "conv", mirror=False)
+    assert broken > 0.1
+    assert distance(run(theirs, pixels()), run(ours, pixels())) < 1e-3
+
+
+def ridged(x: Array, y: Array, prior: Array, ridge: float) -> tuple[Array, Array]:
+    """W and b of y = W x + b, W drawn towards a prior: NumPy's least squares on rows with others below them."""
+    x0, y0 = x.mean(0), y.mean(0)
+    m = np.square(x - x0).sum() / x.size
+    root = np.sqrt(len(x) * ridge * m) * np.eye(x.shape[1])
+    weight = np.linalg.lstsq(np.vstack([x - x0, root]), np.vstack([y - y0, root @ prior.T]), rcond=None)[0].T
+    return weight, y0 - weight @ x0
+
+
+def crossed(x: Array, y: Array, prior: Array, *, biases: bool = True) -> float:
+    """The ridge whose weights, fitted to the even images, err least on the odd ones and the other way around.
+
+    Args:
+        x, y: (images, rows, f) and (images, rows, o).
+        biases: are part of what is fitted; else only the errors' variance counts.
+    """
+    halves = [tuple(value[i::2].reshape(-1, value.shape[2]) for value in (x, y)) for i in range(2)]
+
+    def error(ridge: float) -> float:
+        total = 0.0
+        for own, other in (halves, halves[::-1]):
+            weight, bias = ridged(*own, prior, ridge)
+            wrong = other[1] - other[0] @ weight.T - bias
+            total += np.square(wrong if biases else wrong - wrong.mean(0)).sum(1).mean()
+        return total
+
+    return min(RIDGES, key=error)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("rounds", [0, 1, 2, 5])
+def test_what_a_relu_hides_is_asked_for_in_no_round(rounds: int, skip: bool) -> None:
+    """Zhang et al. 2015 (arXiv:1505.06798, section 2.2.2: z' = z if z > 0, else min(0, ours)), by NumPy."""
+    theirs = source(skip=skip, relu=True)
+    ours: Any = copy.deepcopy(theirs)
+    x = pixels()
+    s = (theirs.norm.weight / (theirs.norm.running_var + theirs.norm.eps).sqrt()).detach()  # type: ignore[operator]
+    t = (theirs.norm.bias - theirs.norm.running_mean * s).detach()  # type: ignore[operator]
+    with torch.no_grad():
+        ours.before.weight[2:] = 0  # half of what the layer reads is gone: no weight is exact
+        if skip:
+            ours.skip.bias.add_(0.5)
+        seen = rows(ours.before(x))
+        other = rows(ours.skip(x)) if skip else np.zeros_like(seen)
+        whole = rows((theirs.skip(x) if theirs.skip else 0) + theirs.norm(theirs.conv(theirs.before(x))))
+    s_, t_, prior = s.numpy(), t.numpy(), theirs.conv.weight.detach()[:, :, 0, 0].numpy()
+    wanted = whole
+    ridge = crossed(*(value.reshape(len(x), -1, CHANNELS) for value in (seen, (whole - other - t_) / s_)), prior)
+    for _ in range(rounds + 1):
+        weight, bias = ridged(seen, (wanted - t_ - other) / s_, prior, ridge)
+        wanted = np.where(whole > 0, whole, np.minimum(s_ * (seen @ weight.T + bias) + t_ + other, 0))
+    sequential_fit.refit(
+        theirs, ours, list(x.split(8)), only=lambda path, module: path == "conv", rounds=rounds, mirror=False
+    )
+    found = ours.conv.weight.detach()[:, :, 0, 0].numpy(), ours.conv.bias.detach().numpy()
+    for value, known in zip(found, (weight, bias), strict=True):
+        assert np.abs(value - known).max() < 1e-6 * np.abs(known).max()
+
+
+def test_a_norm_makes_up_for_the_stream() -> None:
+    theirs = source(skip=True, relu=True)
+    ours: Any = copy.deepcopy(theirs)
+    ours.norm = nn.GroupNorm(2, CHANNELS).double()
+    with torch.no_grad():
+        ours.skip.weight.mul_(0.5)
+        ours.skip.bias.add_(1)
+        x = pixels()
+        reached = nn.functional.group_norm(ours.conv(ours.before(x)), 2)
+        asked = theirs.skip(x) + theirs.norm(theirs.conv(theirs.before(x))) - ours.skip(x)  # type: ignore[misc]
+    sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path, module: path == "norm", mirror=False)
+    for channel in range(CHANNELS):
+        gamma, beta = least(rows(reached)[:, [channel]], rows(asked)[:, [channel]])
+        assert ours.norm.weight[channel].item() == pytest.approx(gamma.item(), rel=1e-6)
+        assert ours.norm.bias[channel].item() == pytest.approx(beta.item(), rel=1e-6)
+
+
+def test_the_ridge_is_the_one_that_errs_least_on_the_other_half_biases_and_all() -> None:
+    """Problems in which the halves have other means: a choice without the biases would be another."""
+    differs = 0
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(10, 1, 1, 6, generator=generator, dtype=torch.float64)
+        x[1::2] += 2 * torch.randn(6, generator=generator, dtype=torch.float64)
+        y = (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).relu()
+        y = y + torch.randn(y.shape, generator=generator, dtype=torch.float64)
+        prior = torch.randn(1, 3, 6, generator=generator, dtype=torch.float64)
+        folds = Folds()
+        folds.add(x, y)
+        problem = (x[:, 0].numpy(), y[:, 0].numpy(), prior[0].numpy())
+        assert least_squares.regress(folds, prior).ridge == crossed(*problem)
+        differs += crossed(*problem) != crossed(*problem, biases=False)
+    assert differs > 5
+
+
+@pytest.mark.parametrize("steady", [0.2, 0.5, 0.75])
+def test_the_constants_share_of_the_variance_is_what_was_asked_for(steady: float) -> None:
+    """Counted on samples: the variance over a group with the constants, and how much of it they are."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8).double().eval()
+    norm.running_mean.normal_()  # type: ignore[union-attr]
+    norm.running_var.uniform_(0.5, 4)  # type: ignore[union-attr]
+    gauge = Gauge.of(norm, 2, steady, "+-+-+-+-", "++--+-+-")
+    spread = torch.randn(20_000, 8, dtype=torch.float64) * norm.running_var.sqrt()  # type: ignore[union-attr]
+    values = gauge.sign * (spread + norm.running_mean) + gauge.offset
+    for group in (slice(0, 4), slice(4, 8)):
+        constants = values[:, group].mean(0)
+        share = constants.square().mean() / values[:, group].square().mean()
+        assert float(share) == pytest.approx(steady, abs=0.01)
+    squares = spread.square()
+    _, offset = steady_gauge.gauge(spread[:500] * 0.3, squares[:500], 2, steady)
+    for group in (slice(0, 4), slice(4, 8)):
+        square = offset[group].square().mean()
+        assert float(square / (square + squares[:500, group].mean())) == pytest.approx(steady, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("energies", ["go with the means", "know nothing of the means", "are all the same"])
+def test_no_constants_of_that_size_make_the_energy_vary_less(energies: str, size: float) -> None:
+    """Against thirty descents on the sphere of constants that sum to zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, generator=generator, dtype=torch.float64) * torch.tensor([0.5, 1, 1, 2, 3])
+    x = x - x.mean(0)
+    noise = torch.randn(60, generator=generator, dtype=torch.float64)
+    energy = {"go with the means": x @ torch.tensor([1.0, -2, 0.5, 0, 1]).double() + noise,
+              "know nothing of the means": noise - x @ torch.linalg.lstsq(x, noise).solution,
+              "are all the same": torch.zeros(60, dtype=torch.float64)}[energies]  # fmt: skip
+    energy = energy - energy.mean()
+
+    def onto(o: Tensor) -> Tensor:
+        o = o - o.mean(1, keepdim=True)
+        return o * size**0.5 / o.norm(dim=1, keepdim=True)
+
+    def varies(o: Tensor) -> Tensor:
+        return (energy + 2 * o @ x.T / 5).square().mean(1)
+
+    found = steady_gauge._constants(x, energy, size)
+    assert abs(float(found.sum())) < 1e-9 * size**0.5
+    assert float(found.square().sum()) == pytest.approx(size)
+    tried = onto(torch.randn(30, 5, generator=generator, dtype=torch.float64))
+    for i in range(3000):
+        slope = (energy + 2 * tried @ x.T / 5) @ x
+        tried = onto(tried - 0.3 * 0.995**i * size**0.5 * slope / slope.norm(dim=1, keepdim=True))
+    least = float(varies(tried).min())
+    assert float(varies(found[None])) <= least + 1e-9 * max(least, 1.0)
+    assert float(varies(found[None])) >= 0.999 * least, "the descents have come as far"
+
+
+@pytest.mark.parametrize("kind", ["preact", "plain"])
+def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str) -> None:
+    """Trained networks, and 300 images that were not seen."""
+    loader = make_loader(zoo_networks.PREPROCESSING, str(demo.FOLDER / "images.tar"), workers=0)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    images = torch.cat([pictures for pictures, _ in loader])[order]
+    model = zoo_networks.trained(kind)
+    done = conversion.convert(model, "nf", calibrate=list(images[:64].split(16)))
+    bare = applying.apply_step(model, done.plan.steps[-1])
+    with torch.inference_mode():
+        said, ours, not_fitted = (one(images[200:]).argmax(1) for one in (model, done.model, bare))
+    kept, lost = ((answer == said).double().mean() for answer in (ours, not_fitted))
+    assert kept > 0.8
+    assert lost < 0.4

@@ -1,0 +1,588 @@
+"""The command line: what it prints, what it writes, and that every bad input gives one line and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from commands import DEMO, MODEL, Capture, files, refused, run_json
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from normswap.cli.app import main
+from normswap.cli.commands import schemes_command
+from normswap.cli.naming import last_part
+from normswap.cli.options import parse
+from normswap.plan import VERSION
+from normswap.reporting import demo
+from normswap.storage import checkpoint
+
+COMMANDS = (
+    "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "push",
+    "finetune", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
+)  # fmt: skip
+IMAGES = str(demo.FOLDER / "images.tar")
+SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
+FILE = ("--arch", "resnet18", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's network, converted by the command line."""
+    folder = tmp_path_factory.mktemp("converted")
+    for scheme in ("folded", "skipinit"):
+        assert main(["convert", MODEL, "--to", scheme, "-o", str(folder / scheme)]) == 0
+    return folder
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_typer_and_nothing_else_from_outside() -> None:
+    """What makes it fast; a limit in seconds would depend on the machine. Typer imports parts of itself when needed."""
+    code = (
+        "import sys, typer; before = set(sys.modules); from normswap.cli.app import main; code = main(['--help']);"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names);"
+        "print(code, *sorted(new), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "convert" in done.stdout
+    code_, *new = done.stderr.split()
+    assert (code_, {*new} - {"typer", "click", "rich"}) == ("0", {"normswap"})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command: str, capfd: Capture) -> None:
+    assert main([command, "--help"]) == 0
+    assert capfd.readouterr().out.startswith(f"Usage: normswap {command}")
+
+
+def test_no_help_imports_anything_heavy() -> None:
+    code = (
+        "import sys; from normswap.cli.app import main\n"
+        f"for command in {COMMANDS}: main([command, '--help'])\n"
+        "sys.exit(str([m for m in ('torch', 'timm', 'numpy', 'pydantic', 'rich', 'matplotlib') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
+    assert main(["--help"]) == 0
+    listed = capfd.readouterr().out.partition("Commands:")[2].splitlines()
+    assert tuple(line.split()[0] for line in listed if line) == COMMANDS
+
+
+def test_a_new_command_is_one_file(here: Path) -> None:
+    (here / "greet_command.py").write_text(
+        "ORDER = 15\ndef run(name: str) -> int:\n    print('hello', name)\n    return 3\n"
+        "def register(app):\n    app.command('greet')(run)\n"
+    )
+    code = (
+        f"import sys; from normswap.cli import commands; commands.__path__.append({str(here)!r});"
+        "from normswap.cli.app import main; main(['--help']); sys.exit(main(['greet', 'you']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (3, "hello you")
+    places = [done.stdout.index(f"\n  {name}") for name in ("inspect", "greet", "convert")]
+    assert places == sorted(places)
+
+
+def test_no_command_shows_help(capfd: Capture) -> None:
+    assert main([]) == 0
+    assert "Commands:" in capfd.readouterr().out
+
+
+def test_version(capfd: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out.startswith("normswap 0.")
+
+
+# --- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_resnet50(capfd: Capture) -> None:
+    body = run_json(capfd, "inspect", "resnet50", "--weights", "random")
+    assert body["roles"] == {"stem": 1, "last": 16, "down": 4, "other": 32, "head": 0}
+    assert [block["skip"] for block in body["blocks"]].count("projection") == 4
+    assert len(body["sites"]) == 53
+    assert all(site["folding"].startswith("folds into") and site["refused"] is None for site in body["sites"])
+
+
+def test_inspect_groups_blocks_that_look_alike(capfd: Capture) -> None:
+    assert main(["inspect", MODEL]) == 0
+    assert "layer1.0 .. layer1.1" in capfd.readouterr().out
+
+
+def test_inspect_shows_the_counts_within_100_columns(capfd: Capture) -> None:
+    assert main(["inspect", *SMALL]) == 0
+    out = capfd.readouterr().out
+    assert "1 stem, 8 last, 4 down, 8 other" in out
+    assert "4 projection, 4 identity" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_what_is_that_already(capfd: Capture, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    assert main(["convert", MODEL, "--to", "skipinit", "-o", out]) == 0
+    assert main(["convert", out, "--to", "skipinit", "-o", f"{out}2"]) == 2
+    assert "the network is that already. `normswap schemes` lists what else there is" in capfd.readouterr().err
+
+
+def test_no_summary_is_cut_at_80_columns(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    said = capfd.readouterr().out
+    assert "inspect" in said
+    assert "..." not in said.partition("Commands:")[2]
+
+
+def test_inspect_says_why_a_norm_is_refused(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4))
+    monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: model)
+    batch, group = run_json(capfd, "inspect", "mine")["sites"]
+    assert "no running statistics" in batch["refused"]
+    assert "per sample" in group["refused"]
+
+
+def test_inspect_a_converted_network(capfd: Capture, converted: Path) -> None:
+    body = run_json(capfd, "inspect", str(converted / "skipinit"))
+    assert body["plan"] == ["skipinit"]
+    assert body["norms"] == {}
+    assert all(block["alpha"] > 0 for block in body["blocks"])
+
+
+# --- convert ----------------------------------------------------------------------------------------------------------
+
+
+def test_convert_says_what_it_did_and_writes_there(capfd: Capture, here: Path) -> None:
+    assert main(["convert", MODEL, "--to", "skipinit"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "22 folded back" in out
+    assert "layer4.1.bn2" in out
+    assert "float64" in out
+    assert "FAILED" not in out
+    assert "written to demo_data-skipinit" in out
+    assert {p.name for p in here.iterdir()} == {"demo_data-skipinit"}
+
+
+def test_convert_json(capfd: Capture, here: Path) -> None:
+    body = run_json(capfd, "convert", MODEL, "--to", "regularized-skipinit", "--dropout", "0.6", "-o", "out")
+    (step,) = body["steps"]
+    assert (body["output"], step["options"]) == ("out", {"alpha": "match", "dropout": 0.6})
+    assert len(step["alphas"]) == 8
+    assert step["report"]["passed"]
+    assert all(error["within"] for error in step["report"]["logits"])
+    assert (here / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_dry_run_writes_nothing(as_json: bool, capfd: Capture, here: Path) -> None:
+    arguments = ["convert", MODEL, "--to", "skipinit", "--dry-run"]
+    if as_json:
+        (step,) = run_json(capfd, *arguments)["steps"]
+        assert {edit["layer"] for edit in step["edits"]} == {"Folded", "Scale", "Vacant"}
+        assert step["report"] is None
+    else:
+        assert main(arguments) == 0
+        assert "layer1.0.conv1" in capfd.readouterr().out
+    assert not files(here)
+
+
+def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
+    convert = ["convert", MODEL]
+    assert main([*convert, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
+    assert set(files(here)) == {"plan.json"}
+    assert main([*convert, "--from-plan", "plan.json", "-o", "same"]) == 0
+    assert main([*convert, "--to", "skipinit", "-o", "direct", "--plan", "again.json"]) == 0
+    same, direct = (load_file(here / name / "model.safetensors") for name in ("same", "direct"))
+    assert all(torch.equal(same[name], direct[name]) for name in direct)
+    assert same.keys() == direct.keys()
+    assert Path("plan.json").read_text() == Path("again.json").read_text()
+
+    plan = json.loads(Path("plan.json").read_text())
+    (step,) = plan["steps"]
+    step["options"]["alpha"] = 0.25  # not a match any more: a reset
+    next(edit for edit in step["edits"] if edit["path"] == "layer2.0.bn2")["args"]["alpha"] = 0.25
+    Path("plan.json").write_text(json.dumps(plan))
+    (done,) = run_json(capfd, *convert, "--from-plan", "plan.json", "-o", "edited")["steps"]
+    assert not done["report"]["exact"]
+    assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
+
+
+def test_a_plan_of_two_steps(here: Path) -> None:
+    steps = []
+    for scheme, source in (("folded", MODEL), ("skipinit", "one")):
+        assert (
+            main(
+                [
+                    "convert",
+                    source,
+                    "--to",
+                    scheme,
+                    "--plan",
+                    f"{scheme}.json",
+                    "-o",
+                    "one" if source == MODEL else "two",
+                ]
+            )
+            == 0
+        )
+        steps += json.loads(Path(f"{scheme}.json").read_text())["steps"]
+    Path("both.json").write_text(json.dumps({"version": VERSION, "steps": steps}))
+    assert main(["convert", MODEL, "--from-plan", "both.json", "-o", "both"]) == 0
+    two, both = (load_file(here / name / "model.safetensors") for name in ("two", "both"))
+    assert two.keys() == both.keys()
+    assert all(torch.equal(two[name], both[name]) for name in two)
+
+
+def test_unfold_gives_the_source_back(converted: Path, here: Path) -> None:
+    assert main(["convert", str(converted / "skipinit"), "--to", "unfold", "-o", "back"]) == 0
+    back, source = load_file(here / "back" / "model.safetensors"), load_file(demo.FOLDER / "model.safetensors")
+    assert back.keys() == source.keys()
+
+
+def test_force_replaces(here: Path) -> None:
+    convert = ["convert", MODEL, "--to", "folded", "-o", "out"]
+    assert main(convert) == 0
+    before = (here / "out" / "model.safetensors").stat().st_ino
+    assert main([*convert, "--force"]) == 0
+    assert (here / "out" / "model.safetensors").stat().st_ino != before
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3), ("0.5", 0.5), ("true", True), ("False", False), ("none", None), ("relu", "relu"),
+        ("16,32, 64", [16, 32, 64]), ("1,0.5,a", [1, 0.5, "a"]), ("8,", [8]),
+    ],
+)  # fmt: skip
+def test_values_of_arch_arg(text: str, value: Any) -> None:
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("resnet50.a1_in1k", "resnet50.a1_in1k"), ("hf-hub:org/name@main", "name"), ("local-dir:a/b", "b"),
+        ("some/where/", "where"), ("x/file.safetensors", "file"), (".", "here"),
+    ],
+)  # fmt: skip
+def test_default_output_is_named_after_the_source(
+    source: str, name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "here" / "x").mkdir(parents=True)
+    (here / "here" / "x" / "file.safetensors").touch()
+    monkeypatch.chdir(here / "here")
+    assert last_part(source) == name
+
+
+# --- verify and evaluate ----------------------------------------------------------------------------------------------
+
+
+def test_verify(capfd: Capture, converted: Path) -> None:
+    data = ("--data", IMAGES, "--samples", "100", "--workers", "0")
+    body = run_json(capfd, "verify", str(converted / "folded"), *data)
+    assert body["passed"]
+    assert body["source_unchanged"] is True
+    assert body["data"]["agreement"] == 1
+    assert body["data"]["source"] == body["data"]["result"] > 60
+    assert body["data"]["count"] == 100
+
+
+def test_verify_against_another(capfd: Capture, converted: Path) -> None:
+    folded, other = str(converted / "folded"), str(converted / "skipinit")
+    assert main(["verify", folded, "--against", other]) == 0
+    assert capfd.readouterr().out.rstrip().endswith("passed")
+
+
+def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: Path) -> None:
+    model = checkpoint.load(converted / "folded")
+    with torch.no_grad():
+        model.get_parameter("layer2.0.conv1.weight").mul_(1.01)
+    checkpoint.save(model, here / "tuned")
+    assert main(["verify", "tuned"]) == 1
+    assert "FAILED" in capfd.readouterr().out
+
+
+def test_verify_says_that_the_source_changed(capfd: Capture, here: Path) -> None:
+    shutil.copytree(demo.FOLDER, here / "source")
+    assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
+    state = load_file(here / "source" / "model.safetensors")
+    save_file({name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()}, "source/model.safetensors")
+    body = run_json(capfd, "verify", "out", code=1)
+    assert (body["passed"], body["source_unchanged"]) == (False, False)
+    assert main(["verify", "out"]) == 1
+    assert "warning: the source is not what it was" in capfd.readouterr().out
+
+
+def test_verify_reopens_a_weights_file(capfd: Capture, here: Path) -> None:
+    write(here / "net.pth", small_state())
+    assert main(["convert", "net.pth", *FILE, "--to", "folded", "-o", "out"]) == 0
+    body = run_json(capfd, "verify", "out")
+    assert body["passed"]
+    assert body["source_unchanged"]
+
+
+def test_evaluate(capfd: Capture) -> None:
+    body = run_json(capfd, "evaluate", MODEL, "--data", IMAGES, "--samples", "100", "--workers", "0")
+    assert body["count"] == 100
+    assert 60 < body["top1"] <= body["top5"] <= 100
+    assert body["images_per_s"] > 0
+
+
+def test_schemes(capfd: Capture) -> None:
+    bodies = {body["name"]: body for body in run_json(capfd, "schemes")}
+    assert {"folded", "skipinit", "regularized-skipinit", "unfold"} <= set(bodies)
+    assert bodies["skipinit"]["exact_only_with"] == ["alpha"]
+    assert bodies["folded"]["exact_only_with"] == []
+    assert "arXiv" in bodies["skipinit"]["paper"]
+    assert main(["schemes"]) == 0
+    assert "--alpha (default match)" in capfd.readouterr().out
+    assert run_json(capfd, "schemes", "unfold", "skipinit") == [bodies["unfold"], bodies["skipinit"]]
+    assert main(["schemes", "skip-init"]) == 2
+    assert "skipinit" in capfd.readouterr().err
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """A pickle that makes a file when it is executed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("executed", "w")
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 5:
+            raise ValueError("it takes pairs of images")
+        return self.norm(self.conv(x[:, 0] - x[:, 1]))
+
+
+def small_state() -> dict[str, Tensor]:
+    model = timm.create_model("resnet18", channels=(8, 8, 16, 16), num_classes=5)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def write(file: Path, content: Any) -> None:
+    if file.suffix == ".pth":
+        torch.save(content, file)
+    else:
+        save_file(content, file)
+
+
+def truncated(file: Path) -> None:
+    write(file, small_state())
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def changed(**tensors: Tensor | None) -> Callable[[Path], None]:
+    """A weights file with some tensors replaced, added, or (None) left out."""
+    state = {**small_state(), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+    return lambda file: write(file, {name: tensor for name, tensor in state.items() if tensor is not None})
+
+
+def plan_with(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A plan file, wrong in one place."""
+
+    def make(file: Path) -> None:
+        edit = {"path": "bn1", "layer": "Vacant", "args": {}, "reads": []}
+        plan = {"version": 1, "steps": [{"scheme": "folded", "options": {}, "edits": [edit]}]}
+        change(plan)
+        file.write_text(json.dumps(plan))
+
+    return make
+
+
+def edit_of(plan: dict[str, Any]) -> dict[str, Any]:
+    edit: dict[str, Any] = plan["steps"][0]["edits"][0]
+    return edit
+
+
+def a_run(file: Path) -> None:
+    """A folder as `finetune` leaves it."""
+    file.touch()
+    (file.parent / "best").mkdir()
+
+
+RUN = ("run/recipe.yaml", a_run)
+NET = ("convert", "net.safetensors", *FILE, "--to", "folded")
+PLAN = ("convert", MODEL, "--from-plan", "plan.json")
+# what is wrong; the file that makes it so; the arguments; what the line must say
+BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[str, ...]]] = [
+    ("unknown model", "", None, ("convert", "resnet5o", "--to", "folded"), ("unknown model 'resnet5o'", "resnet50")),
+    ("unknown model", "", None, ("inspect", "resnet5o"), ("Did you mean",)),
+    ("missing file", "", None, NET, ("net.safetensors does not exist",)),
+    ("missing directory", "", None, ("verify", "nowhere"), ("nowhere",)),
+    ("a run", *RUN, ("evaluate", "run", "--data", IMAGES), ("run is the folder of a run", "run/best")),
+    ("a run", *RUN, ("verify", "run"), ("run/best",)),
+    ("a run", *RUN, ("report", "run"), ("run/best",)),
+    ("missing data", "", None, ("evaluate", MODEL, "--data", "nowhere"), ("nowhere does not exist",)),
+    ("truncated", "net.safetensors", truncated, NET, ("net.safetensors", "truncated")),
+    ("pickle", "net.pth", lambda file: write(file, Evil()), ("inspect", "net.pth", *FILE), ("never executes",)),
+    ("shapes", "net.safetensors", changed(fc__weight=torch.zeros(7, 16)), NET, ("fc.weight is (7, 16)", "(5, 16)")),
+    ("missing key", "net.safetensors", changed(bn1__weight=None), NET, ("1 missing: bn1.weight",)),
+    ("unexpected key", "net.safetensors", changed(odd=torch.ones(1)), NET, ("1 unexpected: odd",)),
+    ("NaN", "net.safetensors", changed(fc__bias=torch.full((5,), torch.nan)), NET, ("NaN", "fc.bias")),
+    ("no arch", "net.safetensors", changed(), ("inspect", "net.safetensors"), ("--arch",)),
+    ("output exists", "out/some.txt", Path.touch, (*DEMO, "folded", "-o", "out"), ("out exists", "--force")),
+    ("not ours", "out/some.txt", Path.touch, (*DEMO, "folded", "-o", "out", "--force"), ("not a model directory",)),
+    ("output is a file", "out", Path.touch, (*DEMO, "folded", "-o", "out"), ("out is a file",)),
+    ("unwritable", "file", Path.touch, (*DEMO, "folded", "-o", "file/out"), ("cannot write", "file/out")),
+    ("plan exists", "p.json", Path.touch, (*DEMO, "folded", "--dry-run", "--plan", "p.json"), ("p.json exists",)),
+    ("plan unwritable", "f", Path.touch, (*DEMO, "folded", "--dry-run", "--plan", "f/p.json"), ("cannot write f/p",)),
+    ("scheme", "", None, (*DEMO, "skipint"), ("unknown scheme 'skipint'", "Did you mean skipinit")),
+    ("no scheme", "", None, ("convert", MODEL), ("nothing says what to convert to. Give --to", "folded", "unfold")),
+    ("no such thing", "", None, ("inspect", "qqqq"), ("unknown model 'qqqq'. No file or folder", "timm.list_models()")),
+    ("not converted", "", None, ("verify", MODEL), ("holds no plan. Name what `normswap convert` wrote",)),
+    ("batchnorm already", "", None, (*DEMO, "batchnorm"), ("stay as they are", "`normswap schemes`")),
+    ("option of another scheme", "", None, (*DEMO, "folded", "--alpha", "1"), ("no option alpha",)),
+    ("unfold has no options", "", None, (*DEMO, "unfold", "--alpha", "1"), ("no option alpha",)),
+    ("unfold has no plan", "", None, (*DEMO, "unfold", "--dry-run"), ("no plan",)),
+    ("nothing to unfold", "", None, (*DEMO, "unfold"), ("nothing to unfold",)),
+    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "big"), ("--alpha 'big'", "inv-sqrt-depth")),
+    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "1,2"), ("--alpha '1,2'",)),
+    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "nan"), ("finite",)),
+    ("dropout", "", None, (*DEMO, "regularized-skipinit", "--dropout", "1.5"), ("not in [0, 1)",)),
+    ("unknown option", "", None, (*DEMO, "folded", "--bogus"), ("--bogus",)),
+    ("unknown command", "", None, ("convrt",), ("convrt",)),
+    ("no model", "", None, ("inspect",), ("MODEL",)),
+    ("not a number", "", None, ("inspect", "resnet18", "--num-classes", "many"), ("--num-classes",)),
+    ("arch-arg", "", None, ("inspect", "resnet18", "--arch-arg", "channels"), ("KEY=VALUE",)),
+    ("arch-arg", "", None, ("inspect", "resnet18", "--weights", "random", "--arch-arg", "bogus=1"), ("bogus=1",)),
+    ("weights", "", None, ("inspect", "resnet18", "--weights", "best"), ("'best'", "'random'")),
+    ("no plan file", "", None, PLAN, ("cannot read the plan plan.json",)),
+    ("plan is binary", "plan.json", lambda file: file.write_bytes(b"\xff\xfe"), PLAN, ("cannot read the plan",)),
+    ("plan is not JSON", "plan.json", lambda file: file.write_text("{"), PLAN, ("plan.json is not JSON",)),
+    ("plan is no object", "plan.json", lambda file: file.write_text("[]"), PLAN, ("plan.json", "version")),
+    ("plan version", "plan.json", plan_with(lambda p: p.update(version=9)), PLAN, ("version 9",)),
+    ("plan key", "plan.json", plan_with(lambda p: edit_of(p).update(lyer="Scale")), PLAN, ("unknown keys ['lyer']",)),
+    ("plan layer", "plan.json", plan_with(lambda p: edit_of(p).update(layer="Bogus")), PLAN, ("layer 'Bogus'",)),
+    ("plan path", "plan.json", plan_with(lambda p: edit_of(p).update(path="layer9.bn1")), PLAN, ("'layer9.bn1'",)),
+    ("plan args", "plan.json", plan_with(lambda p: edit_of(p).update(args={"x": 1})), PLAN, ("bn1 does not fit",)),
+    ("plan breaks it", "plan.json", plan_with(lambda p: edit_of(p).update(path="conv1")), PLAN, ("does not run",)),
+    ("plan scheme", "plan.json", plan_with(lambda p: p["steps"][0].update(scheme="bogus")), PLAN, ("'bogus'",)),
+    ("plan option", "plan.json", plan_with(lambda p: p["steps"][0].update(options={"x": 1})), PLAN, ("no option x",)),
+    ("plan is wrong", "plan.json", plan_with(lambda p: None), PLAN, ("is wrong", "relative L2")),
+    ("plan twice", "plan.json", plan_with(lambda p: p["steps"][0]["edits"].append(edit_of(p))), PLAN, ("twice",)),
+    ("empty plan", "plan.json", plan_with(lambda p: p.update(steps=[])), PLAN, ("no edits",)),
+    ("plan and scheme", "", None, (*PLAN, "--to", "folded", "--alpha", "1"), ("--alpha and --to",)),
+]
+
+
+@pytest.mark.parametrize(("file", "make", "arguments", "said"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_bad_input_gives_one_line(
+    file: str, make: Callable[[Path], Any] | None, arguments: tuple[str, ...], said: tuple[str, ...],
+    here: Path, capfd: Capture,
+) -> None:  # fmt: skip
+    if make is not None:
+        (here / file).parent.mkdir(exist_ok=True)
+        make(here / file)
+    refused(arguments, said, here, capfd)
+
+
+def test_an_existing_output_is_refused_before_the_work(
+    here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "demo_data-folded").mkdir()
+    (here / "demo_data-folded" / "mine").touch()
+    monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: pytest.fail("too late"))
+    refused((*DEMO, "folded"), ("demo_data-folded exists",), here, capfd)
+
+
+@pytest.mark.parametrize("command", [("inspect", "x"), ("convert", "x", "--to", "folded")])
+def test_untraceable_model(
+    command: tuple[str, ...], here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: Untraceable())
+    refused(command, ("Untraceable", Path(__file__).name), here, capfd)
+
+
+def test_nothing_to_convert(converted: Path, here: Path, capfd: Capture) -> None:
+    refused(("convert", str(converted / "folded"), "--to", "folded"), ("nothing to convert",), here, capfd)
+
+
+@pytest.mark.parametrize("option", [("--arch", "resnet18"), ("--num-classes", "3"), ("--weights", "random")])
+def test_a_converted_network_knows_its_architecture(
+    option: tuple[str, str], converted: Path, here: Path, capfd: Capture
+) -> None:
+    refused(("inspect", str(converted / "folded"), *option), ("was written by normswap", option[0]), here, capfd)
+
+
+def test_random_weights_cannot_be_verified_against(here: Path, capfd: Capture) -> None:
+    assert main(["convert", *SMALL, "--to", "folded", "-o", "out"]) == 0
+    refused(("verify", "out"), ("random weights", "--against MODEL"), here, capfd)
+
+
+def test_a_full_disk_leaves_nothing(here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    refused((*DEMO, "folded", "-o", "out", "--plan", "p.json"), ("cannot write out", "No space"), here, capfd)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "error: /x: Permission denied"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_the_system_throws(
+    error: BaseException, code: int, said: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(schemes_command, "show", fail)
+    assert main(["schemes"]) == code
+    out, err = capfd.readouterr()
+    assert (out, err.strip("\n")) == ("", said)  # older typer ends the line that ^C stands on
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(schemes_command, "show", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["schemes"])
+
+
+def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+    import warnings
+
+    def noisy(*given: Any) -> None:
+        warnings.warn("a warning")
+        logging.getLogger("timm").error("a log line")
+
+    monkeypatch.setattr(schemes_command, "show", noisy)
+    assert main(["schemes"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert logging.root.manager.disable == 0
+
+
+def test_module_runs_as_the_command(here: Path) -> None:
+    """In a process of its own: exit code and streams are those of `main`. A command that does not import torch."""
+    words = ["recipes", "show", "nowhere"]
+    done = subprocess.run([sys.executable, "-m", "normswap", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: no recipe is called 'nowhere'")

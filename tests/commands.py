@@ -1,0 +1,55 @@
+"""Commands as the tests run them: in a folder of their own, with JSON read, and refusals held to one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normswap.cli.app import main
+from normswap.reporting import demo
+
+MODEL = str(demo.FOLDER)
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
+    """Run with --json: stdout is JSON and nothing else, stderr is empty."""
+    capfd.readouterr()
+    assert main([*arguments, "--json"]) == code
+    out, err = capfd.readouterr()
+    assert err == ""
+    return json.loads(out, parse_constant=pytest.fail)
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+DEMO = ("convert", MODEL, "--to")
+
+
+def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd: Capture) -> None:
+    """Exit code 2, one line on stderr that says all of `said`, and the same files as before."""
+    before = files(here)
+    capfd.readouterr()
+    assert main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    for text in said:
+        assert text in err
+    assert files(here) == before
+
+
+def environment() -> dict[str, str]:
+    """Of a process that imports what these tests share."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}

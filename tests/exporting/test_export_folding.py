@@ -1,0 +1,227 @@
+"""What only an export does to a network: shifts into the stream, mean and std into the stem, weights to bfloat16.
+
+All in float64 against the unfused forward, or against (p - mean) / std written out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import distance, lived_in, run
+from tiny import Net
+from torch import Tensor, nn
+
+from normswap.exporting import export_folding, input_normalization, rounding, shift_absorption
+from normswap.graph import inspection
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
+from normswap.layers.placeholders import Vacant
+from normswap.models.calling import Example
+
+V2: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
+SIZE = (3, 64, 64)
+
+
+def v2(*, positive: bool, name: str = "resnetv2_18", **args: Any) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = timm.create_model(name, **(args or V2)), torch.randn(2, *SIZE)
+    lived_in(model, x)
+    if positive:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.data.abs_().add_(0.2)
+    return model, x.double()
+
+
+def left(model: nn.Module) -> list[str]:
+    kinds = (ChannelBias, ChannelAffine)
+    return [path for path, module in model.named_modules() if isinstance(module, kinds)]
+
+
+# --- shifts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18", "resnetv2_50"])
+def test_a_preactivation_network_keeps_nothing(name: str) -> None:
+    args = {"channels": [16, 16, 32, 32], "stem_chs": 8, "num_classes": 10}
+    model, x = v2(positive=True, name=name, **args)
+    folded = export_folding.undressed(model, SIZE)
+    assert (
+        len(left(folded)) == len(inspection.inspect(model).blocks) + 1
+    )  # before each block, and before the classifier
+    absorbed = copy.deepcopy(folded)
+    assert shift_absorption.absorb(absorbed, inspection.inspect(folded)) == left(folded)
+    assert left(absorbed) == []
+    assert distance(run(model, x), run(absorbed, x)) <= 1e-12
+    assert distance(run(folded.get_submodule("stem"), x), run(absorbed.get_submodule("stem"), x)) > 1e-3
+
+
+def test_a_shift_with_a_sign_stays() -> None:
+    model, x = v2(positive=False)
+    folded = export_folding.undressed(model, SIZE)
+    before = left(folded)
+    gone = shift_absorption.absorb(folded, inspection.inspect(folded))
+    signed = [path for path in before if folded.get_submodule(path).__class__ is ChannelBias]
+    assert left(folded) == signed
+    assert [path for path in before if path not in gone] == signed
+    assert signed
+    assert distance(run(model, x), run(folded, x)) <= 1e-12
+
+
+def _stream(m: Any, x: Tensor) -> Tensor:
+    """A pre-activation block whose stream is read by `m.other` as well."""
+    h = m.stem(x)
+    total: Tensor = h + m.conv(m.bias(h))
+    return total.mean((2, 3)) + m.other(h).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("other", "absorbed"),
+    [
+        (nn.Conv2d(4, 4, 1), True),
+        (nn.Conv2d(4, 4, 3, groups=2), True),
+        (nn.Conv2d(4, 4, 1, bias=False), True),
+        (nn.Conv2d(4, 4, 3, padding=1), False),  # the shift is not there in its zeros
+        (nn.Conv2d(4, 4, 3, padding="same"), False),
+        (nn.ReLU(), False),
+        (nn.Sequential(nn.Dropout(), nn.Conv2d(4, 4, 1)), True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorbed: bool) -> None:
+    torch.manual_seed(0)
+    parts = {"stem": nn.Conv2d(3, 4, 3), "conv": nn.Conv2d(4, 4, 3, padding=1), "other": other}
+    parts["bias"] = ChannelBias(torch.randn(4), None, nn.ReLU(inplace=True))
+    model: nn.Module = Net(_stream, **parts).double().eval()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    expected = run(model, x)
+    assert shift_absorption.absorb(model, inspection.inspect(model)) == (["bias"] if absorbed else [])
+    assert distance(expected, run(model, x)) <= 1e-13
+
+
+def test_an_inplace_activation_does_not_overwrite_the_stream() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
+    shift_absorption.absorb(model, inspection.inspect(model))
+    vacant: Any = model[1]
+    assert isinstance(vacant, Vacant)
+    assert vacant.act.inplace is False
+
+
+def streamlined(folded: nn.Module, model: nn.Module, x: Tensor) -> nn.Module:
+    anatomy = functools.partial(inspection.inspect, folded)
+    return export_folding.streamlined(folded, anatomy, model, Example((x,)), torch.float32)
+
+
+def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
+    model, x = v2(positive=True)
+    model.stages[1].blocks[1].norm1.weight.data[0] = 1e-6  # type: ignore[union-attr, index]
+    model.float()
+    x = x.float()
+    folded = export_folding.undressed(model, SIZE)
+    assert streamlined(folded, model, x) is folded
+    model.stages[1].blocks[1].norm1.weight.data[0] = 1.0  # type: ignore[union-attr, index]
+    folded = export_folding.undressed(model, SIZE)
+    assert streamlined(folded, model, x) is not folded
+
+
+# --- mean and std -----------------------------------------------------------------------------------------------------
+
+MEAN, STD = (torch.tensor(values).double().view(3, 1, 1) for values in ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
+
+
+def _sum(m: Any, x: Tensor) -> Tensor:
+    return m.one(x).flatten(1) + m.two(x).flatten(1)
+
+
+CASES: dict[str, tuple[nn.Module, bool, bool, str]] = {  # network, scale left, shift left, note
+    "padded": (nn.Conv2d(3, 4, 3, padding=1), False, True, "std is in 0, which pads"),
+    "patches": (nn.Conv2d(3, 4, 4, stride=4), False, False, "mean and std are in 0"),
+    "patches without bias": (nn.Conv2d(3, 4, 4, stride=4, bias=False), False, False, "mean and std are in 0"),
+    "same": (timm.layers.Conv2dSame(3, 4, 3, stride=2), False, True, "std is in 0, which pads"),
+    "two": (Net(_sum, one=nn.Conv2d(3, 4, 3), two=nn.Conv2d(3, 4, 3)), False, False, "in 0.one, 0.two"),
+    "one of two pads": (Net(_sum, one=nn.Conv2d(3, 4, 1), two=nn.Conv2d(3, 4, 3, padding=1)), False, True, "pads"),
+    "no convolution": (nn.MaxPool2d(2), True, True, "stand before the network"),
+    "a shared one": (Net(lambda m, x: m.conv(m.conv(x)), conv=nn.Conv2d(3, 3, 3)), True, True, "called elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mean_and_std_go_in_as_far_as_is_exact(name: str) -> None:
+    torch.manual_seed(0)
+    stem, scale, shift, note = CASES[name]
+    model = nn.Sequential(copy.deepcopy(stem), nn.ReLU(), nn.Flatten()).double().eval()
+    pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
+    expected = run(model, (pixels - MEAN) / STD)
+    before = input_normalization.bake(model, functools.partial(inspection.inspect, model), MEAN, STD)
+    assert ((before.scale is not None), (before.shift is not None)) == (scale, shift)
+    assert note in before.note
+    x = pixels if before.scale is None else pixels * before.scale
+    x = x if before.shift is None else x + before.shift
+    assert distance(expected, run(model, x)) <= 1e-13
+
+
+def test_padding_is_why_a_subtraction_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mean in a bias, the border of a padded convolution would be wrong."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten()).double().eval()
+    pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
+    expected = run(model, (pixels - MEAN) / STD)
+    monkeypatch.setattr(input_normalization, "pads", lambda conv: False)
+    assert input_normalization.bake(model, functools.partial(inspection.inspect, model), MEAN, STD).shift is None
+    assert distance(expected, run(model, pixels)) > 1e-2
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+def test_diffused_weights_are_bfloat16_and_keep_each_filters_sum() -> None:
+    weight = torch.randn(16, 8, 3, 3, generator=torch.Generator().manual_seed(0))
+    found = rounding.diffused(weight, torch.bfloat16)
+    assert torch.equal(found.to(torch.bfloat16).double(), found)
+    lost = (found - weight).flatten(1)
+    plain = (weight.to(torch.bfloat16).double() - weight).flatten(1)
+    assert lost.abs().max() <= 2**-7 * weight.abs().max()
+    assert lost.sum(1).abs().max() <= 2**-8 * weight.abs().max()  # what the last weight lost
+    assert plain.sum(1).abs().max() > 4 * lost.sum(1).abs().max()
+
+
+V1: dict[str, Any] = {"channels": [8, 16, 32, 64], "stem_type": "deep", "stem_width": 4, "num_classes": 10}
+MAIN_PATH: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "v1": (
+        lambda: timm.create_model("resnet18", **V1),
+        {"conv1.0", "conv1.3", "conv1.6", "fc", *(f"layer{i}.0.downsample.0" for i in (2, 3, 4))},
+    ),
+    "v2": (
+        lambda: timm.create_model("resnetv2_18", **V2),
+        {"stem.conv", "head.fc", *(f"stages.{i}.blocks.0.downsample.conv" for i in (1, 2, 3))},
+    ),
+    "no blocks": (lambda: nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(4))), {"0", "3"}),
+}
+
+
+@pytest.mark.parametrize("name", MAIN_PATH)
+def test_the_main_path_keeps_its_weights(name: str) -> None:
+    make, expected = MAIN_PATH[name]
+    model = make()
+    anatomy = functools.partial(inspection.inspect, model)
+    assert rounding.main_path(model, anatomy) == expected
+    before = {path: value.clone() for path, value in model.state_dict().items()}
+    rounding.to_bfloat16_(model, anatomy)
+    after = model.state_dict()
+    changed = {path for path, value in before.items() if not torch.equal(value, after[path])}
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert changed == {f"{path}.weight" for path in linear if path not in expected}
+    assert all(rounding.is_bfloat16(after[path]) for path in changed)
+
+
+def test_the_main_path_of_what_cannot_be_traced() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.three(m.two(m.one(x))) if x.sum() > 0 else m.three(m.one(x))
+
+    parts = {name: nn.Conv2d(3, 3, 1) for name in ("one", "two", "three")}
+    model = Net(forward, **parts)
+    assert rounding.main_path(model, functools.partial(inspection.inspect, model)) == {"one", "three"}

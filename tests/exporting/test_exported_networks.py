@@ -1,0 +1,106 @@
+"""Exports of timm's networks (`lived.calm`), and of the trained ones on real images, each file in a process of its own;
+and the trained ones on all 10,000 test images. Up to two minutes each.
+
+    pytest -m slow tests/exporting/test_exported_networks.py  # -m "slow and not long": a part, each row and column
+
+Node counts beside a plain export, and the figures: tests/lab/benchmarks/export.py writes them as tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from alone import run_alone
+from crossed import crossed
+from lived import calm, distance, run
+from torch import Tensor, nn
+
+import normswap
+from normswap.exporting import formats
+from normswap.images import datasets
+from normswap.reporting import demo
+from normswap.storage.checkpoint import open_model
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
+SHARED_NETWORKS = ("resnet18_narrow", "resnetv2_18_narrow")
+TRAINED = {**{name: SHARED / "checkpoints" / name for name in SHARED_NETWORKS}, "demo": demo.FOLDER}
+ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
+NFNETS = ("eca_nfnet_l0", "dm_nfnet_f0")
+SIZE = (3, 64, 64)
+AGREEMENT = {"fp32": 1.0, "fp16": 0.999, "bf16": 0.999}  # the fraction of images with the source's answer
+
+pytestmark = pytest.mark.slow
+
+
+def trained(name: str) -> nn.Module:
+    if not TRAINED[name].is_dir():
+        pytest.skip(f"the checkpoint is not there: {TRAINED[name]}")
+    return open_model(str(TRAINED[name]))
+
+
+@pytest.mark.parametrize("name", NFNETS)
+def test_an_nfnet_alone(name: str, tmp_path: Path) -> None:
+    computes_the_same_alone(name, "onnx", tmp_path)
+
+
+@crossed("name, form", DEEP, ENDINGS, 5)
+def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
+    computes_the_same_alone(name, form, tmp_path)
+
+
+def computes_the_same_alone(name: str, form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, *SIZE)
+    source = calm(timm.create_model(name), x).float()
+    x = x[:4]
+    expected = run(source, x)
+    assert distance(expected.mean(0).expand_as(expected), expected) > 0.1  # the input moves the output
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    done = normswap.export(source, file, input_size=SIZE)
+    assert not [kind for kind in done.nodes if "norm" in kind.lower()]
+    assert distance(expected, run_alone(file, form, x)) <= 1e-5
+
+
+@crossed("name, form", TRAINED, ENDINGS, 3)
+def test_a_trained_network_alone_on_real_images(name: str, form: str, tmp_path: Path) -> None:
+    source = trained(name)
+    x, _ = next(iter(datasets.make_loader(source, str(demo.FOLDER / "images.tar"), batch_size=32, workers=0)))
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    done = normswap.export(source, file, dynamic_batch=True)
+    assert not [kind for kind in done.nodes if "norm" in kind.lower()]
+    expected, got = run(source, x), run_alone(file, form, x, batch=8)
+    assert distance(expected, got) <= 1e-5
+    assert torch.equal(expected.argmax(1), got.argmax(1))
+
+
+@pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}")
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_test_image_gets_the_sources_answer(name: str, tmp_path: Path) -> None:
+    source = trained(name)
+    runs = {}
+    for form, ending in ENDINGS.items():
+        for dtype in AGREEMENT:
+            if (form, dtype) == ("openvino", "bf16"):
+                continue  # refused: it has no such files
+            file = tmp_path / f"{dtype}.{ending}"
+            normswap.export(source, file, dtype=dtype, dynamic_batch=True)
+            runs[form, dtype] = formats.get(form).open(file)
+    same = dict.fromkeys(runs, 0)
+    off, whole = dict.fromkeys(runs, 0.0), 0.0
+    with torch.inference_mode():
+        for x, _ in datasets.make_loader(source, str(IMAGES), batch_size=250, workers=0):
+            expected: Tensor = source(x)
+            whole += float(expected.double().square().sum())
+            for key, answer in runs.items():
+                got = answer(x)
+                same[key] += int((expected.argmax(1) == got.argmax(1)).sum())
+                off[key] += float((expected - got).double().square().sum())
+    for form, dtype in runs:
+        assert same[form, dtype] >= AGREEMENT[dtype] * 10_000, (form, dtype, same[form, dtype])
+        assert dtype != "fp32" or (off[form, dtype] / whole) ** 0.5 <= 1e-5

@@ -1,0 +1,502 @@
+"""Exported files: they compute what the source computes, alone, without a norm; and a wrong one never gets its name.
+
+The oracle is the unfused source in PyTorch, and a process that has nothing but the file's own runtime (`alone`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from alone import run_alone
+from crossed import sampled
+from lived import distance, lived_in, run
+from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
+from normswap.exporting import formats, sidecar
+from normswap.exporting.exported_module import FileContents
+from normswap.graph import inspection, recording
+from normswap.models import zoo
+from normswap.models.weight_files import quiet
+from normswap.reporting import demo
+from normswap.storage import checkpoint
+
+FORMATS = formats.names()
+ENDINGS = {
+    "onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",
+    "safetensors": "safetensors",
+}  # fmt: skip
+FIGURES = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
+V1 = {"channels": [8, 16, 32, 64], "stem_width": 4, "num_classes": 10}
+V2 = {"channels": [8, 16, 32, 64], "stem_chs": 8, "num_classes": 10}
+NORMS = ("batch", "norm")
+SLOW = ("pt2", "safetensors", "torchscript")  # a process of their own takes seconds to import torch
+
+
+def forms(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
+def network(name: str = "resnet10t", **args: Any) -> tuple[nn.Module, Tensor]:
+    """A network that looks trained, in float32, and images for it."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **(args or (V2 if "v2" in name else V1)))
+    x = torch.randn(5, 3, 64, 64)
+    return lived_in(model, x).float(), x
+
+
+def weights(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.ndim > 1)
+
+
+def on_disk(file: Path) -> int:
+    """Bytes of the file and of what belongs to it."""
+    parts = [file, file.with_suffix(".bin"), file.with_suffix(".onnx.data")]
+    return sum(part.stat().st_size for part in parts if part.exists())
+
+
+def check(model: nn.Module, file: Path, x: Tensor, dtype: str = "fp32", batch: int = 1) -> None:
+    form = next(form for form, ending in ENDINGS.items() if file.suffix == f".{ending}")
+    assert distance(run(model, x), run_alone(file, form, x, batch=batch)) <= FIGURES[dtype]
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", forms(*FORMATS))
+def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Path) -> None:
+    model, x = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    done = normswap.export(model, file, input_size=(3, 64, 64), format=form)
+    assert done.file == file
+    assert (done.format, done.dtype, done.figures.count, done.bytes) == (form, "fp32", 16, on_disk(file))
+    assert done.figures.relative_l2 <= 1e-5
+    assert done.figures.agreement == 1
+    assert not [kind for kind in done.nodes if any(word in kind.lower() for word in NORMS)]
+    assert sum("conv" in kind.lower() for kind in done.nodes) == (form != "safetensors")
+    parts = {"openvino": ["net.bin"], "onnx-data": ["net.onnx.data"]}.get(form, [])
+    assert [each.name for each in done.parts] == parts
+    assert {p.name for p in tmp_path.iterdir()} == {*parts, file.name, f"{file.name}.preprocess.json"}
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    check(model, file, x)
+    if form in ("onnx", "onnx-data", "pt2"):  # made for one image
+        with pytest.raises(Exception, match=r"Guard failed: images.size|INVALID_ARGUMENT"):  # each runtime has its own
+            formats.get(form).open(file)(x[:2])
+
+
+@functools.cache
+def plain_nodes() -> dict[str, int]:
+    """Of the network as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        return normswap.export(network()[0], Path(folder) / "b.ts", input_size=(3, 64, 64)).nodes
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "tune", "weightnorm", "fixup", "nf", "groupnorm"])
+def test_every_scheme_is_undressed_first(scheme: str, tmp_path: Path) -> None:
+    model, _ = network()
+    options = {"mean": "keep"} if scheme == "nf" else {}
+    dressed = normswap.convert(model, scheme, size=(3, 64, 64), **options)
+    done = normswap.export(dressed, tmp_path / "a.ts", input_size=(3, 64, 64))
+    plain = plain_nodes()
+    per_sample = {"group_norm": 14} if scheme == "groupnorm" else {}
+    assert {kind: n for kind, n in done.nodes.items() if kind not in plain} == per_sample
+    if not per_sample:
+        assert done.nodes == plain
+
+
+def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
+    model, _ = network()
+    folded = normswap.convert(model, "folded", size=(3, 64, 64)).model
+    assert normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2 <= 1e-6
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    assert normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6
+
+
+def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
+    import onnx
+
+    model = checkpoint.open_model(str(demo.FOLDER))
+    file = tmp_path / "demo.onnx"
+    images = torch.randn(3, *sidecar.config(model)["input_size"])
+    done = normswap.export(model, file, dynamic_batch=True, images=images)
+    assert done.figures.count == 3
+    assert done.nodes["Conv"] == sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    proto = onnx.load(file)
+    told = {entry.key: entry.value for entry in proto.metadata_props}
+    record = json.loads(told["preprocess"])
+    assert record == json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
+    assert json.loads(told["labels"])[3] == "cat"
+    assert len(told["sha256"]) == 64
+    assert {"torch", "timm", "normswap"} == set(json.loads(told["versions"]))
+    assert [put.name for put in (*proto.graph.input, *proto.graph.output)] == ["images", "logits"]
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    assert b".py" not in file.read_bytes()  # torch notes on each node where in the user's files it comes from
+    assert record["input"]["batch"] is None
+    assert distance(run(model, images), formats.get("onnx").open(file)(images)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param("pt2", marks=pytest.mark.slow), "torchscript", "onnx-data"]
+)  # ONNX: test_onnx_holds_what_a_caller_needs
+def test_a_dynamic_batch(form: str, tmp_path: Path) -> None:
+    model, x = network("resnetv2_18")
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    assert normswap.export(model, file, input_size=(3, 64, 64), dynamic_batch=True, format=form).dynamic_batch
+    runs = formats.get(form).open(file)
+    assert distance(run(model, x), torch.cat([runs(part) for part in x.split(3)])) <= 1e-5
+
+
+@pytest.mark.parametrize("form", sampled(FORMATS, every=2))
+def test_fp16(form: str, tmp_path: Path) -> None:
+    model, x = network()
+    file = tmp_path / f"net.{ENDINGS[form]}"
+    done = normswap.export(model, file, input_size=(3, 64, 64), format=form, dtype="fp16")
+    assert done.bytes < 2 * weights(model) + 150_000  # the graph and the metadata
+    assert 1e-5 < done.figures.relative_l2 <= FIGURES["fp16"]
+    runs = formats.get(form).open(file)  # here, as starting a process takes longest
+    assert distance(run(model, x), torch.cat([runs(one) for one in x.split(1)])) <= FIGURES["fp16"]
+
+
+def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
+    """Whatever the format, the arithmetic is float32, on weights that each format rounds alike."""
+    model, x = network()
+    answers = []
+    for form in (form for form in FORMATS if form != "openvino"):  # which refuses it
+        file = tmp_path / f"{form}.{ENDINGS[form]}"
+        done = normswap.export(model, file, input_size=(3, 64, 64), format=form, dtype="bf16")
+        assert done.bytes < 2.3 * weights(model) + 150_000
+        assert "weights are stored in bf16" in done.notes[0]
+        assert 1e-5 < done.figures.relative_l2 <= FIGURES["bf16"]
+        told = json.loads(done.sidecar.read_text())
+        assert told["precision"] == {"weights": "bf16", "arithmetic": "fp32"}
+        answers.append(torch.cat([formats.get(form).open(file)(one) for one in x.split(1)]))
+    assert distance(run(model, x), answers[0]) <= FIGURES["bf16"]
+    assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
+    stored = load_file(tmp_path / "safetensors.safetensors")
+    kept = ("conv1.0.weight", "fc.weight", "layer2.0.downsample.1.weight", "layer1.0.conv1.bias")
+    assert {stored[name].dtype for name in kept} == {torch.float32}
+    assert stored["layer1.0.conv1.weight"].dtype == torch.bfloat16
+    assert {p.dtype for p in normswap.load(tmp_path / "safetensors.safetensors").parameters()} == {torch.float32}
+
+
+def test_torchscript_casts_bf16_weights_once(tmp_path: Path) -> None:
+    model, x = network()
+    normswap.export(model, tmp_path / "net.ts", input_size=(3, 64, 64), dtype="bf16")
+    with quiet(), torch.no_grad():
+        module = torch.jit.load(tmp_path / "net.ts")
+        for one in x.split(1)[:3]:
+            module(one)
+        assert "aten::to(" in str(module.graph)
+        assert "aten::to(" not in str(torch.jit.last_executed_optimized_graph())
+
+
+def test_softmax(tmp_path: Path) -> None:
+    model, x = network()
+    file = tmp_path / "net.ts"
+    normswap.export(model, file, input_size=(3, 64, 64), softmax=True)
+    assert distance(run(model, x).softmax(1), formats.get("torchscript").open(file)(x)) <= 1e-4
+    assert json.loads((tmp_path / "net.ts.preprocess.json").read_text())["output"]["name"] == "probabilities"
+
+
+def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
+    """A caller who follows it, with Pillow and numpy only, gets what the source gives after timm's own transform."""
+    import io
+    import tarfile
+
+    import numpy as np
+    from PIL import Image
+    from timm.data import create_transform
+
+    model = checkpoint.open_model(str(demo.FOLDER))
+    with tarfile.open(demo.FOLDER / "images.tar") as tar:
+        member = next(m for m in tar.getmembers() if m.isfile())
+        file = tar.extractfile(member)
+        assert file is not None
+        image = Image.open(io.BytesIO(file.read())).convert("RGB").resize((90, 70))
+    expected = run(model, create_transform(**zoo.data_config(model))(image)[None])
+    for normalize in (False, True):
+        place = tmp_path / f"{normalize}.ts"
+        done = normswap.export(model, place, normalize=normalize)
+        told = json.loads(done.sidecar.read_text())
+        short, (_, height, width) = min(told["resize"]["to"]), told["input"]["size"]
+        scale = short / min(image.size)
+        way = Image.Resampling[told["resize"]["interpolation"].upper()]
+        small = image.resize((int(image.size[0] * scale), int(image.size[1] * scale)), way)
+        left, top = round((small.size[0] - width) / 2), round((small.size[1] - height) / 2)
+        pixels = np.asarray(small.crop((left, top, left + width, top + height)), np.float32).transpose(2, 0, 1) / 255
+        assert (told["normalize"] is None) is normalize
+        if told["normalize"]:
+            mean, std = (np.float32(told["normalize"][key]).reshape(3, 1, 1) for key in ("mean", "std"))
+            pixels = (pixels - mean) / std
+        runs = formats.get("torchscript").open(place)
+        assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": True}, {"dtype": "bf16"}, {"dtype": "int8"}])
+@pytest.mark.parametrize("name", ["resnet10t", "resnetv2_18"])
+def test_a_network_is_recorded_once(
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source, the folded one where something asks for it, and the one that int8 is made of."""
+    seen: list[nn.Module] = []
+    record = recording.record
+    monkeypatch.setattr(inspection, "record", lambda model, given: seen.append(model) or record(model, given))
+    model, x = network(name)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data.abs_().add_(0.2)  # shifts without a sign can be moved
+    if options.get("dtype") == "int8":
+        options = {**options, "calibrate": x, "images": x}
+    normswap.export(model, tmp_path / "net.onnx", input_size=(3, 64, 64), **options)
+    assert len({id(one) for one in seen}) == len(seen)
+    folded = name == "resnetv2_18" or options.get("normalize") or options.get("dtype") == "bf16"
+    assert len(seen) == 1 + bool(folded) + (options.get("dtype") == "int8")
+
+
+# --- a wrong file is caught -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if form == "openvino" else form for form in FORMATS]
+)  # OpenVINO's is made from ONNX's
+def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor is changed after the network was folded and verified, before it is written."""
+    model, _ = network()
+    module = formats.get(form)
+    write: Callable[..., None] = module.write
+
+    def corrupt(contents: FileContents, place: Path) -> None:
+        with torch.no_grad():
+            next(p for p in contents.network.parameters() if p.ndim == 4).mul_(1.001)
+        write(contents, place)
+
+    monkeypatch.setattr(module, "write", corrupt)
+    with pytest.raises(VerificationError, match="computes something else"):
+        normswap.export(model, tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 64, 64), format=form)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_damaged_on_its_way_to_the_disk_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnx
+    from onnx import numpy_helper
+
+    from normswap.cli.app import main
+    from normswap.exporting import onnx_file
+
+    write = onnx_file.write
+
+    def damage(contents: FileContents, file: Path) -> None:
+        write(contents, file)
+        proto = onnx.load(file)
+        weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
+        onnx.save(proto, file)
+
+    monkeypatch.setattr(onnx_file, "write", damage)
+    model = ["resnet10t", "--weights", "random", "--arch-arg", "channels=8,16,32,64"]
+    model += ["--arch-arg", "zero_init_last=false"]  # a weight of zeros cannot be damaged so
+    assert main(["export", *model, "--input-size", "3,64,64", "-o", str(tmp_path / "net.onnx")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = network()
+    file = tmp_path / "net.ts"
+    normswap.export(model, file, input_size=(3, 64, 64))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(OutputError, match="exists"):
+        normswap.export(model, file, input_size=(3, 64, 64))
+    monkeypatch.setattr(formats.get("torchscript"), "open", lambda file: lambda x: torch.zeros(len(x), 10))
+    with pytest.raises(VerificationError, match=r"relative L2 error 1.0e\+00, allowed 1.0e-05"):
+        normswap.export(model, file, input_size=(3, 64, 64), force=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+# --- bad input: one line ----------------------------------------------------------------------------------------------
+
+
+class Sorted(nn.Module):
+    """Ends in an operator that ONNX has no word for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(self.conv(x).flatten(2) @ self.conv(x).flatten(2).mT)
+
+
+class Branching(nn.Module):
+    """What it does depends on values: no graph holds that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) if float(x.sum()) > 1e9 else x.flatten(1) * 2
+
+
+def _v1() -> nn.Module:
+    return network()[0]
+
+
+BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError], str]] = [
+    ("net.onnx", Sorted, {"input_size": (3, 8, 8)}, RefusedError, "ONNX cannot express the network: .*eigh"),
+    ("net.pt2", Branching, {"input_size": (3, 8, 8)}, RefusedError, "torch.export cannot express the network: .+"),
+    ("net.ts", _v1, {"input_size": (1, 64, 64)}, OptionError, "does not run on an input of size 1,64,64: .*channels"),
+    ("net.ts", _v1, {"input_size": (64, 64)}, OptionError, "input size 64,64: it is C,H,W"),
+    ("net.foo", _v1, {}, OptionError, r"the ending '.foo' .* says no format. Known: .onnx \(onnx\)"),
+    ("net", _v1, {}, OptionError, "has no ending"),
+    ("net.pt2", _v1, {"format": "onnx"}, OptionError, "ends as pt2 files do, not as onnx ones"),
+    ("net.ts", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, onnx-data, openvino"),
+    ("net.onnx", _v1, {"format": "onnx-data", "dtype": "int8"}, OptionError,
+     "onnx-data is not written in int8: there are onnx, openvino, pt2"),
+    ("net.ts", _v1, {"dtype": "int4"}, OptionError, "unknown dtype 'int4'"),
+    ("net.xml", _v1, {"dtype": "bf16"}, RefusedError, "OpenVINO is not written in bf16"),
+    ("no/net.ts", _v1, {}, OutputError, "there is no directory"),
+    ("net.safetensors", _v1, {"softmax": True}, OptionError, "no operators"),
+    ("net.safetensors", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"input_size": (3, 8, 8)},
+     VerificationError, "does not say how its network is built"),
+    ("net.ts", lambda: timm.create_model("resnet18", features_only=True, channels=[8, 8, 8, 8]).eval(),
+     {"input_size": (3, 64, 64), "softmax": True}, OptionError, "does not give one tensor.* Without int8, norm"),
+    ("net.ts", lambda: timm.create_model("resnet18", num_classes=0, channels=[8, 8, 8, 8]).eval(),
+     {"softmax": True}, OptionError, "no classifier"),
+    ("net.ts", _v1, {"input_size": (3, 64, 64), "images": []}, OptionError, "no images"),
+    ("net.ts", _v1, {"input_size": (3, 64, 64), "images": [torch.zeros(0, 3, 64, 64)]}, OptionError, "no images"),
+    ("net.ts", _v1, {"input_size": (3, 64, 64), "images": torch.randn(2, 3, 4)}, OptionError, "does not run on"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "options", "kind", "match"), BAD, ids=[f"{c[0]}-{i}" for i, c in enumerate(BAD)]
+)
+def test_bad_input_is_said_in_a_line_and_leaves_nothing(
+    name: str,
+    make: Callable[[], nn.Module],
+    options: dict[str, Any],
+    kind: type[NormswapError],
+    match: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        normswap.export(make().eval(), tmp_path / name, **options)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(OptionError, match=r"onnx needs the package onnxruntime.*pip install 'normswap\[export\]'"):
+        normswap.export(_v1(), tmp_path / "net.onnx")
+
+
+def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from normswap.exporting import onnx_file
+
+    monkeypatch.setattr(onnx_file, "_LIMIT", 100_000)
+    with pytest.raises(RefusedError, match=r"an ONNX file holds.*onnx-data"):
+        normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
+    normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64), format="onnx-data")
+
+
+def test_weights_lie_beside_the_graph(tmp_path: Path) -> None:
+    """All but those of a few bytes; the two move together, and replace what they are written over."""
+    import onnx
+
+    model, x = network()
+    file, data = tmp_path / "net.onnx", tmp_path / "net.onnx.data"
+    data.write_bytes(b"another network's")
+    with pytest.raises(OutputError, match=r"net\.onnx\.data exists"):
+        normswap.export(model, file, input_size=(3, 64, 64), format="onnx-data")
+    normswap.export(model, file, input_size=(3, 64, 64), format="onnx-data", force=True)
+    graph = onnx.load(file, load_external_data=False).graph
+    inside = [tensor for tensor in graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    assert sum(len(tensor.raw_data) for tensor in inside) < 4096
+    assert 4 * weights(model) - 4096 < data.stat().st_size < 4 * weights(model) + 2**16
+    assert data.stat().st_mode == file.stat().st_mode
+    (tmp_path / "elsewhere").mkdir()
+    for one in (file, data):
+        one.rename(tmp_path / "elsewhere" / one.name)
+    check(model, tmp_path / "elsewhere" / "net.onnx", x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_grows_too_large_is_said_in_a_line(form: str, tmp_path: Path) -> None:
+    """As on a full disk; torch's own writers end the process then, so that it takes a process of its own to see."""
+    program = "import resource, sys; from normswap.cli.app import main\n"
+    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "export", str(demo.FOLDER), "-o", f"net.{ENDINGS[form]}"]
+    command += ["--format", form]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"cannot write net.{ENDINGS[form]}: " in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["pt2", "torchscript"])
+def test_products_with_one_go_unless_they_are_copies(form: str, tmp_path: Path) -> None:
+    """A NormFreeBlock still multiplies by its alpha and beta, which are 1 when they have been folded."""
+
+    class Copies(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            copy = x * 1.0
+            return (copy.relu_() + x + (x * 1.0).sigmoid()).flatten(1)
+
+    done = normswap.export(Copies(), tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 8, 8))
+    assert sum(n for kind, n in done.nodes.items() if kind.startswith("mul")) == 1
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(formats.get("onnx"), "write", full)
+    with pytest.raises(OutputError, match="No space left"):
+        normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
+    model = _v1()
+    model.bn1.running_mean = model.bn1.running_var = None  # type: ignore[assignment]
+    with pytest.raises(RefusedError, match="bn1: it has no running statistics"):
+        normswap.export(model, tmp_path / "net.ts", input_size=(3, 64, 64))
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from normswap.cli.app import main
+
+    images = str(demo.FOLDER / "images.tar")
+    file = tmp_path / "net.ts"
+    common = ["export", str(demo.FOLDER), "-o", str(file), "--data", images, "--samples", "20"]
+    assert main([*common, "--count-plain"]) == 0
+    out = capsys.readouterr().out
+    assert "same answer  20 of 20 (given images)" in out
+    assert "plain export" in out
+    assert main([*common, "--force", "--normalize", "--json", "--input-size", "3,64,64"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["input_size"] == [3, 64, 64]
+    assert body["figures"]["count"] == 20
+    assert body["parts"] == []
+    assert set(body) == {"source", "file", "parts", "sidecar", "format", "dtype", "input_size", "dynamic_batch",
+                         "figures", "nodes", "plain_nodes", "bytes", "notes", "seconds", "quantized"}  # fmt: skip
+    assert main(common) == 2
+    assert main([*common, "--force", "--input-size", "3,64"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2

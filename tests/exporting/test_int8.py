@@ -1,0 +1,435 @@
+"""`normswap export --precision int8`: from end to end on the demo's network, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from alone import run_alone
+from commands import environment
+from lived import distance
+from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from timm.layers import Conv2dSame
+from torch import Tensor, nn
+
+import normswap
+from normswap import Int8Settings
+from normswap.cli.app import main
+from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
+from normswap.exporting import export_folding, formats, pt2, quantizing
+from normswap.exporting.equalization import AS_FOLDED, Equalizer
+from normswap.images import datasets, parting
+from normswap.storage.checkpoint import open_model
+
+DATA = Path(normswap.__file__).parent / "reporting/demo_data"
+TAR = str(DATA / "images.tar")
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU6()]
+    head = [nn.Conv2d(8, 6, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)]
+    return nn.Sequential(*layers, *head).eval()
+
+
+def pictures(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+SETTINGS = ("per_channel", "weight_bits", "sensitive", "max_drop")
+
+
+def settled(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of int8 as a record."""
+    chosen = {name: options.pop(name) for name in SETTINGS if name in options}
+    return {**options, **({"int8": Int8Settings(**chosen)} if chosen else {})}
+
+
+def made(file: Path, **options: Any) -> Any:
+    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dynamic_batch": True, **settled(options)}
+    return normswap.export(small(), file, dtype="int8", input_size=(3, 16, 16), **given)
+
+
+def test_a_small_network_in_onnx(tmp_path: Path) -> None:
+    """The file, run by ONNX Runtime alone, against the network in float64; its weights are integers of 7 bits."""
+    file = tmp_path / "net.onnx"
+    done = made(file, sensitive=1)
+    x = pictures(64, 2)
+    session = formats.get("onnx").open(file)
+    with torch.no_grad():
+        assert distance(small().double()(x.double()), session(x).double()) < 0.1
+    weights = [t for t in onnx.load(file).graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]
+    assert len(weights) == 3  # of four layers, one is left as it is
+    assert all(abs(onnx.numpy_helper.to_array(t)).max() == 64 for t in weights)
+    assert len(done.quantized.fp32) == 1
+    assert done.quantized.calibrated_on == 32
+    body = json.loads(done.sidecar.read_text())
+    assert body["precision"] == {"weights": "int8", "arithmetic": "int8"}
+    assert body["quantization"]["measured"]["count"] == 64
+    assert body["quantization"]["measured"]["agreement"] == done.figures.agreement
+    assert {prop.key for prop in onnx.load(file).metadata_props} >= {"source", "preprocess"}
+
+
+def test_scores_are_not_rounded(tmp_path: Path) -> None:
+    """Bytes with one step have 256 values at most."""
+    made(tmp_path / "net.onnx")
+    assert len(formats.get("onnx").open(tmp_path / "net.onnx")(pictures(512, 2)).unique()) > 512
+
+
+def largest(file: Path) -> set[int]:
+    """The largest whole number in each tensor of int8 weights."""
+    if file.suffix == ".pt2":
+        return {int(value.int().abs().max()) for value in held(file).values()}
+    if file.suffix == ".onnx":
+        found = [onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer
+                 if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]  # fmt: skip
+    else:
+        import openvino as ov
+
+        constants = (op for op in ov.Core().read_model(file).get_ops() if op.get_type_name() == "Constant")
+        found = [
+            op.data for op in constants if op.get_element_type() == ov.Type.i8 and op.data.ndim < 5
+        ]  # not by groups
+    return {int(abs(values.astype(int)).max()) for values in found}
+
+
+@pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
+@pytest.mark.parametrize(("bits", "levels"), [(7, {63, 64}), (8, {127})])
+def test_weights_have_the_bits_that_are_asked_for(ending: str, bits: int, levels: set[int], tmp_path: Path) -> None:
+    done = made(tmp_path / f"net.{ending}", weight_bits=bits)
+    assert largest(done.file) <= levels
+    assert done.quantized.weight_bits == bits
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"weight_bits": 9}, "weights of 9 bits: there are 7 and 8"),
+    ({"weight_bits": 8, "dtype": "fp32", "calibrate": None}, "fp32 is not calibrated"),
+])  # fmt: skip
+def test_bits_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dtype": "int8", **settled({**options})}
+    with pytest.raises(OptionError, match=said):
+        normswap.export(small(), tmp_path / "net.onnx", input_size=(3, 16, 16), **given)
+    assert not any(tmp_path.iterdir())
+
+
+def held(file: Path) -> dict[str, Tensor]:
+    """Tensors of more than one dimension in a pt2 file."""
+    return {name: value for name, value in pt2.load(file).state_dict.items() if value.ndim > 1}
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_a_small_network_in_pt2(batch: int, once: Path) -> None:
+    """The file, run by torch alone in a process without torchao, against the network in float64."""
+    x = pictures(64, 2)
+    with torch.no_grad():
+        expected = small().double()(x.double())
+    assert 1e-4 < distance(expected, run_alone(once, "pt2 in int8", x, batch=batch).double()) < 0.02
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("int8") / "net.pt2"
+    made(file)
+    return file
+
+
+def test_weights_in_pt2(once: Path) -> None:
+    """Integers of 7 bits, of every layer and each of its channels, and nothing of them in fp32 beside that."""
+    weights = held(once)
+    assert sorted(tuple(value.shape) for value in weights.values()) == [
+        (5, 6),
+        (6, 8, 1, 1),
+        (8, 1, 3, 3),
+        (8, 3, 3, 3),
+    ]
+    assert {value.dtype for value in weights.values()} == {torch.int8}
+    assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in weights.values())
+
+
+def test_what_is_written_with_pt2(once: Path) -> None:
+    extra = {"dtype": "", "source": "", "preprocess": ""}
+    torch.ao.quantization.fx._decomposed  # noqa: B018 (`held` has imported it)
+    torch.export.load(once, extra_files=extra)
+    assert extra["dtype"] == "int8"
+    assert json.loads(extra["preprocess"])["input"]["batch"] is None
+    body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
+    assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
+    assert set(body["trials"]) == {"minmax", "histogram"}
+    assert body["ranges"] == min(body["trials"], key=body["trials"].get)
+    assert len(set(body["trials"].values())) == len(body["trials"])
+
+
+def test_ranges_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """255 steps from the least to the largest number of all images; and weights as small as they like have 64."""
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(formats.quantizer("pt2"), "RANGES", ("minmax",))
+    network, file, x = small(), tmp_path / "net.pt2", pictures(8)
+    network[3].weight.data *= 1e-6
+    normswap.export(network, file, dtype="int8", calibrate=x, images=x, input_size=(3, 16, 16))
+    found = [node.args[1:] for node in pt2.load(file).graph.nodes if "quantize_per_tensor" in node.name]
+    assert all(args[2:] == (0, 255, torch.uint8) for args in found)
+    step, zero = found[0][:2]
+    assert step == pytest.approx(float(x.max() - x.min()) / 255, rel=1e-5)
+    assert zero == round(float(-x.min()) / step)
+    assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in held(file).values())
+
+
+def test_one_step_per_tensor_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest weight of a layer is 64 steps, most channels are smaller; no table of steps is left."""
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    done = made(tmp_path / "net.pt2", per_channel=False)
+    sizes = [value.int().abs().flatten(1).amax(1) for value in held(tmp_path / "net.pt2").values()]
+    assert len(sizes) == 4
+    assert all(size.max() == 64 and size.min() < 64 for size in sizes)
+    assert done.nodes["quantized_decomposed.dequantize_per_tensor.default"] >= 4
+    assert "quantized_decomposed.dequantize_per_channel.default" not in done.nodes
+    assert done.figures.relative_l2 < 0.02
+
+
+def test_layers_that_stay_in_fp32_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    done = made(tmp_path / "net.pt2", sensitive=2, dynamic_batch=False)
+    weights = held(tmp_path / "net.pt2")
+    kept = {name for name, value in weights.items() if value.dtype == torch.float32}
+    assert kept == {f"network.{path}.weight" for path in done.quantized.fp32}
+    assert (len(kept), len(weights)) == (2, 4)
+    folded = normswap.convert(small(), to="folded", inputs=pictures(2)).model.state_dict()
+    assert all(torch.allclose(value, folded[name[8:]]) for name, value in weights.items() if name in kept)
+
+
+class Upwards(nn.Sequential):
+    """With a layer that torchao leaves as it is."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(6, 5))
+
+
+def test_what_the_quantizer_leaves_is_not_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bias stays, that of the layer before it does not; and it is none of those that are kept from rounding."""
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    network, file = Upwards().eval(), tmp_path / "net.pt2"
+    options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(8, 1), "input_size": (3, 16, 16)}
+    normswap.export(network, file, dtype="int8", **options)
+    state = pt2.load(file).state_dict
+    assert torch.equal(state["network.2.bias"], network[2].bias)
+    assert torch.equal(state["network.2.weight"], network[2].weight)
+    assert not torch.equal(state["network.0.bias"], network[0].bias)
+    done = normswap.export(network, file, dtype="int8", int8=Int8Settings(sensitive=3), force=True, **options)
+    assert set(done.quantized.fp32) == {"0", "6"}
+
+
+class Unusual(nn.Module):
+    """A convolution of a class of its own, and layers that are called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.twice = Conv2dSame(3, 6, 3, stride=2), nn.Conv2d(6, 6, 3, padding=1)
+        self.again, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(self.stem(x).relu()).relu()).mean((2, 3))
+        head: Tensor = self.head(self.again(self.again(x).relu()))
+        return head
+
+
+def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(32, 1), "input_size": (3, 16, 16)}
+    done = normswap.export(Unusual().eval(), tmp_path / "net.pt2", dtype="int8", **options)
+    assert {value.dtype for value in held(tmp_path / "net.pt2").values()} == {torch.int8}
+    assert done.nodes["quantized_decomposed.dequantize_per_channel.default"] in (4, 6)
+    assert done.figures.relative_l2 < 0.02
+
+
+def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    with pytest.raises(RefusedError, match=r"^torchao cannot quantize it: .*conv2d.*\.onnx and \.xml$"):
+        normswap.export(network, tmp_path / "net.pt2", dtype="int8", input_size=(3, 16, 16), calibrate=pictures(8),
+                        images=pictures(8))  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchao_says_nothing(tmp_path: Path) -> None:
+    """It logs and warns as it is imported, which is when it is needed."""
+    program = "import sys, test_int8 as t; from pathlib import Path\nassert 'torchao' not in sys.modules\n"
+    program += "t.made(Path(sys.argv[1]))\nassert 'torchao' in sys.modules"
+    command = [sys.executable, "-W", "ignore:::timm", "-c", program, str(tmp_path / "net.pt2")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, env=environment()
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+@pytest.mark.parametrize("options", [{"dynamic_batch": False}, {"normalize": True}, {"softmax": True}])
+def test_it_goes_with_other_options(options: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    done = made(tmp_path / f"net.{ending}", per_channel=False, **options)
+    assert done.figures.relative_l2 < 0.2
+
+
+@pytest.mark.slow
+def test_openvino(tmp_path: Path) -> None:
+    pytest.importorskip("nncf")
+    done = made(tmp_path / "net.xml", sensitive=1)
+    assert done.figures.relative_l2 < 0.1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.bin", "net.xml", "net.xml.preprocess.json"]
+    assert done.nodes["FakeQuantize"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_openvino_without_int8(dtype: str, tmp_path: Path) -> None:
+    done = normswap.export(small(), tmp_path / "net.xml", dtype=dtype, input_size=(3, 16, 16), images=pictures(8))
+    assert done.figures.agreement == 1
+    assert done.bytes > 2000
+
+
+@pytest.mark.parametrize("form", ["onnx", "pt2"])
+def test_what_loses_too_much_is_not_written(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])  # one trial is enough to be refused
+    monkeypatch.setattr(formats.quantizer(form), "RANGES", ("minmax",))
+    with pytest.raises(VerificationError, match=r"int8 loses .* points of agreement on 64 images, allowed -1"):
+        made(tmp_path / f"net.{form}", max_drop=-1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_nothing_changes_the_network_after_the_proof(
+    per_channel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong by the time that bounds are let go is seen on the calibration images, before int8 hides it."""
+    settle = Equalizer.settle_
+
+    def wrong(self: Equalizer, network: nn.Module) -> None:
+        settle(self, network)
+        with torch.no_grad():
+            next(p for p in network.parameters() if p.ndim == 4).mul_(1.001)
+
+    monkeypatch.setattr(Equalizer, "settle_", wrong)
+    with pytest.raises(VerificationError, match="the folded network computes something else"):
+        made(tmp_path / "net.onnx", per_channel=per_channel)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_hides_no_wrong_network(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undressed = export_folding.undressed
+
+    def wrong(*args: Any, **kwargs: Any) -> nn.Module:
+        network = undressed(*args, **kwargs)
+        with torch.no_grad():
+            network[0].weight.mul_(1.0005)
+        return network
+
+    monkeypatch.setattr(export_folding, "undressed", wrong)
+    with pytest.raises(VerificationError, match="the folded network computes something else"):
+        normswap.export(small(), tmp_path / "net.ts", dtype=dtype, input_size=(3, 16, 16))
+
+
+BAD: list[tuple[str, dict[str, Any], type[NormswapError], str]] = [
+    ("net.onnx", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
+    ("net.onnx", {"images": None}, OptionError, "int8 needs other images to measure on"),
+    ("net.onnx", {"calibrate": []}, OptionError, "no images to calibrate on"),
+    ("net.onnx", {"calibrate": [pictures(8), torch.zeros(8, 3, 8, 16)]}, OptionError,
+     "images to calibrate on are 3,8,16: the file takes 3,16,16"),
+    ("net.ts", {}, OptionError, "torchscript is not written in int8: there are onnx, openvino, pt2"),
+    ("net.pt2", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
+    ("net.onnx", {"dtype": "fp16"}, OptionError, "fp16 is not calibrated"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "kind", "match"), BAD)
+def test_bad_input(name: str, options: dict[str, Any], kind: type[NormswapError], match: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"dtype": "int8", "calibrate": pictures(8), "images": pictures(8), **options}
+    with pytest.raises(kind, match=match):
+        normswap.export(small(), tmp_path / name, input_size=(3, 16, 16), **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+COMMANDS = [
+    (["--precision", "int8"], "--precision int8 needs --calibrate DATA"),
+    (["--calibrate", TAR], "--calibrate is for --precision int8"),
+    (["--precision", "int4"], "unknown dtype 'int4'"),
+    (["--precision", "int8", "--calibrate", "nowhere"], "nowhere does not exist"),
+    (["--precision", "int8", "--calibrate", TAR, "--samples", "500"], "leave none to measure on"),
+]
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+@pytest.mark.parametrize(("words", "said"), COMMANDS)
+def test_bad_commands(
+    words: list[str], said: str, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(DATA), "-o", str(tmp_path / f"net.{ending}"), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "package", "form"), [("a.xml", "nncf", "openvino"), ("a.pt2", "torchao", "pt2")])
+def test_a_missing_package_names_its_extra(
+    name: str, package: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(OptionError, match=rf"{form} in int8 needs the package {package}.*'normswap\[quantize\]'"):
+        made(tmp_path / name)
+
+
+def test_the_two_parts_share_no_image() -> None:
+    loader = datasets.make_loader(open_model(str(DATA)), TAR, batch_size=64, workers=0)
+    one, two = parting.part(loader, 100)
+    assert (one.count, two.count) == (100, 400)
+    rows = [images.flatten(1) for part in (one, two) for images, _ in part]
+    assert len(torch.cat(rows).unique(dim=0)) == len(torch.cat([x for x, _ in loader]).flatten(1).unique(dim=0))
+    assert len({int(label) for _, labels in one for label in labels}) == 10
+
+
+@pytest.mark.long
+def test_bench_takes_int8_beside_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours, and a file that nobody wrote a sidecar for."""
+    options = ["--calibrate", TAR, "--samples", "100", "--precision", "int8"]
+    names = [str(tmp_path / name) for name in ("ours.onnx", "ours.xml", "ours.pt2", "foreign.onnx", "foreign.pt2")]
+    for name in names[:3]:
+        assert main(["export", str(DATA), "-o", name, *options]) == 0
+    Path(names[3]).write_bytes(Path(names[0]).read_bytes())
+    Path(names[4]).write_bytes(Path(names[2]).read_bytes())
+    capsys.readouterr()
+    words = ["--batch", "1", "--runtime", "eager,onnxruntime,openvino", "--seconds", "0.2", "--json"]
+    assert main(["bench", str(DATA), *names, *words]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = {(row["form"], row["runtime"]): row["status"] for row in rows}
+    assert {key: status for key, status in found.items() if key[0].startswith(("ours", "foreign"))} == {
+        ("ours.onnx", "onnxruntime"): "ok", ("ours.onnx", "openvino"): "ok", ("ours.xml", "openvino"): "ok",
+        ("foreign.onnx", "onnxruntime"): "ok", ("foreign.onnx", "openvino"): "ok",
+        ("ours.pt2", "eager"): "ok", ("foreign.pt2", "eager"): "ok"}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
+def test_the_demo_network_from_end_to_end(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed is what the file does on the images that were left, counted by hand."""
+    file = tmp_path / f"net.{ending}"
+    words = ["--precision", "int8", "--calibrate", TAR, "--samples", "200", "--dynamic-batch", "--max-drop", "2"]
+    assert main(["export", str(DATA), "-o", str(file), *words, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    source = open_model(str(DATA))
+    loader = datasets.make_loader(source, TAR, batch_size=64, workers=0, split="train")
+    runs = formats.get(body["format"]).open(file)
+    right = count = 0
+    for x, labels in parting.part(loader, 200)[1]:
+        right += int((runs(x).argmax(1) == labels).sum())
+        count += len(x)
+    assert (body["figures"]["count"], count) == (300, 300)
+    assert body["figures"]["top1"] == pytest.approx(100 * right / count)
+    assert body["figures"]["top1"] > body["figures"]["source_top1"] - 2

@@ -1,0 +1,199 @@
+"""Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539) and their kin: always exact, or refused."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_cases import CASES, EXACT, REFUSED, Case, build, outputs
+from lived import batchnorms, distance, step
+from tiny import C, conv, net
+from torch import Tensor, nn
+
+from normswap.errors import RefusedError
+from normswap.folding.overwriting import overwrites
+from normswap.graph import inspection
+from normswap.layers.scalars import Scale
+from normswap.surgery import applying
+
+
+def trained(model: nn.Module, alpha: float | None = None) -> None:
+    """Move every parameter, so that no scalar is 1 and no bias 0 any more; then set the scalars to `alpha`."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 + 0.2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+        for module in model.modules():
+            if alpha is not None and isinstance(module, Scale):
+                module.alpha.fill_(alpha)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fold_is_exact_or_refused(case: Case) -> None:
+    model, x = build(case)
+    reference = outputs(model, x)
+    planned, draft = step(model, "folded")
+    for path, pattern in case.expect.items():
+        if pattern.startswith(REFUSED):
+            assert re.search(pattern.removeprefix(REFUSED), draft.refusals.pop(path))
+            assert path not in {edit.path for edit in planned.edits}
+        else:
+            assert re.search(pattern, str(draft.verdicts[path])), draft.verdicts[path]
+    assert draft.refusals == {}
+    result = applying.apply_step(model, planned)
+    assert distance(reference, outputs(result, x)) <= EXACT
+    assert torch.equal(outputs(model, x), reference), "the source was changed"
+    left = {path for path, pattern in case.expect.items() if pattern.startswith((REFUSED, "never"))}
+    assert set(batchnorms(result)) == left
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_skipinit_is_exact_or_refused(case: Case) -> None:
+    model, x = build(case)
+    reference, why = outputs(model, x), ""
+    try:
+        planned, draft = step(model, "skipinit")
+    except RefusedError as error:
+        planned, draft, why = None, None, str(error)
+    if planned is None or draft is None:
+        assert re.search("no residual blocks|would need two edits", why)
+    elif not draft.refusals:
+        result = applying.apply_step(model, planned)
+        assert distance(reference, outputs(result, x)) <= EXACT
+        for alpha in (None, 0.0, -0.7):
+            trained(result, alpha)
+            reference = outputs(result, x)
+            planned, draft = step(result, "folded")
+            assert draft.refusals == {}
+            assert distance(reference, outputs(applying.apply_step(result, planned), x)) <= EXACT
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.fuser], ids=str)
+def test_float32_too_where_torch_fuses_wrongly(case: Case) -> None:
+    """As a user would meet it: the cases that `torch.fx.experimental.optimization.fuse` was seen to get wrong."""
+    model, x = build(case)
+    reference = outputs(model, x)
+    model.float()
+    planned, _ = step(model, "folded")
+    assert distance(reference, outputs(applying.apply_step(model, planned), x.float()).double()) <= 1e-5
+
+
+def test_an_aliased_conv_stays_one() -> None:
+    case = next(case for case in CASES if case.name == "aliased conv, one call")
+    model, _ = build(case)
+    result: Any = applying.apply_step(model, step(model, "folded")[0])
+    assert result.conv is result.alias
+
+
+def test_hooks_see_what_they_saw() -> None:
+    model, x = build(next(case for case in CASES if case.name == "hook on conv"))
+    seen: list[Tensor] = []
+    model.get_submodule("conv").register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    outputs(model, x)
+    outputs(applying.apply_step(model, step(model, "folded")[0]), x)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_the_checker_notices_a_wrong_fold() -> None:
+    """A norm folded into a convolution that is called elsewhere too: what torch's fuser does."""
+    from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+    model, x = build(next(case for case in CASES if case.name == "conv twice, norm on one"))
+    wrong: Any = applying.apply_step(model, step(model, "folded")[0])
+    source: Any = model
+    wrong.conv, wrong.bn = fuse_conv_bn_eval(source.conv, source.bn), nn.Identity()
+    assert distance(outputs(model, x), outputs(wrong, x)) > 1e-3
+
+
+# what is done to the output of a convolution
+DONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "relu": lambda m, y: y.relu(),
+    "relu_": lambda m, y: y.relu_(),
+    "F.relu": lambda m, y: F.relu(y),
+    "F.relu, in place": lambda m, y: F.relu(y, inplace=True),
+    "F.relu, in place by position": lambda m, y: F.relu(y, True),
+    "torch.relu_": lambda m, y: torch.relu_(y),
+    "a module": lambda m, y: m.act(y),
+    "a module, in place": lambda m, y: m.act_(y),
+    "+": lambda m, y: y + 1,
+    "+=": lambda m, y: operator.iadd(y, 1),
+    "-=": lambda m, y: operator.isub(y, 1),
+    "*=": lambda m, y: operator.imul(y, 2),
+    "/=": lambda m, y: operator.itruediv(y, 2),
+    "**=": lambda m, y: operator.ipow(y, 2),
+    "add_": lambda m, y: y.add_(1),
+    "mul": lambda m, y: y.mul(2),
+    "clamp_": lambda m, y: y.clamp_(min=0),
+    "flatten": lambda m, y: y.flatten(1),
+    "mean": lambda m, y: y.mean(1, True),
+    "torch.mean": lambda m, y: torch.mean(y, 1, True),
+    "interpolate": lambda m, y: F.interpolate(y, None, 2, "bilinear", True),
+    "dropout": lambda m, y: F.dropout(y, 0.5, False),
+    "hardtanh, in place": lambda m, y: F.hardtanh(y, 0, 6, True),
+}
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_what_writes_into_its_input_is_told_from_what_does_not(name: str) -> None:
+    """Torch counts how often a tensor was written to."""
+    model = net(lambda m, x: DONE[name](m, m.conv(x)), conv=conv, act=nn.ReLU(), act_=nn.ReLU(inplace=True))()
+    y = torch.randn(2, C, 5, 5)
+    before = y._version
+    DONE[name](model, y)
+    traced = inspection.inspect(model, torch.randn(2, C, 5, 5)).traced
+    (node,) = traced.users[next(node for node in traced.nodes if str(node.target) == "conv")]
+    assert overwrites(traced, node) is (y._version > before)
+
+
+def gated(conv: nn.Module, gate: nn.Module, x: Tensor) -> Tensor:
+    y = conv(x)
+    return y * gate(y).sigmoid()
+
+
+def behind_a_gate_read_elsewhere(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    return m.scale(y * m.b(y).sigmoid()) + m.c(y.relu())
+
+
+# a scalar, and whether what is before it takes it in
+SCALARS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "behind a convolution": (lambda m, x: m.scale(m.a(x)) + m.b(x), True),
+    "behind a convolution, twice": (lambda m, x: m.scale(m.a(x)) + m.scale(m.a(x.flip(-1))), True),
+    "behind two convolutions": (lambda m, x: m.scale(m.a(x)) + m.scale(m.b(x)), True),
+    "behind a gate": (lambda m, x: m.scale(gated(m.a, m.b, x)) + m.c(x), True),
+    "behind a gate, which is read elsewhere": (behind_a_gate_read_elsewhere, True),
+    "behind two gates": (lambda m, x: m.scale(gated(m.a, m.b, x)) + m.scale(gated(m.c, m.d, x)), False),
+    "behind a sum": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.c(x), True),
+    "behind a sum with a gate": (lambda m, x: m.scale(gated(m.a, m.b, x) + m.c(x)), True),
+    "behind a sum, which is read elsewhere": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y), True),
+    "behind a sum, which is returned": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + y, False),
+    "behind a sum with the input": (lambda m, x: m.scale(m.a(x) + x) + m.c(x), False),
+    "behind a sum with the input, first": (lambda m, x: m.scale(x + m.a(x)) + m.c(x), False),
+    "behind a sum with a sigmoid": (lambda m, x: m.scale(gated(m.a, m.b, x) + m.c(x).sigmoid()), False),
+    "behind a square": (lambda m, x: m.scale((y := m.a(x)) * y) + m.c(x), False),
+    "behind twice a convolution": (lambda m, x: m.scale(2 * m.a(x)) + m.c(x), True),
+    "behind a sum whose square is read": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y * y), False),
+    "behind a sum of which twice is read": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y * 2), True),
+    "behind two sums": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.scale(m.c(x) + m.d(x)), False),
+    "behind the input": (lambda m, x: m.a(m.scale(x)), False),
+    "behind a sigmoid": (lambda m, x: m.b(m.scale(m.a(x).sigmoid())), False),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.3, -0.7])
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars_fold_where_they_can(name: str, alpha: float) -> None:
+    body, gone = SCALARS[name]
+    torch.manual_seed(0)
+    model = net(body, a=conv, b=conv, c=conv, d=conv, scale=Scale(alpha))().double().eval()
+    x = torch.randn(2, C, 9, 9, dtype=torch.float64)
+    seen = inspection.inspect(model, x)
+    result = applying.apply_step(model, step(seen, "folded")[0])
+    assert distance(outputs(model, x), outputs(result, x)) <= EXACT
+    if alpha > 0:
+        assert any(isinstance(module, Scale) for module in result.modules()) is not gone

@@ -1,0 +1,310 @@
+"""The gauge of int8: which channels are free, against hand counts and brute force in float64; and the levelling."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from lived import distance, lived_in, run
+from tiny import C, conv, net
+from torch import Tensor, nn
+
+from normswap.exporting import bias_correction, equalization, export_folding, sensitivity
+from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
+from normswap.exporting.weight_grid import WeightGrid
+from normswap.folding import channel_factors
+from normswap.folding.channel_factors import HELD, Channels
+from normswap.folding.draft import Draft
+from normswap.graph.inspection import inspect
+from normswap.layers.bounded import BoundedReLU
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
+from normswap.layers.scalars import Scale
+from normswap.layers.standardized import MeanStdConv2d
+
+Make = Callable[[], nn.Module]
+
+
+def images(count: int = 4, side: int = 12, channels: int = C) -> Tensor:
+    return torch.randn(count, channels, side, side, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def built(make: Make) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double().eval()
+
+
+def scaled(equalizer: Equalizer, factors: Tensor) -> nn.Module:
+    twin = copy.deepcopy(equalizer.network)
+    assert equalizer.channels is not None
+    channel_factors.scale(twin, equalizer.channels, factors)
+    return twin
+
+
+def depthwise() -> nn.Conv2d:
+    return conv(groups=C)
+
+
+def twice(model: Any) -> nn.Module:
+    model.b.weight = model.a.weight
+    return model
+
+
+def doubled(model: Any) -> nn.Module:
+    model.a.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+# how many groups of channels are free; counted by hand
+CASES: list[tuple[str, Make, int]] = [
+    ("two in a row", net(lambda m, x: m.b(m.a(x).relu()), a=conv, b=conv), C),
+    ("leaky, pooled", net(lambda m, x: m.b(m.p(m.f(m.a(x)))), a=conv, b=conv, f=nn.LeakyReLU, p=nn.MaxPool2d(2)), C),
+    ("depthwise", net(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), a=conv, b=depthwise, c=conv), 2 * C),
+    ("grouped", net(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), a=conv, b=conv(groups=2), c=conv), 2 * C),
+    ("a sum shares", net(lambda m, x: m.c(m.a(x) + m.b(x)), a=conv, b=conv, c=conv), C),
+    ("a sum with means", net(lambda m, x: m.c(m.a(x) + m.b(x).mean((2, 3), keepdim=True)), a=conv, b=conv, c=conv), 0),
+    ("a sum with one channel", net(lambda m, x: m.c(m.a(x) + m.b(x)), a=conv, b=conv(out=1), c=conv), 0),
+    ("a stream shares", net(lambda m, x: (lambda y: m.c(y + m.b(y.relu())))(m.a(x)), a=conv, b=conv, c=conv), C),
+    ("the input holds", net(lambda m, x: m.c(x + m.b(x)), b=conv, c=conv), 0),
+    ("sigmoid holds", net(lambda m, x: m.b(m.a(x).sigmoid()), a=conv, b=conv), 0),
+    ("a number added holds", net(lambda m, x: m.b((m.a(x) + 1).relu()), a=conv, b=conv), 0),
+    ("a gate", net(lambda m, x: (lambda y: m.c(y * m.g(y).sigmoid()))(m.a(x)), a=conv, g=conv(1), c=conv), C),
+    ("a square", net(lambda m, x: m.b((y := m.a(x)) * y), a=conv, b=conv), 0),
+    ("a number times", net(lambda m, x: m.b(2 * m.a(x)), a=conv, b=conv), C),
+    ("a product of two", net(lambda m, x: m.c(m.a(x) * m.b(x)), a=conv, b=conv, c=conv), 0),
+    ("joined", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv, b=conv, c=nn.Conv2d(2 * C, C, 1)), 2 * C),
+    ("joined alone", net(lambda m, x: m.b(torch.cat([m.a(x)], 1).relu()), a=conv, b=conv), C),
+    ("upsampled", net(lambda m, x: m.b(m.u(m.a(x)).relu()), a=conv, u=nn.Upsample(scale_factor=2), b=conv), C),
+    ("interpolated", net(lambda m, x: m.b(F.interpolate(m.a(x), (9, 7), mode="bilinear")), a=conv, b=conv), C),
+    ("joined elsewhere", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 2)), a=conv, b=conv, c=conv), 0),
+    ("joined in the batch", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)]) + m.c(torch.cat([x, x]))), a=conv, b=conv,
+                                c=conv, d=conv), 0),
+    ("joined in the batch by number", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)], 0) + m.c(torch.cat([x, x]))),
+                                          a=conv, b=conv, c=conv, d=conv), 0),
+    ("joined at the end", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)], -1) + m.c(torch.cat([x, x], -1))), a=conv,
+                              b=conv, c=conv, d=conv), 0),
+    ("flattened", net(lambda m, x: m.l(m.a(x).relu().flatten(1)), a=conv(out=2), l=nn.Linear(2 * 144, 3)), 2),
+    ("pooled, then linear", net(lambda m, x: m.l(m.a(x).relu().mean((2, 3))), a=conv, l=nn.Linear(C, 3)), C),
+    ("mean over channels", net(lambda m, x: m.b(m.a(x).mean(1, keepdim=True).repeat(1, C, 1, 1)), a=conv, b=conv), 0),
+    ("called twice", net(lambda m, x: m.a(m.a(x).relu()), a=conv), 0),
+    ("linear on tokens", net(lambda m, x: m.k(m.l(x.flatten(2).mT).relu()), l=nn.Linear(C, 6), k=nn.Linear(6, 3)), 0),
+    ("linear on rows", net(lambda m, x: m.k(m.l(x.mean((2, 3))).relu()), l=nn.Linear(C, 6), k=nn.Linear(6, 3)), 6),
+    ("a weight that is read elsewhere", net(lambda m, x: m.b(m.a(x).relu()) * m.a.weight.sum(), a=conv, b=conv), 0),
+    ("a shared weight", lambda: twice(net(lambda m, x: m.b(m.a(x).relu()), a=conv, b=conv)()), 0),
+    ("hooks", lambda: doubled(net(lambda m, x: m.b(m.a(x).relu()), a=conv, b=conv)()), 0),
+    ("softmax", net(lambda m, x: m.b(m.a(x).softmax(1)), a=conv, b=conv), 0),
+    ("transposed convolution", net(lambda m, x: m.b(m.a(x).relu()), a=nn.ConvTranspose2d(C, C, 2), b=conv), 0),
+    ("ReLU6", net(lambda m, x: m.b(m.f(m.a(x))), a=conv, f=nn.ReLU6, b=conv), C),
+    ("ReLU6 on the input", net(lambda m, x: m.a(m.f(x)), a=conv, f=nn.ReLU6), 0),
+    ("ReLU6 called twice", net(lambda m, x: m.c(m.f(m.b(m.f(m.a(x))))), a=conv, f=nn.ReLU6, b=conv, c=conv), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "free"), CASES, ids=[case[0] for case in CASES])
+def test_free_channels_and_no_other_can_be_scaled(name: str, make: Make, free: int) -> None:
+    """Each group alone by 3: the function stays. That what is held must be is in the counts."""
+    model, x = built(make), 3 * images()
+    equalizer = Equalizer(model, [x], per_channel=False)
+    assert equalizer.channels is not None
+    assert equalizer.channels.count == 1 + free
+    for group in range(1, equalizer.channels.count):
+        factors = torch.ones(equalizer.channels.count, dtype=torch.float64)
+        factors[group] = 3
+        twin = scaled(equalizer, factors)
+        assert distance(run(model, x), run(twin, x)) < 1e-13
+        changed = any(not torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+        assert changed
+
+
+def shifted(act: nn.Module | None) -> ChannelBias:
+    return ChannelBias(torch.randn(C), torch.tensor([1.0, -1.0] * (C // 2)), act)
+
+
+def affine(act: nn.Module | None) -> ChannelAffine:
+    return ChannelAffine(torch.randn(C), torch.randn(C), act)
+
+
+# layers of ours between two convolutions, and how many of their channels are free
+OWN: list[tuple[str, Make, int]] = [
+    ("a shift", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: shifted(nn.ReLU()), b=conv), C),
+    ("a scale and shift", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: affine(None), b=conv), C),
+    ("under another activation", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: affine(nn.SiLU()), b=conv), 0),
+    ("a shift called twice", net(lambda m, x: m.b(m.s(m.s(m.a(x)))), a=conv, s=lambda: shifted(None), b=conv), 0),
+    ("a scalar", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: Scale(0.3), b=conv), C),
+    ("a scalar with a bias", net(lambda m, x: m.b(m.s(m.a(x))), a=conv, s=lambda: Scale(0.3, bias=True), b=conv), 0),
+    ("standardized", net(lambda m, x: m.b(m.a(x).relu()), a=lambda: MeanStdConv2d(C, C, 3), b=conv), C),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "free"), OWN, ids=[case[0] for case in OWN])
+def test_layers_of_ours_hand_factors_on(name: str, make: Make, free: int) -> None:
+    model, x = built(make), images()
+    channels = Channels(Draft(inspect(model, x)))
+    assert channels.count == 1 + free
+    factors = torch.cat([torch.ones(1), torch.rand(free) + 0.5]).double()
+    twin = copy.deepcopy(model)
+    channel_factors.scale(twin, channels, factors)
+    assert distance(run(model, x), run(twin, x)) < 1e-13
+    assert not free or not torch.equal(twin.get_submodule("b").weight, model.get_submodule("b").weight)
+
+
+# of all channels that layers write, what fraction is free at least
+FREE = {"resnet18": 0.99, "resnetv2_18": 0.8, "mobilenetv2_035": 0.8, "seresnet18": 0.7, "densenet121": 0.4,
+        "regnety_002": 0.7, "ghostnet_100": 0.2, "mobilenetv3_small_100": 0.1, "vgg11_bn": 0.9}  # fmt: skip
+
+
+def equalizer_of(name: str, *, per_channel: bool = False) -> tuple[nn.Module, Equalizer, Tensor]:
+    """A lived-in network in float64, its folded form's equalizer, and images."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 64).double()
+    model = lived_in(timm.create_model(name, num_classes=10), x)
+    return model, Equalizer(export_folding.undressed(model, (3, 64, 64)), [x], per_channel=per_channel), x
+
+
+FAST = "mobilenetv2_035"
+
+
+@pytest.mark.parametrize("name", [FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in FREE if n != FAST)])
+def test_timm_networks_keep_their_function(name: str) -> None:
+    model, equalizer, x = equalizer_of(name)
+    channels = equalizer.channels
+    assert channels is not None
+    written = [group for layer in channels.layers for group in layer.writes.tolist()]
+    assert sum(group != HELD for group in written) / len(written) >= FREE[name]
+    factors = torch.randn(channels.count, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).exp()
+    factors[HELD] = 1
+    assert distance(run(model, x), run(scaled(equalizer, factors), x)) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mobilenetv2_035", "resnet18", "resnetv2_18", "seresnet18"])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_every_gauge_keeps_the_function(name: str, per_channel: bool) -> None:
+    model, equalizer, x = equalizer_of(name, per_channel=per_channel)
+    for gauge in gauges(per_channel=per_channel):
+        assert distance(run(model, x), run(equalizer.equalized(gauge), x)) < 1e-11
+
+
+def uneven(model: nn.Module) -> nn.Module:
+    """The first convolution's channels of very different size, the second's columns the other way round."""
+    spread = torch.tensor([1e-3, 1e-1, 1.0, 1e2], dtype=torch.float64)
+    with torch.no_grad():
+        a, b = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+        a.weight.mul_(spread.view(-1, 1, 1, 1))
+        a.bias.mul_(spread)  # type: ignore[union-attr]
+        b.weight.div_(spread.view(1, -1, 1, 1))
+    return model
+
+
+def test_a_pair_of_layers_is_levelled_as_in_the_paper() -> None:
+    """Equation 11: afterwards r1 = r2 in every channel, up to one factor for all."""
+    equalizer = Equalizer(uneven(built(CASES[0][1])), [images()], per_channel=False)
+    twin: Any = equalizer.equalized(gauges(per_channel=False)[1])
+    rows, columns = twin.a.weight.detach().abs().amax((1, 2, 3)), twin.b.weight.detach().abs().amax((0, 2, 3))
+    ratio = rows / columns
+    assert float((ratio / ratio[0] - 1).abs().max()) < 1e-6
+    assert float(rows.max() / rows.min()) < 10
+
+
+def costs(network: nn.Module, x: Tensor, *, per_channel: bool) -> dict[str, float]:
+    paths = [path for path, module in network.named_modules() if isinstance(module, nn.Conv2d)]
+    return sensitivity.costs(network, x, paths, WeightGrid(lambda _: 64, per_channel))
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_what_is_levelled_loses_less(per_channel: bool) -> None:
+    """Both layers rounded as int8 does, against the exact network: equalized, at most a tenth of the error."""
+    model, x = uneven(built(CASES[0][1])), images(32)
+    equalizer = Equalizer(model, [x], per_channel=per_channel)
+    errors = []
+    for gauge in (AS_FOLDED, gauges(per_channel=per_channel)[-1]):
+        errors.append(max(costs(equalizer.equalized(gauge), x, per_channel=per_channel).values()))
+    assert errors[1] < errors[0] / 10
+
+
+def settled(model: nn.Module, x: Tensor, gauge: Gauge, *, per_channel: bool = False) -> nn.Module:
+    equalizer = Equalizer(model, [x], per_channel=per_channel)
+    found = equalizer.equalized(gauge)
+    equalizer.settle_(found)
+    return found
+
+
+@pytest.mark.parametrize("high", [0, 1])
+def test_bounds_that_any_batch_reaches_stay(high: int) -> None:
+    """Also where only the first batch, or the last, reaches them."""
+    model = built(net(lambda m, x: m.b(m.f(m.a(x))), a=conv, f=nn.ReLU6, b=conv))
+    batches = [images() * (20 if i == high else 0.01) for i in range(2)]
+    equalizer = Equalizer(model, batches, per_channel=False)
+    for gauge in gauges(per_channel=False):
+        found = equalizer.equalized(gauge)
+        equalizer.settle_(found)
+        assert distance(run(model, batches[high]), run(found, batches[high])) < 1e-12
+
+
+def test_bounds_that_no_image_reaches_are_let_go() -> None:
+    model = built(net(lambda m, x: m.c(m.g(m.b(m.f(m.a(x))))), a=conv, f=nn.ReLU6, b=conv, g=nn.ReLU6, c=conv))
+    with torch.no_grad():
+        model.a.weight.mul_(30)  # type: ignore[union-attr,operator]
+        model.b.weight.mul_(0.01)  # type: ignore[union-attr,operator]
+    x = images()
+    found: Any = settled(model, x, AS_FOLDED)
+    assert isinstance(found.f, nn.Hardtanh)
+    assert isinstance(found.g, nn.ReLU)
+    moved: Any = settled(model, x, gauges(per_channel=False)[1])
+    assert isinstance(moved.f, BoundedReLU)
+    assert distance(run(model, x), run(moved, x)) < 1e-13
+
+
+def test_with_a_step_per_row_bounds_stay_one_number() -> None:
+    """Runtimes fuse a convolution with one bound for all its channels, and with no other."""
+    model = built(net(lambda m, x: m.c(m.f(m.b(m.g(m.a(x))))), a=conv, g=nn.ReLU, b=conv, f=nn.ReLU6, c=conv))
+    x = images()
+    for gauge in gauges(per_channel=True):
+        twin: Any = settled(model, x, gauge, per_channel=True)
+        assert isinstance(twin.f, nn.ReLU6)
+        assert distance(run(model, x), run(twin, x)) < 1e-13
+        assert torch.equal(twin.a.weight, model.a.weight) is (gauge is AS_FOLDED)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("layer", [conv(), conv(groups=C), conv(stride=2), nn.ConvTranspose2d(C, 6, 2)])
+def test_corrected_biases_keep_every_mean(layer: nn.Module, per_channel: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer).double().eval(), images(8) + 1
+    expected = run(model, x).mean((0, 2, 3))
+    weight = WeightGrid(lambda _: 7, per_channel).rounded(layer)  # type: ignore[arg-type]
+    before = distance(expected, nn.Sequential(_with(layer, weight))(x).mean((0, 2, 3)).detach())
+    bias_correction.correct(model, x.split(4), {"0": weight.double()})
+    after = distance(expected, nn.Sequential(_with(model[0], weight))(x).mean((0, 2, 3)).detach())
+    assert after < 1e-13 < 1e-3 < before
+
+
+def _with(layer: nn.Module, weight: Tensor) -> nn.Module:
+    twin: Any = copy.deepcopy(layer).double()
+    twin.weight.data = weight.double()
+    return twin
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_rounding_is_that_of_a_fake_quantizer(per_channel: bool) -> None:
+    layer = conv()
+    found = WeightGrid(lambda _: 127, per_channel).rounded(layer)
+    peak = layer.weight.detach().abs().amax((1, 2, 3)) if per_channel else layer.weight.detach().abs().amax().expand(C)
+    fake = torch.fake_quantize_per_channel_affine(
+        layer.weight.detach(), peak / 127, torch.zeros(C, dtype=torch.int32), 0, -127, 127
+    )
+    assert torch.allclose(found, fake, atol=1e-7)
+
+
+def test_the_layer_with_an_outlier_costs_most() -> None:
+    model = built(net(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), a=conv, b=conv, c=conv))
+    with torch.no_grad():
+        model.b.weight[0, 0, 0, 0] = 40.0  # type: ignore[union-attr,index,operator]
+    found = costs(model, images(), per_channel=False)
+    assert next(iter(found)) == "b"
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert equalization.AS_FOLDED.name == "as folded"

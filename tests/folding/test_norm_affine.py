@@ -1,0 +1,289 @@
+"""`--to folded` on LayerNorm networks: gamma and beta go into the linear layers that read the norm, or stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lived import distance, run, step
+from small_transformers import SMALL, inhabit, skeleton, small
+from timm.layers import LayerNorm, LayerNorm2d, LayerNormAct2d, LayerNormFp32, LayerScale, RmsNorm, RmsNorm2d
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import RefusedError
+from normswap.graph.inspection import inspect
+from normswap.layers import channel_norm
+from normswap.layers.placeholders import Vacant
+from normswap.plan import Plan, Step, Take, Way
+from normswap.surgery import applying
+from normswap.surgery.conversion import draft
+
+TOLERANCE = 1e-12
+NORMS: dict[str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]] = {  # along which dimension, and what
+    "torch's": (lambda: nn.LayerNorm(6), -1, F.layer_norm),
+    "timm's": (lambda: LayerNorm(6), -1, F.layer_norm),
+    "timm's of maps": (lambda: LayerNorm2d(6), 1, F.layer_norm),
+    "torch's RMSNorm": (lambda: nn.RMSNorm(6, eps=1e-5), -1, F.rms_norm),
+    "timm's RMSNorm": (lambda: RmsNorm(6, eps=1e-5), -1, F.rms_norm),
+    "timm's RMSNorm of maps": (lambda: RmsNorm2d(6, eps=1e-5), 1, F.rms_norm),
+}
+# Norms that keep gamma and beta, from timm's source: the last norm of a vision transformer, whose output is what
+# `forward_features` returns (CLIP's and distilled ones too); Swin's and CLIP's norm before the first block, which the
+# residual stream reads; ConvNeXt's stem norm likewise, and the norm of its head. Without a final norm (`global_pool`
+# "avg") it is `fc_norm`. Swin v2 ends its branches in norms, which the stream reads: all but the patch mergings', whose
+# output is the next stage's stream too. Queries and keys are read by the attention.
+STAY = {
+    "vit": ["norm"],
+    "vit without qkv bias": ["norm"],
+    "vit with registers, averaged": ["fc_norm"],
+    "vit, parallel": ["norm"],
+    "deit": ["norm"],
+    "deit, distilled": ["norm"],
+    "deit3, LayerScale": ["norm"],
+    "vit, norm of queries and keys": [f"blocks.{i}.attn.{name}_norm" for i in (0, 1) for name in "qk"] + ["norm"],
+    "swin": ["patch_embed.norm", "norm"],
+    "clip": ["norm_pre", "norm"],
+    "convnext": ["stem.1", "head.norm"],
+    "convnext, convolutions": ["stem.1", "head.norm"],
+}
+
+
+def with_affine(model: nn.Module) -> list[str]:
+    return [
+        p for p, m in model.named_modules() if isinstance(m, nn.LayerNorm) and next(m.parameters(), None) is not None
+    ]
+
+
+def folded(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+    planned, sketch = step(model, "folded")
+    assert sketch.refusals == {}
+    return applying.apply_step(model, planned), sketch.verdicts
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_exact(name: str) -> None:
+    model, x = small(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    result: Any = folded(model)[0]
+    assert with_affine(result) == STAY[name]
+    kinds = [Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()]  # test_layer_scale.py
+    assert [type(m) for m in result.modules()] == kinds
+    assert distance(run(model, x), run(model, x.flip(0))) > 0.01
+    assert distance(run(model, x), run(result, x)) <= TOLERANCE
+    with torch.no_grad():
+        net: Any = model
+        assert distance(net.forward_features(x), result.forward_features(x)) <= TOLERANCE
+        maps = zip(net.forward_intermediates(x)[1], result.forward_intermediates(x)[1], strict=True)
+        assert all(distance(a, b) <= TOLERANCE for a, b in maps)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with pytest.raises(RefusedError, match="nothing to convert"):
+        draft(inspect(result), "folded")
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_replay_and_gradients(name: str) -> None:
+    model, x = small(name)
+    planned, _ = step(model, "folded")
+    result = applying.apply_step(model, planned)
+    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
+    assert distance(run(result, x), run(fresh, x)) > 1e-3
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(result, x), run(fresh, x))
+    result(x).square().sum().backward()
+    assert [path for path, p in result.named_parameters() if p.grad is None or not float(p.grad.abs().max()) > 0] == []
+
+
+@pytest.mark.parametrize("harm", ["gamma", "beta"])
+@pytest.mark.parametrize("name", ["vit", "swin", "convnext"])
+def test_every_gamma_and_beta_counts(name: str, harm: str) -> None:
+    """The checker of this file notices one channel of one norm that is off by a percent."""
+    model, x = small(name)
+    planned, _ = step(model, "folded")
+    norms = [edit.path for edit in planned.edits if edit.layer == "BareNorm"]
+    assert norms
+    for path in norms:
+        twin = applying.apply_step(model, Step("", {}, ()))
+        norm: Any = twin.get_submodule(path)
+        with torch.no_grad():
+            (norm.weight if harm == "gamma" else norm.bias)[1] *= 1.01
+        assert distance(run(model, x), run(applying.apply_step(twin, planned), x)) > 1e-9
+
+
+def test_convert_and_restore() -> None:
+    model, _ = small("convnext")
+    done = normswap.convert(model.float(), "folded", size=(3, 64, 64))
+    assert done.report.passed
+    assert str(done.verdicts["stages.0.blocks.0.norm"]) == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
+    back = normswap.convert(done.model, "unfold", size=(3, 64, 64))
+    assert with_affine(back.model) == with_affine(model)
+
+
+class Net(nn.Module):
+    """Patches, then whatever `body` does."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.patch, self.one, self.two = nn.Conv2d(3, 6, 4, 4), nn.LayerNorm(6), nn.LayerNorm(6)
+        self.inner, self.outer, self.head = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+        self.map, self.valid, self.same = LayerNorm2d(6), nn.Conv2d(6, 6, 2), nn.Conv2d(6, 6, 3, padding=1)
+        self.depthwise, self.tokens = nn.Conv2d(6, 6, 2, groups=6), nn.Linear(4, 4)
+        self.act, self.single, self.plane = LayerNormAct2d(6), LayerNormFp32(6), nn.LayerNorm([4, 6])
+        self.few, self.row = nn.Conv2d(2, 3, 1), nn.Conv1d(6, 3, 1)
+        self.pretrained_cfg = {"input_size": (3, 8, 8)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.patch(x))
+
+
+def seq(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+MOVES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
+    "a linear layer": (lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)), ["inner"]),
+    "without a bias": (lambda m, x: m.head(m.outer(m.one(seq(x))).relu().mean(1)), ["outer"]),
+    "two of them": (
+        lambda m, x: m.head((m.inner(y := m.one(seq(x))) * m.outer(y)).mean(1)), ["inner", "outer"]),
+    "rolled, cut, reshaped, averaged": (
+        lambda m, x: m.head(m.inner(m.one(seq(x)).roll(1, 1)[:, 1:].view(-1, 3, 1, 6).mean(1)).relu()[:, 0]),
+        ["inner"]),
+    "one norm twice": (
+        lambda m, x: m.head((m.inner(m.one(seq(x))) + m.outer(m.one(2 * seq(x)))).mean(1)), ["inner", "outer"]),
+    "a convolution": (lambda m, x: m.head(m.valid(m.map(x)).relu().mean((2, 3))), ["valid"]),
+    "a depthwise convolution": (lambda m, x: m.head(m.depthwise(m.map(x)).relu().mean((2, 3))), ["depthwise"]),
+    "a linear layer on a map": (
+        lambda m, x: m.head(m.inner(m.map(x).permute(0, 2, 3, 1)).relu().mean((1, 2))), ["inner"]),
+}  # fmt: skip
+STAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "an activation": (lambda m, x: m.head(m.inner(m.one(seq(x)).relu()).mean(1)), "relu reads it"),
+    "a sum": (lambda m, x: m.head((m.inner(y := m.one(seq(x))).relu() + y).mean(1)), "reads it, not a linear layer"),
+    "padding": (lambda m, x: m.head(m.same(m.map(x)).relu().mean((2, 3))), "same pads its input"),
+    "padding before a linear layer": (
+        lambda m, x: m.head(m.inner(F.pad(m.one(seq(x)), (0, 0, 1, 0))).relu().mean(1)), "padded before inner"),
+    "padding at some sizes": (
+        lambda m, x: m.head(m.inner(F.pad(y := m.one(seq(x)), (0, 0, 0, y.shape[1] % 4))).relu().mean(1)), "padded"),
+    "something else is joined on": (
+        lambda m, x: m.head(m.inner(torch.cat([m.one(y := seq(x)), y], 1)).relu().mean(1)), "cat reads it"),
+    "called elsewhere": (
+        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(y)).mean(1)), "inner is called elsewhere too"),
+    "two norms, one layer": (
+        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(m.two(y))).mean(1)), "inner is called elsewhere"),
+    "over the tokens": (
+        lambda m, x: m.head(m.tokens(m.one(seq(x)).transpose(1, 2)).relu().mean(2)), "the inputs of tokens are not"),
+    "tokens as channels": (
+        lambda m, x: m.head(m.row(m.one(seq(x))[:, :1].expand(-1, 6, -1)).mean(1)), "the inputs of row are not its"),
+    "samples as channels": (
+        lambda m, x: m.head(m.few(m.one(seq(x)).transpose(1, 2)[:1].expand(2, -1, -1)).mean(2)), "of few are not its"),
+    "the classifier": (lambda m, x: m.head(m.one(seq(x)).mean(1)), "the features that head reads would change"),
+    "it is returned": (lambda m, x: (m.head(m.inner(y := m.one(seq(x))).relu().mean(1)), y), "the model returns it"),
+    "its weight is read": (
+        lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)) * m.one.weight.sum(), r"one.weight is read"),
+    "an activation of its own": (lambda m, x: m.head(m.valid(m.act(x)).mean((2, 3))), "forward of its own"),
+    "float32": (lambda m, x: m.head(m.inner(m.single(seq(x))).relu().mean(1)), "computes in float32"),
+    "tokens and channels": (
+        lambda m, x: m.head(m.inner(m.plane(seq(x))).relu().mean(1)), "normalizes more than the channels"),
+}  # fmt: skip
+
+
+def net(body: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return inhabit(Net(body).double().eval()), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_to(name: str) -> None:
+    body, readers = MOVES[name]
+    model, x = net(body)
+    result, verdicts = folded(model)
+    assert list(map(str, verdicts.values())) == [f"its scale and shift move to {', '.join(readers)}"]
+    assert distance(run(model, x), run(result, x)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_stays_because(name: str) -> None:
+    body, why = STAYS[name]
+    model, _ = net(body)
+    planned, sketch = step(model, "folded")
+    assert planned.edits == ()
+    assert sketch.refusals == {}
+    for verdict in map(str, sketch.verdicts.values()):
+        assert verdict.startswith("stays with its scale and shift: ")
+        assert why in verdict
+    assert sketch.verdicts
+
+
+def test_hooks_are_not_lost() -> None:
+    model, _ = net(MOVES["a linear layer"][0])
+    model.get_submodule("one").register_forward_hook(lambda *args: None)
+    assert "forward hooks" in str(step(model, "folded")[1].verdicts["one"])
+
+
+def test_a_network_that_does_not_run_at_the_size_it_says() -> None:
+    """It is recorded at one that it takes."""
+    model, _ = net(MOVES["a linear layer"][0])
+    model.pretrained_cfg = {"input_size": (3, 2, 2)}  # type: ignore[assignment]
+    assert str(step(model, "folded")[1].verdicts["one"]).startswith("its scale and shift move")
+
+
+def test_a_wrong_take_is_noticed() -> None:
+    """Shift without scale is not the same."""
+    model, x = net(MOVES["a linear layer"][0])
+    planned, _ = step(model, "folded")
+    edits = tuple(replace(e, takes=(Take(Way.BEFORE_SHIFT),)) if e.reads else e for e in planned.edits)
+    assert distance(run(model, x), run(applying.apply_step(model, Step("", {}, edits)), x)) > 1e-3
+
+
+def test_every_small_network_is_in_a_table() -> None:
+    assert set(SMALL) - set(STAY) == {"swin v2"}
+
+
+class Sideways(nn.LayerNorm):
+    """Over the second dimension, by a forward of its own, as torchvision's and transformers' ConvNeXt."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Louder(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(("kind", "dim"), [(Sideways, 1), (Louder, None), (nn.LayerNorm, -1)])
+def test_a_forward_that_nobody_has_read_is_measured(kind: type[nn.LayerNorm], dim: int | None) -> None:
+    norm = kind(6)
+    nn.init.normal_(norm.weight)
+    assert channel_norm.channel_dim(norm) == dim
+
+
+def test_wide_norms_are_measured_on_little() -> None:
+    """On as many places as channels, squared, it would take 58 GB for the 1,536 channels of a large ConvNeXt."""
+    assert channel_norm.channel_dim(Sideways(4096)) == 1
+
+
+def test_a_measured_norm_folds() -> None:
+    torch.manual_seed(0)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), Sideways(6), nn.Conv2d(6, 4, 2, 2), *head).double().eval()
+    for parameter in model[1].parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 3, 10, 12, dtype=torch.float64)
+    result, verdicts = folded(model)
+    assert list(map(str, verdicts.values())) == ["its scale and shift move to 2"]
+    assert list(result[1].parameters()) == []
+    assert distance(run(model, x), run(result, x)) < 1e-13
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_dimension_is_that_along_which_it_normalizes(name: str) -> None:
+    make, dim, function = NORMS[name]
+    norm, x = make().double(), torch.randn(2, 6, 6, 6, dtype=torch.float64)
+    assert channel_norm.channel_dim(norm) == dim
+    expected = function(x.movedim(dim, -1), (6,), eps=norm.eps).movedim(-1, dim)
+    assert distance(expected, norm(x).detach()) < 1e-12

@@ -1,0 +1,466 @@
+"""What a record must not hide: branches, views, values that leave, calls by the back door; always exact, or refused."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
+from lived import batchnorms, distance, lived_in, run, step
+from tiny import ONE, C, bn, conv, net
+from torch import Tensor, fx, nn
+
+import normswap
+from normswap.copying import twin
+from normswap.errors import NormswapError, TraceError
+from normswap.graph import inspection, recording
+from normswap.graph.spelling import after
+from normswap.graph.widening import Widening
+from normswap.layers import affine, unknown_norms
+from normswap.surgery import applying
+
+TWO = {**ONE, "conv2": conv, "bn2": bn}
+
+
+def _by_size(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) if x.shape[-1] == x.shape[-2] else y + m.bn(y)
+
+
+def _by_size_elsewhere(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    return y if x.shape[-1] == x.shape[-2] else m.bn2(m.conv2(y))
+
+
+def _by_size_in_parts(m: Any, x: Tensor) -> Any:
+    y = m.one(x)
+    z = m.two(y)
+    return z if x.shape[-1] == x.shape[-2] else (y, z)
+
+
+def _by_value(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    return m.bn2(m.conv2(y)) if x.mean() < 100 else y
+
+
+def _view_written_after(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    view = y[:, :2]
+    z = m.bn(y)
+    view.mul_(2)
+    return z + y
+
+
+def _view_written_before(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.view(-1).relu_()
+    return m.bn(y)
+
+
+def _part_added_to(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x)).clone()
+    y[:, :2] += x[:, 2:]
+    return m.bn2(m.conv2(y))
+
+
+def _part_of_conv_added_to(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y[:, :2] += x[:, 2:]
+    return m.bn(y)
+
+
+def _into_zeros(m: Any, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, ::2] = m.bn(m.conv(x))[:, ::2]
+    return m.bn2(m.conv2(out))
+
+
+def _item(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) * y.abs().max().item()
+
+
+def _numpy(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) * float(y.numpy().max())
+
+
+def _detached(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) + y.detach()
+
+
+def _data(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) + y.data
+
+
+def _made_here(m: Any, x: Tensor) -> Tensor:
+    return nn.AvgPool2d(2)(nn.ReLU(inplace=True)(m.bn(m.conv(x))))
+
+
+def _in_lists(m: Any, x: Tensor) -> Any:
+    parts = list(m.bn(m.conv(x)).chunk(2, 1))
+    found = {"parts": [part * 2 for part in parts], "whole": torch.cat(parts[::-1], 1)}
+    return found["whole"], *found["parts"]
+
+
+def _buffers(m: Any, x: Tensor) -> Tensor:
+    norm = m.bn
+    return F.batch_norm(m.conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.1, norm.eps)
+
+
+def _unpacked(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    total = torch.zeros_like(x[0])
+    for sample in m.bn(y):
+        total = total + sample
+    return total[None]
+
+
+def _two_sorts(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    values, where = y.flatten(2).max(dim=-1)
+    return values + where
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+CASES = [
+    Case("branch on the size", net(_by_size, **ONE), {"bn": KEPT}),
+    Case("branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("branch on the size, told by where a function is called", net(
+        _by_size_in_parts, one=net(lambda m, x: F.avg_pool2d(m.conv(x), 2), conv=conv),
+        two=net(lambda m, x: F.avg_pool2d(m.bn(x), 2), bn=bn)), {"two.bn": KEPT}),
+    Case("branch on a value", net(_by_value, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("view written after", net(_view_written_after, **ONE), {"bn": KEPT}),
+    Case("view written before", net(_view_written_before, **ONE), {"bn": KEPT}),
+    Case("part added to", net(_part_added_to, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("part of the conv added to", net(_part_of_conv_added_to, **ONE), {"bn": KEPT}),
+    Case("written into zeros", net(_into_zeros, **TWO), {"bn": BACK, "bn2": BACK}),
+    Case("a value leaves", net(_item, **ONE), {"bn": KEPT}),
+    Case("an array leaves", net(_numpy, **ONE), {"bn": KEPT}),
+    Case("detached", net(_detached, **ONE), {"bn": KEPT}),
+    Case("data", net(_data, **ONE), {"bn": KEPT}),
+    Case("modules made in forward", net(_made_here, **ONE), {"bn": BACK}),
+    Case("lists and dictionaries", net(_in_lists, **ONE), {"bn": BACK}),
+    Case("a loop over samples", net(_unpacked, **ONE), {"bn": BACK}),
+    Case("two results", net(_two_sorts, **ONE), {"bn": BACK}),
+    Case("buffers used directly", net(_buffers, **ONE), {"bn": REFUSED + "does not call"}),
+    Case("norm's forward", net(lambda m, x: m.bn.forward(m.conv(x)), **ONE), {"bn": REFUSED + "does not call"}),
+    Case("conv's forward", net(lambda m, x: m.bn(m.conv.forward(x)), **ONE), {"bn": KEPT}),
+    Case("norm's forward, and called", net(lambda m, x: m.bn(m.conv(x)) + m.bn.forward(x), **ONE),
+         {"bn": REFUSED + "read in forward"}),
+    Case("a record of tensors", net(lambda m, x: torch.cat(Pair(m.bn(m.conv(x)), x), 1), **ONE), {"bn": BACK}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fold_is_exact_or_refused(case: Case) -> None:
+    model, x = build(case)
+    planned, draft = step(model, "folded")
+    for path, pattern in case.expect.items():
+        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else str(draft.verdicts[path])
+        assert re.search(pattern.removeprefix(REFUSED), said), said
+    assert draft.refusals == {}
+    result = applying.apply_step(model, planned)
+    for value in (x, torch.randn(2, C, 9, 9, dtype=torch.float64), torch.randn(1, C, 6, 8, dtype=torch.float64)):
+        assert distance(outputs(model, value), outputs(result, value)) <= EXACT
+
+
+@pytest.mark.parametrize("passing", [nn.Identity(), nn.Dropout(0.5).eval()], ids=lambda m: type(m).__name__)
+def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
+    """It returns the tensor that it was given: who reads that elsewhere reads what made it."""
+    model = net(lambda m, x: m.passing(y := m.conv(x)) + m.bn(y), **ONE, passing=passing)().eval()
+    graph = inspection.inspect(model, torch.randn(2, C, 7, 7)).traced.graph
+    reads = {str(node.target): [str(one) for one in node.all_input_nodes] for node in graph.nodes}
+    assert reads["bn"] == ["conv"]
+    assert reads["passing"] == ["conv"]
+
+
+def test_norms_that_are_no_modules_are_said() -> None:
+    model, _ = build(next(case for case in CASES if case.name == "buffers used directly"))
+    assert inspection.inspect(model).refusals == (("", "forward calls batch_norm itself, on what nobody can replace"),)
+
+
+def test_both_ways_are_said() -> None:
+    model, _ = build(CASES[0])
+    assert any("takes another way" in remark for remark in inspection.inspect(model).traced.remarks)
+
+
+def test_rearranging_by_name() -> None:
+    einops = pytest.importorskip("einops")
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.bn(einops.rearrange(einops.rearrange(m.conv(x), "n c h w -> n (h w) c"), "n (h w) c -> n c h w",
+                                     h=x.shape[2]))  # fmt: skip
+
+    model, x = build(Case("einops", net(body, **ONE), {}))
+    planned, draft = step(model, "folded")
+    assert str(draft.verdicts["bn"]) == "folds into conv"
+    assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= EXACT
+
+
+class Odd(nn.Module):
+    """Cannot be copied, keeps tensors with a history, and has another use for the name `modules`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), bn()
+        self.lock, self.library = threading.Lock(), torch
+        self.modules: Any = [self.conv]
+        self.kept = {"weight": self.conv.weight * 2, "lock": self.lock}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.kept["last"] = x
+            return self.library.relu(self.bn(self.modules[0](x)))
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = Odd().double().eval()
+    with torch.no_grad():
+        model.bn.running_mean.normal_()
+        model.bn.weight.normal_()
+    return model
+
+
+def test_what_cannot_be_copied() -> None:
+    model: Any = odd()
+    x = torch.randn(2, C, 8, 8, dtype=torch.float64)
+    done: Any = normswap.convert(model, "folded", inputs=x)
+    assert "last" not in model.kept or model.kept["last"].shape == x.shape  # only what verification ran, on the model
+    assert {path: str(said) for path, said in done.verdicts.items()} == {"bn": "folds into conv"}
+    assert done.model.conv is done.model.modules[0]
+    assert distance(run(model, x), run(done.model, x)) <= EXACT
+
+
+def test_looking_leaves_no_cache_behind() -> None:
+    model: Any = odd()
+    inspection.inspect(model)
+    assert set(model.kept) == {"weight", "lock"}
+
+
+def test_a_levit_that_has_been_used() -> None:
+    torch.manual_seed(0)
+    model = lived_in(timm.create_model("levit_128s"), torch.randn(4, 3, 224, 224, dtype=torch.float64))
+    model(torch.randn(1, 3, 224, 224, dtype=torch.float64)).sum().backward()
+    caches = [m.attention_bias_cache for m in model.modules() if hasattr(m, "attention_bias_cache")]
+    assert any(caches)
+    done = normswap.convert(model, "folded")
+    assert batchnorms(done.model) == []
+    assert done.report.passed
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_what_passes_by_is_refused() -> None:
+    unseen = torch.jit.script(_doubled)
+    with pytest.raises(TraceError, match="depends on the input, unseen"):
+        inspection.inspect(net(lambda m, x: m.bn(m.conv(unseen(x))), **ONE)())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_scripted_parts_are_refused_by_path() -> None:
+    inner = torch.jit.script(nn.Sequential(conv(), bn()))
+    seen = inspection.inspect(nn.Sequential(conv(), bn(), inner))
+    assert [path for path, _ in seen.refusals] == ["2"]
+    _, draft = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
+    assert str(draft.verdicts["1"]) == "folds into 0"
+    assert set(draft.verdicts) == {"1"}
+
+
+class Single(nn.Module):
+    """Makes float32 tensors itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), bn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        ramp = torch.linspace(0, 1, x.shape[-1], dtype=torch.float32).expand_as(x).float()
+        return self.bn(self.conv(ramp + x.float()))
+
+
+def test_a_forward_that_makes_float32() -> None:
+    torch.manual_seed(0)
+    model = Single().eval()
+    with torch.no_grad():
+        model.bn.running_mean.normal_()  # type: ignore[union-attr]
+    done = normswap.convert(model, "folded")
+    assert done.report.logits[0].precision == "float64"
+    assert done.report.passed
+
+
+@pytest.mark.parametrize(
+    "cast", [Tensor.float, Tensor.half, lambda x: x.to(torch.bfloat16), lambda x: x.type(torch.half)]
+)
+def test_what_is_cast_to_less_is_neither_rounded_nor_shared(cast: Callable[[Tensor], Tensor]) -> None:
+    x = torch.full((3,), 1 / 3, dtype=torch.float64)
+    with Widening():
+        y = cast(x)
+        assert torch.equal(y, x)
+        y += 1
+        assert x.dtype == y.dtype == cast(torch.ones(2, dtype=torch.float32)).dtype == torch.float64
+    assert torch.equal(x, torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
+class Reuses(nn.Module):
+    """What is made after a tensor that was written to is gone may get the memory of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        for place in range(16):
+            written = y * 2
+            written.add_(1)
+            del written
+            table = torch.zeros(16)
+            table[place] = 1
+            y = y * table.sum()
+        return y
+
+
+def _of_a_table(m: Any, x: Tensor) -> Tensor:
+    table = torch.zeros(C)
+    table[1] = 2
+    return m.bn(m.conv(x)) * table.sum()
+
+
+def test_of_what_forward_makes_by_itself_only_what_is_read_is_recorded() -> None:
+    traced = inspection.inspect(net(_of_a_table, **ONE)(), torch.randn(2, C, 8, 8)).traced
+    assert [node.op for node in traced.nodes] == [
+        "placeholder", "call_module", "call_module", "get_attr", "call_function", "output"]  # fmt: skip
+    assert [float(value) for value in traced.constants.values()] == [2.0]
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_written_there() -> None:
+    traced = inspection.inspect(Reuses(), torch.randn(2, C, 8, 8)).traced
+    assert not [node for node in traced.nodes if node.target is after]
+
+
+def test_one_sample_is_recorded_and_two_on_the_way_of_another_size() -> None:
+    traced = inspection.inspect(net(_by_size, **ONE)(), torch.randn(3, C, 8, 8)).traced
+    assert [size.split("x")[0] for size in traced.recorded] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("takes", "flexible"), [((8,), False), ((8, 40), True)])
+def test_sizes_that_a_network_takes_are_known(takes: tuple[int, ...], flexible: bool) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        assert x.shape[-2] in takes
+        return m.bn(m.conv(x))
+
+    traced = inspection.inspect(net(body, **ONE)(), torch.randn(3, C, 8, 8)).traced
+    assert traced.flexible is flexible
+    assert any("one size only" in remark for remark in traced.remarks) is not flexible
+
+
+class Frozen(nn.Module):
+    """As DETR, RT-DETR and detectron2 write it, or with a twist."""
+
+    def __init__(self, twist: Callable[[Tensor], Tensor] = lambda y: y, eps: float = 1e-5) -> None:
+        super().__init__()
+        for name, value in (("weight", 1.5), ("bias", 0.3), ("running_mean", 0.2), ("running_var", 2.0)):
+            self.register_buffer(name, value + 0.1 * torch.randn(C))
+        self.twist, self.own = twist, eps
+
+    def forward(self, x: Any) -> Tensor:
+        weight, bias, mean, var = (getattr(self, name).reshape(1, -1, 1, 1)
+                                   for name in ("weight", "bias", "running_mean", "running_var"))  # fmt: skip
+        scale = weight * (var + self.own).rsqrt()
+        return self.twist(x * scale + (bias - mean * scale))
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0])
+def test_frozen_norms_of_any_library(eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(), Frozen(eps=eps), nn.ReLU(), conv(1), Frozen(eps=eps)).double()
+    done = normswap.convert(model, "folded")
+    assert set(done.verdicts) == {"1", "4"}
+    assert not any(affine.is_batchnorm(module) for module in done.model.modules())
+
+
+@pytest.mark.parametrize("to", ["batchnorm", "tune", "affine", "groupnorm", "layernorm"])
+def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(), Frozen(eps=1e-3), nn.ReLU(), conv()).double()
+    done = normswap.convert(model, to, inputs=torch.randn(3, C, 8, 8, dtype=torch.float64))
+    assert done.report.passed
+    assert not any(isinstance(module, Frozen) for module in done.model.modules())
+    if to != "affine":
+        assert 1e-3 in {getattr(module, name, None) for module in done.model.modules() for name in ("eps", "norm_eps")}
+
+
+def test_a_tensor_of_another_length_is_no_norms() -> None:
+    norm = Frozen()
+    assert unknown_norms.has_the_tensors(norm)
+    norm.running_var = torch.ones(C + 1)
+    assert not unknown_norms.has_the_tensors(norm)
+    assert unknown_norms.eps(norm) is None
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_refusals_are_listed_up_to_three(count: int) -> None:
+    layers = [layer for _ in range(count) for layer in (conv(), Frozen(F.relu))]
+    with pytest.raises(NormswapError) as caught:
+        normswap.convert(nn.Sequential(*layers).eval(), "folded")
+    assert len(re.findall(r"\d+: Frozen", str(caught.value))) == 3
+    assert ("; and 2 more" in str(caught.value)) is (count == 5)
+    assert ("more" in str(caught.value)) is (count == 5)
+
+
+@pytest.mark.parametrize("twist", [F.relu, lambda y: y + 1e-3, lambda y: y * (1 + 1e-6)])
+def test_what_only_looks_like_a_norm_is_refused(twist: Any) -> None:
+    norm = Frozen(twist)
+    assert affine.is_batchnorm(norm)
+    assert unknown_norms.eps(norm) is None
+    assert "not that of a BatchNorm" in step(nn.Sequential(conv(), norm).double(), "folded")[1].refusals["1"]
+
+
+def test_a_twin_runs_as_in_evaluation_and_the_network_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Sequential(conv(), nn.Dropout()), bn()).train()
+    assert not any(module.training for module in twin(model).modules())
+    assert all(module.training for module in model.modules())
+
+
+class Recurrent(nn.Module):
+    """A norm reads the last hidden state of an LSTM, which lies two steps deep in what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 4, num_layers=2, batch_first=True), nn.Linear(4, 5)
+        self.bn = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (hidden, _) = self.lstm(x)
+        return self.bn(self.head(hidden[-1]))
+
+
+def test_results_in_results_are_fetched_step_by_step() -> None:
+    """The record, run by torch.fx, gives what the network gives; and the norm folds."""
+    torch.manual_seed(0)
+    model = lived_in(Recurrent(), torch.randn(8, 7, 6, dtype=torch.float64))
+    x = torch.randn(3, 7, 6, dtype=torch.float64)
+    traced = recording.record(model, x)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}) or next(n for n in reversed(graph.nodes) if n.op != "output"))
+    assert torch.equal(fx.GraphModule(model, graph)(x), run(model, x))
+    done = normswap.convert(model, "folded", inputs=x)
+    assert not batchnorms(done.model)
+    assert distance(run(model, x), run(done.model, x)) <= EXACT

@@ -1,0 +1,218 @@
+"""The house rules: rooms stand on each other in one order, and nobody reaches into another file.
+
+Every import counts, also those inside functions: they start a command faster, they do not make a rule void.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+from rooms import FLOOR
+
+import normswap
+
+ROOT = Path(normswap.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LONGEST = 320
+TERMINAL = {"typer", "rich", "click"}
+# From the ground up. Each room may import those before it; those of one line know nothing of each other.
+FACE = {"", "__main__"}  # the public names, and the door
+GROWING = {"Draft", "Folds", "Group", "Intake", "Moments", "Position", "Start", "Stream", "Subject", "Traced",
+           "_Contender", "_Sums"}  # fmt: skip
+Edges = dict[str, set[str]]
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(text: str) -> Iterator[str]:
+    """Absolute names that a file imports, anywhere in it: of `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def edges_of(texts: dict[str, str]) -> Edges:
+    """Who imports whom among the files with these names; a folder's own `__init__` only if its names are asked for."""
+    edges: Edges = {}
+    for name, text in texts.items():
+        found = {one.removeprefix("normswap.") for one in imports(text) if one.startswith("normswap.")} & texts.keys()
+        edges[name] = {one for one in found if not any(other.startswith(f"{one}.") for other in found)}
+    return edges
+
+
+def house() -> Edges:
+    return edges_of({name_of(file): file.read_text() for file in FILES})
+
+
+def reach(edges: Edges, start: str) -> set[str]:
+    """Everything that importing `start` imports, itself left out unless it is in a circle."""
+    seen: set[str] = set()
+    ahead = [*edges[start]]
+    while ahead:
+        name = ahead.pop()
+        if name not in seen:
+            seen.add(name)
+            ahead += edges[name]
+    return seen
+
+
+def circles(edges: Edges) -> list[str]:
+    return [name for name in edges if name in reach(edges, name)]
+
+
+def climbs(edges: Edges) -> list[str]:
+    """Imports of a room above one's own, or of one beside it."""
+    found = []
+    for name, targets in edges.items():
+        for target in sorted(targets - FACE) if name not in FACE else ():
+            mine, theirs = name.split(".")[0], target.split(".")[0]
+            if mine != theirs and FLOOR[theirs] >= FLOOR[mine]:
+                found.append(f"{name} -> {target}")
+    return found
+
+
+def reaches_in(text: str) -> list[str]:
+    """Private names of other files of the package that a file uses."""
+    modules: set[str] = set()
+    found = []
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "normswap":
+            modules |= {alias.asname or alias.name for alias in node.names}
+            found += [alias.name for alias in node.names if private(alias.name)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = node.value.id
+            if owner in modules and owner.islower() and private(node.attr):
+                found.append(f"{owner}.{node.attr}")
+    return found
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def public_functions() -> set[str]:
+    return {name for name in dir(normswap) if name.islower() and not name.startswith("_")}
+
+
+def test_the_order_names_every_room() -> None:
+    there = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert there - {"__init__", "__main__"} == FLOOR.keys()
+
+
+def test_imports_run_in_no_circle() -> None:
+    assert circles(house()) == []
+
+
+def test_imports_point_down() -> None:
+    assert climbs(house()) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_nobody_uses_what_is_private_to_another_file(file: Path) -> None:
+    assert reaches_in(file.read_text()) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_terminal_stays_in_its_room(file: Path) -> None:
+    roots = {name.split(".")[0] for name in imports(file.read_text())}
+    assert not roots & TERMINAL or name_of(file).split(".")[0] == "cli"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_are_short_and_say_what_they_are(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= LONGEST
+    assert ast.get_docstring(ast.parse(text))
+    assert file.stem not in ("utils", "helpers", "misc", "common")
+
+
+@pytest.mark.parametrize("path", [path for path in ROOT.rglob("*") if path.is_dir() or path.suffix == ".py"], ids=str)
+def test_nothing_has_the_name_of_a_public_function(path: Path) -> None:
+    assert path.stem not in public_functions()
+
+
+def written_to(text: str) -> set[str]:
+    """The dataclasses of a file whose records can change."""
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    made = {node.name: [ast.unparse(one) for one in node.decorator_list] for node in classes}
+    return {name for name, said in made.items() if any(one.startswith("dataclass") for one in said)
+            and not any("frozen=True" in one for one in said)}  # fmt: skip
+
+
+def test_records_do_not_change_but_those_that_grow() -> None:
+    assert set().union(*(written_to(file.read_text()) for file in FILES)) == GROWING
+    assert written_to("@dataclass(frozen=False)\nclass A: ...\n@dataclass\nclass B: ...\nclass C: ...") == {"A", "B"}
+
+
+def test_folders_are_named_when_packed() -> None:
+    packed = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {".".join(("normswap", *file.parent.relative_to(ROOT).parts)) for file in FILES}
+    assert set(packed) == folders | {"normswap.recipes"}
+
+
+@pytest.mark.parametrize("module", ["", ".plan", ".errors", ".schemes", ".training.recipe", ".cli.app"])
+def test_light_modules_do_not_import_torch(module: str) -> None:
+    code = f"import sys, normswap{module}; sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_public_names_are_there() -> None:
+    names = dir(normswap)
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert getattr(normswap, name) is not None
+    files = {name_of(file) for file in FILES}
+    typed = {one for one in imports((ROOT / "__init__.py").read_text()) if one.startswith("normswap.")}
+    assert {name for name in names if name != "__version__"} == {
+        one.split(".")[-1] for one in typed if one.removeprefix("normswap.") not in files}  # fmt: skip
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = normswap.nonsense
+
+
+PLANTED = {
+    "layers.scale": "from normswap.graph import tracing",
+    "graph.tracing": "def f():\n    from normswap.layers.scale import Scale",
+    "training.engine": "import normswap.reporting.page",
+    "reporting.page": "from normswap import errors",
+    "errors": "",
+    "graph": "",
+}
+
+
+def test_the_checkers_notice() -> None:
+    edges = edges_of(PLANTED)
+    assert edges["graph.tracing"] == {"layers.scale"}  # also inside a function
+    assert circles(edges) == ["layers.scale", "graph.tracing"]
+    assert climbs(edges) == ["layers.scale -> graph.tracing", "training.engine -> reporting.page"]
+    assert climbs({"cli.app": {"errors"}, "errors": {"plan"}, "": {"cli.app"}}) == ["errors -> plan"]
+    assert reaches_in("from normswap.graph import tracing\nfrom normswap.plan import _step\ntracing._where(1)") == [
+        "_step", "tracing._where"]  # fmt: skip
+    assert reaches_in("import torch\ntorch._C\nself._x\nfrom normswap.plan import Plan\nPlan._body") == []
+    assert "convert" in public_functions()
+    code = "import sys, torch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+
+
+def unmentioned(rooms: Iterable[str]) -> list[str]:
+    """Rooms whose docstring does not say what they may import."""
+    inits = {room: ROOT / room / "__init__.py" for room in rooms}
+    return [room for room, file in inits.items() if file.is_file() and "Imports:" not in file.read_text()]
+
+
+def test_every_room_says_what_it_may_import() -> None:
+    assert unmentioned(FLOOR) == []

@@ -1,0 +1,260 @@
+"""Labelled images: every container gives the same batches, every bad one a clear line; and the evaluation itself."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from normswap.errors import NormswapError, OptionError, SourceError
+from normswap.images import datasets
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
+from normswap.models import zoo
+
+CLASSES = ["ant", "bee", "cow"]
+CONFIG: dict[str, Any] = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}
+CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "num_classes": 3}
+SHARED = Path(__file__).parents[3] / "shared"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Three class folders of four images, 20 x 20."""
+    draw = np.random.default_rng(0)
+    for label in CLASSES:
+        folder = tmp_path / "images" / label
+        folder.mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return tmp_path / "images"
+
+
+def pack(folder: Path, name: str) -> Path:
+    file = folder.parent / name
+    mode = {"tar": "w", ".xz": "w:xz", ".gz": "w:gz", "tgz": "w:gz"}[name[-3:]]
+    with tarfile.open(file, mode) as tar:
+        tar.add(folder, "images")
+    return file
+
+
+def batches(model: Any, source: Path | str, **options: Any) -> tuple[Tensor, list[int]]:
+    parts = list(make_loader(model, str(source), **{"batch_size": 5, "workers": 0, **options}))
+    return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts]).tolist()
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.xz", "a.tar.gz", "a.tgz"])
+def test_tars_equal_the_folder(images: Path, name: str) -> None:
+    pixels, labels = batches(CONFIG, images)
+    assert labels == [0] * 4 + [1] * 4 + [2] * 4
+    assert pixels.shape == (12, 3, 16, 16)
+    assert pixels.abs().max() <= 2
+    packed, packed_labels = batches(CONFIG, pack(images, name))
+    assert torch.equal(packed, pixels)
+    assert packed_labels == labels
+
+
+def test_tars_in_a_tar(images: Path) -> None:
+    outer = images.parent / "outer.tar"
+    with tarfile.open(outer, "w") as tar:
+        for folder in sorted(images.iterdir()):
+            with tarfile.open(images.parent / f"{folder.name}.tar", "w") as inner:
+                inner.add(folder, folder.name)
+            tar.add(images.parent / f"{folder.name}.tar", f"{folder.name}.tar")
+    assert torch.equal(batches(CONFIG, outer)[0], batches(CONFIG, images)[0])
+
+
+def test_unpacked_copy_goes_at_exit(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[tuple[Callable[..., None], Any]] = []
+    monkeypatch.setattr(
+        datasets.atexit, "register", lambda call, *args, **kwargs: at_exit.append((call, (args, kwargs)))
+    )
+    file = pack(images, "once.tar.gz")
+    batches(CONFIG, file)
+    batches(CONFIG, file)
+    [(call, (args, kwargs))] = at_exit  # unpacked once
+    assert (args[0] / "images.tar").is_file()
+    call(*args, **kwargs)
+    assert not args[0].exists()
+
+
+def test_workers(images: Path) -> None:
+    loader = make_loader(CONFIG, str(pack(images, "w.tar")), batch_size=5, workers=2)
+    assert (len(loader), loader.count) == (3, 12)
+    here, there = batches(CONFIG, images), list(loader)
+    assert torch.equal(torch.cat([pixels for pixels, _ in there]), here[0])
+    assert [len(labels) for _, labels in there] == [5, 5, 2]
+
+
+def test_split_folder(images: Path) -> None:
+    (images.parent / "root").mkdir()
+    images.rename(images.parent / "root" / "val")
+    assert len(batches(CONFIG, images.parent / "root")[1]) == 12
+
+
+def test_samples(images: Path) -> None:
+    drawn = [batches(CONFIG, images, samples=6, seed=seed)[1] for seed in range(9)]
+    assert all(len(labels) == 6 and labels == sorted(labels) for labels in drawn)
+    assert len({tuple(labels) for labels in drawn}) > 1
+    assert drawn[3] == batches(CONFIG, images, samples=6, seed=3)[1]
+    assert len(batches(CONFIG, images, samples=99)[1]) == 12
+    assert make_loader(CONFIG, str(images), samples=6).count == 6
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "labels"),
+    [
+        (["cow", "ant", "bee"], 3, [1, 2, 0]),  # by name, in the network's order
+        (["bee", "dog", "cow", "ant", "elk"], 5, [3, 0, 2]),  # a part of the network's classes
+        (["x", "y", "z"], 3, [0, 1, 2]),  # other names (say, translated): by order
+        ({"0": "cow", "1": "bee", "2": "ant"}, 3, [2, 1, 0]),
+    ],
+)
+def test_labels_follow_the_network(images: Path, names: Any, classes: int, labels: list[int]) -> None:
+    found = batches({**CONFIG, "label_names": names, "num_classes": classes}, images)[1]
+    assert found == [label for label in labels for _ in range(4)]
+
+
+def test_model_instead_of_config(images: Path) -> None:
+    args = {"channels": [8, 8, 8, 8]}
+    model = zoo.open_source("resnet18", weights="random", arch_args=args, num_classes=3, in_chans=1)
+    pixels, _ = batches(model, images)
+    assert pixels.shape == (12, 1, 224, 224)
+    with torch.inference_mode():
+        assert model(pixels[:2]).shape == (2, 3)
+
+
+def test_gray_images_for_an_rgb_network(images: Path) -> None:
+    for file in images.rglob("*.png"):
+        Image.open(file).convert("L").save(file)
+    assert batches(CONFIG, images)[0].shape == (12, 3, 16, 16)
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def _without_images(folder: Path) -> Path:
+    for file in folder.rglob("*.png"):
+        file.unlink()
+    return folder
+
+
+def _spoilt(folder: Path, keep: int) -> Path:
+    file = folder / "bee" / "2.png"
+    file.write_bytes(file.read_bytes()[:keep])
+    return folder
+
+
+def _flat(folder: Path) -> Path:
+    for file in folder.rglob("*.png"):
+        file.rename(folder / f"{file.parent.name}{file.name}")
+    return folder
+
+
+def _cut(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:300])
+    return file
+
+
+def _garbage(file: Path) -> Path:
+    file.write_bytes(b"\x07" * 2000)
+    return file
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing": (lambda f: f / "none", ["none does not exist", "hfds"]),
+    "misspelt family": (lambda _: "hdfs/cifar10", ["hdfs/cifar10 does not exist", "hfds"]),
+    "no images": (_without_images, ["not a dataset of images", "class folders"]),
+    "empty tar": (lambda f: pack(_without_images(f), "e.tar"), ["no images in it"]),
+    "garbage tar": (lambda f: _garbage(f.parent / "g.tar"), ["g.tar is not a dataset of images"]),
+    "garbage xz": (lambda f: _garbage(f.parent / "g.tar.xz"), ["g.tar.xz cannot be unpacked"]),
+    "cut xz": (lambda f: _cut(pack(f, "c.tar.xz")), ["c.tar.xz cannot be unpacked"]),
+    "cut gz": (lambda f: _cut(pack(f, "c.tar.gz")), ["c.tar.gz cannot be unpacked"]),
+    "a file": (lambda f: f / "ant" / "1.png", ["not a dataset of images"]),
+    "empty image": (lambda f: _spoilt(f, 0), ["bee/2.png cannot be read"]),
+    "cut image": (lambda f: _spoilt(f, 400), ["bee/2.png cannot be read"]),
+    "cut image in tar": (lambda f: pack(_spoilt(f, 400), "i.tar"), ["bee/2.png cannot be read"]),
+    "one class": (lambda f: f / "ant", ["has 1 classes", "the network has 3"]),
+    "no class folders": (_flat, ["has 1 classes (no class folders)"]),
+    "no torch data": (lambda f: f"torch/cifar10:{f}", ["cannot be opened"]),
+    "no such torch data": (lambda f: f"torch/cifar11:{f}", ["cannot be opened", "cifar11"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"), [*((case, 0) for case in BAD), *((case, 1) for case in BAD if "image" in case)]
+)
+def test_bad_data(images: Path, case: str, workers: int) -> None:
+    make, said = BAD[case]
+    with pytest.raises(SourceError) as caught:
+        batches(CONFIG, make(images), workers=workers)
+    assert all(word in str(caught.value) for word in said), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "kind"),
+    [
+        ({"input_size": [4, 16, 16]}, {}, SourceError),
+        ({}, {"batch_size": 0}, OptionError),
+        ({}, {"samples": 0}, OptionError),
+        ({}, {"workers": -1}, OptionError),
+    ],
+)
+def test_bad_options(images: Path, config: dict[str, Any], options: dict[str, Any], kind: type[NormswapError]) -> None:
+    with pytest.raises(kind):
+        make_loader({**CONFIG, **config}, str(images), **options)
+
+
+def test_torch_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return Image.new("L", (20, 20), 60 * index), index % 3
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(datasets, "create_dataset", lambda name, **kwargs: seen.update(name=name, **kwargs) or Fake())
+    pixels, labels = batches(CONFIG, f"torch/mnist:{tmp_path}")
+    assert (seen["name"], seen["root"], seen["split"]) == ("torch/mnist", str(tmp_path), "validation")
+    assert (pixels.shape, labels) == ((4, 3, 16, 16), [0, 1, 2, 0])
+
+
+def test_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        transform: Any = None
+
+        def __iter__(self) -> Any:
+            return ((self.transform(Image.new("RGB", (20, 20))), i) for i in range(9))
+
+    monkeypatch.setattr(datasets, "create_dataset", lambda *_, **__: Stream())
+    assert batches(CONFIG, "wds/x:/y")[1] == list(range(9))
+    assert batches(CONFIG, "wds/x:/y", samples=7)[1] == list(range(7))
+
+
+# --- with the evaluation ----------------------------------------------------------------------------------------------
+
+
+def test_progress_knows_the_total(images: Path) -> None:
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())  # three colours, three classes
+    calls: list[tuple[int, int]] = []
+    loader = make_loader(CONFIG, str(images), batch_size=8, workers=0)
+    found = evaluate(model, loader, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(8, 12), (12, 12)]
+    assert found.top5 == 100
+
+
+def test_shared_checkpoint() -> None:
+    if not (SHARED / "data/cifar10").is_dir() or not (SHARED / "checkpoints").is_dir():
+        pytest.skip("no shared data here")
+    model = zoo.open_source(str(SHARED / "checkpoints/resnetv2_18_narrow"))
+    loader = make_loader(model, str(SHARED / "data/cifar10/test.tar.xz"), samples=300, workers=0)
+    assert evaluate(model, loader).top1 == pytest.approx(77, abs=8)

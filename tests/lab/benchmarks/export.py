@@ -1,0 +1,201 @@
+"""Every format and dtype against the source: on all test images and on deep networks; nodes beside a plain export.
+
+    python tests/lab/benchmarks/export.py images [NAME ...] # the trained networks on the 10,000 CIFAR-10 test images
+    python tests/lab/benchmarks/export.py deep [NAME ...]   # timm's networks with random weights (`lived.calm`), 64 px
+    python tests/lab/benchmarks/export.py nfnets [NAME ...] # in ONNX Runtime, beside a plain export of the same, 96 px
+
+The first needs ../shared (images and checkpoints); --test names a folder of images unpacked before. What was measured
+is kept, a line each, in runs/export.jsonl, and not measured again; --fresh forgets it. Prints Markdown tables of all
+that is known for the networks asked for; export.md holds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import timm
+import torch
+from alone import run_alone
+from kept import Kept, Row
+from lived import calm, distance, run
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import first_line
+from normswap.exporting import formats
+from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.images import datasets
+from normswap.storage.checkpoint import open_model
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED = ROOT.parent / "shared"
+KEPT = ROOT / "runs" / "export.jsonl"
+TRAINED = {
+    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
+    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
+    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+}
+ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+DTYPES = ("fp32", "fp16", "bf16")
+DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
+NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
+
+
+class Tally:
+    """Sums over the images."""
+
+    def __init__(self) -> None:
+        self.same = self.count = 0
+        self.off = self.whole = 0.0
+
+    def add(self, expected: Tensor, got: Tensor) -> None:
+        self.same += int((expected.argmax(1) == got.argmax(1)).sum())
+        self.count += len(got)
+        self.off += float((expected - got).double().square().sum())
+        self.whole += float(expected.double().square().sum())
+
+    def row(self) -> Row:
+        return {"same": self.same, "count": self.count, "error": (self.off / self.whole) ** 0.5}
+
+
+def images(kept: Kept, name: str, test: str) -> Iterator[str]:
+    """One trained network on all test images: a row per format and dtype."""
+    source = open_model(str(TRAINED[name]))
+    for dtype in DTYPES:
+        if all(("images", name, form, dtype) in kept.rows for form in ENDINGS):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            runs = {}
+            for form, ending in ENDINGS.items():
+                file = Path(folder) / f"net.{ending}"
+                normswap.export(source, file, dtype=dtype, dynamic_batch=True)
+                runs[form] = formats.get(form).open(file)
+            tallies = {form: Tally() for form in runs}
+            with torch.inference_mode():
+                for x, _ in datasets.make_loader(source, test, batch_size=250, workers=0):
+                    expected = source(x)
+                    for form, tally in tallies.items():
+                        tally.add(expected, runs[form](x))
+        for form, tally in tallies.items():
+            kept.add(("images", name, form, dtype), **tally.row())
+    for form in ENDINGS:
+        for dtype in DTYPES:
+            row = kept.rows["images", name, form, dtype]
+            share = f"{row['same']} of {row['count']} ({100 * row['same'] / row['count']:.2f} %)"
+            yield f"| `{name}` | {form} | {dtype} | {row['error']:.1e} | {share} |"
+
+
+def deep(kept: Kept, name: str, test: str) -> Iterator[str]:
+    """One of timm's networks: per format the error of the file in a process of its own, and its nodes."""
+    row = kept.get(("deep", name), lambda: _deep(name))
+    for form in ENDINGS:
+        error, nodes, plain = row["forms"][form]
+        yield f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} | {_said(plain)} |"
+    for dtype, error in row["half"].items():
+        yield f"| `{name}` | torchscript, {dtype} | {error:.1e} | {row['stray']:.1e} | | |"
+
+
+def _deep(name: str) -> Row:
+    source, x, stray = _made(name, 64)
+    found: dict[str, Any] = {}
+    half: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for form, ending in ENDINGS.items():
+            file = Path(folder) / f"net.{ending}"
+            done = normswap.export(source, file, input_size=x.shape[1:], images=x, count_plain=True)
+            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, done.plain_nodes
+        for dtype in DTYPES[1:]:
+            done = normswap.export(source, Path(folder) / f"{dtype}.ts", input_size=x.shape[1:], images=x, dtype=dtype)
+            half[dtype] = done.figures.relative_l2
+    return {"stray": stray, "forms": found, "half": half}
+
+
+def _made(name: str, side: int) -> tuple[nn.Module, Tensor, float]:
+    """The network in float32, four images, and how far it is there from its own float64 values."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, side, side)
+    source = calm(timm.create_model(name), x)
+    x = x[:4]
+    precise = run(source, x.double())
+    return source, x, distance(precise, run(source.float(), x).double())
+
+
+def _said(nodes: dict[str, int] | None) -> str:
+    """The total, convolutions, and norms (those of weight standardization, too)."""
+    kinds = Counter({kind.lower(): n for kind, n in (nodes or {}).items()})
+    conv = sum(n for kind, n in kinds.items() if "conv" in kind)
+    norm = sum(n for kind, n in kinds.items() if "norm" in kind)
+    return f"{sum(kinds.values())} ({conv} conv, {norm} norm)" if kinds else ""
+
+
+def nfnets(kept: Kept, name: str, test: str) -> Iterator[str]:
+    """A network with weight standardization in ONNX Runtime: ours and a plain export, at batch 1 and 8."""
+    row = kept.get(("nfnets", name), lambda: _nfnet(name))
+    for which in ("exported plainly", "ours"):
+        nodes, one, eight = row[which]
+        yield f"| `{name}` | {which} | {_said(nodes)} | {one} | {eight} | {row['stray']:.1e} |"
+
+
+def _nfnet(name: str) -> Row:
+    source, x, stray = _made(name, 96)
+    x = torch.cat([x, x.flip(3)])
+    row: Row = {"stray": stray}
+    onnx = formats.get("onnx")
+    with tempfile.TemporaryDirectory() as folder:
+        plain, ours = (Path(folder) / f"{which}.onnx" for which in ("plain", "ours"))
+        onnx.write(FileContents(Shipped(source), (torch.zeros(2, *x.shape[1:]),), dynamic=True), plain)
+        normswap.export(source, ours, input_size=x.shape[1:], images=x, dynamic_batch=True)
+        for which, file in (("exported plainly", plain), ("ours", ours)):
+            row[which] = onnx.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
+    return row
+
+
+def _error(source: nn.Module, file: Path, x: Tensor, batch: int) -> str:
+    try:
+        runs = formats.get("onnx").open(file)
+        got = torch.cat([runs(part) for part in x.split(batch)])
+    except Exception as error:  # ONNX Runtime's own derive from nothing else
+        return first_line(error)
+    return f"{distance(run(source, x), got):.1e}"
+
+
+WAYS = {
+    "images": (images, tuple(TRAINED), ("network", "format", "dtype", "relative L2", "same argmax")),
+    "deep": (deep, DEEP + NFNETS[1:], ("network", "format", "relative L2", "source against its float64", "nodes",
+             "exported plainly")),
+    "nfnets": (nfnets, NFNETS, ("network", "file", "nodes", "relative L2, batch 1", "batch 8",
+               "source against its float64")),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=WAYS)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
+    parser.add_argument("--fresh", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    if args.fresh:
+        KEPT.unlink(missing_ok=True)
+    kept = Kept(KEPT)
+    measure, names, head = WAYS[args.what]
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    for name in args.names or names:
+        for row in measure(kept, name, args.test):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

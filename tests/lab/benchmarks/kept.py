@@ -1,0 +1,51 @@
+"""Rows that a benchmark measured before: a line of JSON each, by what they are of, with the commit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import circumstances
+
+Row = dict[str, Any]
+Key = tuple[str, ...]
+
+
+class Kept:
+    """What `file` holds (a key's last line counts); `fresh`: as if it held nothing yet."""
+
+    def __init__(self, file: Path, *, fresh: bool = False) -> None:
+        self.file = file
+        file.parent.mkdir(exist_ok=True)
+        lines = file.read_text().splitlines() if file.is_file() and not fresh else []
+        self.rows: dict[Key, Row] = {tuple(row["key"]): row for row in map(json.loads, lines)}
+        self.commit = circumstances.commit()
+
+    def add(self, key: Key, **row: Any) -> Row:
+        """Keep a row."""
+        self.rows[key] = {"key": key, "commit": self.commit, **row}
+        with self.file.open("a") as out:
+            out.write(json.dumps(self.rows[key]) + "\n")
+        return self.rows[key]
+
+    def get(self, key: Key, measure: Callable[[], Row]) -> Row:
+        """The row of `key`, measured if there is none."""
+        return self.rows[key] if key in self.rows else self.add(key, **measure())
+
+    def write(self, output: Path, title: str, lines: Iterable[str], made: str = "") -> None:
+        """A table's file: what was measured where, with what (`made`: libraries and their versions), then `lines`."""
+        command = f"python tests/lab/benchmarks/{self.file.stem}.py -o {output}"
+        commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in self.rows.values()))
+        at = f"Measured at commit {commits}{made and '; '}{made}."
+        output.write_text("\n".join([f"# {title}", "", *circumstances.lines(command, "cpu"), at, *lines]) + "\n")
+
+
+def arguments(said: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark that says this of itself."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    return parser

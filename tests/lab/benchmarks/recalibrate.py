@@ -1,0 +1,67 @@
+"""Accuracy on a shifted domain before and after `recalibrate`: CIFAR-10 test images, darkened or blurred.
+
+    python tests/lab/benchmarks/recalibrate.py [--test DIR] [--train DIR] > FILE.md
+
+Statistics from 1000 unlabelled training images under the same shift, batches of 100; all 10,000 test images.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from schemes_table import NETWORKS, SHARED
+from torch import Tensor, nn
+
+from normswap.images.datasets import make_loader
+from normswap.models import zoo
+from normswap.storage.checkpoint import open_model
+from normswap.surgery.recalibration import recalibrate
+
+Shift = Callable[[Tensor], Tensor]
+
+
+def shifts(model: nn.Module) -> dict[str, Shift]:
+    """On normalized images: pixels are brought back to [0, 1], changed, and normalized again."""
+    config = zoo.data_config(model)
+    mean, std = (torch.tensor(config[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+
+    def on_pixels(change: Shift) -> Shift:
+        return lambda x: (change(x * std + mean) - mean) / std
+
+    blur = torch.full((3, 1, 5, 5), 1 / 25)
+    return {
+        "none": lambda x: x,
+        "darkened to 40 %": on_pixels(lambda x: 0.4 * x),
+        "contrast 30 %": on_pixels(lambda x: 0.5 + 0.3 * (x - 0.5)),
+        "blurred, 5 x 5": on_pixels(lambda x: F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), blur, groups=3)),
+    }
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, batches: list[tuple[Tensor, Tensor]], shift: Shift) -> float:
+    hits = sum(int((model(shift(x)).argmax(1) == y).sum()) for x, y in batches)
+    return 100 * hits / sum(len(y) for _, y in batches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
+    parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
+    given = parser.parse_args()
+    print("| network | shift | top-1 | recalibrated |")
+    print("|---|---|---|---|")
+    for name, place in NETWORKS.items():
+        model = open_model(str(place))
+        test = list(make_loader(model, given.test, batch_size=250, workers=1))
+        train = [x for x, _ in make_loader(model, given.train, batch_size=100, workers=1, samples=1000)]
+        for said, shift in shifts(model).items():
+            new = recalibrate(model, [shift(x) for x in train]).model
+            before, after = (accuracy(net, test, shift) for net in (model, new))
+            print(f"| `{name}` | {said} | {before:.2f} | {after:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

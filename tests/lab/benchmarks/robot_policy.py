@@ -1,0 +1,157 @@
+"""A vision encoder as robot policies build it, BatchNorm to GroupNorm: its features before and after.
+
+    python tests/lab/benchmarks/robot_policy.py -o tests/lab/benchmarks/robot_policy.md
+
+The encoder is `Sequential(*list(resnet18.children())[:-2])` with 16 channels to a group, of two trained narrow
+ResNet-18s. Frames are CIFAR-10 images: those it is fitted to are unlabelled training images (seed 0), those it is
+measured on are test images. Nothing is trained. "loads" asks whether torch loads the result's state_dict, strictly,
+into what diffusion_policy and lerobot build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import circumstances
+import torch
+from schemes_table import NETWORKS, SHARED
+from torch import Tensor, nn
+
+import normswap
+from normswap.images.datasets import make_loader
+from normswap.storage.checkpoint import open_model
+
+SIZE = 16  # channels to a group, as both projects have it
+FRAMES = (24, 48)
+HOW = (
+    "Relative L2 and cosine: the encoder's feature maps on held-out test images against the source's. Top-1: the",
+    "source's own pooling and classifier on these features, in percent. Loads: its state_dict, strictly and without",
+    "normswap, into the encoder with every BatchNorm2d replaced by `GroupNorm(channels // 16, channels)`; or into the",
+    "same with a bias in every convolution. Norms of fewer than 16 channels, which a ResNet-18 has not, get one group.",
+    "",
+)
+
+
+def encoder(network: nn.Module) -> nn.Sequential:
+    """The network without pooling and classifier."""
+    return nn.Sequential(*list(copy.deepcopy(network).children())[:-2]).eval()
+
+
+def replaced(model: nn.Module, *, keep: bool = False) -> nn.Module:
+    """What diffusion_policy and lerobot do, a fresh GroupNorm for every BatchNorm2d; one group for few channels.
+
+    Args:
+        keep: with its gamma and beta.
+    """
+    model = copy.deepcopy(model)
+    for path, norm in [*model.named_modules()]:
+        if isinstance(norm, nn.BatchNorm2d):
+            new = nn.GroupNorm(max(norm.num_features // SIZE, 1), norm.num_features)
+            if keep:
+                new.load_state_dict({"weight": norm.weight, "bias": norm.bias})
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new)
+    return model.eval()
+
+
+def biased(model: nn.Module) -> nn.Module:
+    """With a bias in every convolution."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.bias is None:
+            module.bias = nn.Parameter(torch.zeros(module.out_channels))
+    return model
+
+
+def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
+    """Into which encoder of plain layers the result's tensors go, if that then computes the same."""
+    for said, skeleton in (("yes", replaced(source)), ("with biases", biased(replaced(source)))):
+        try:
+            skeleton.load_state_dict(result.state_dict())
+        except RuntimeError:
+            continue
+        with torch.inference_mode():
+            if torch.allclose(skeleton(x), result(x), rtol=1e-4, atol=1e-5):
+                return said
+    return "no"
+
+
+@torch.inference_mode()
+def features(model: nn.Module, batches: list[Tensor]) -> Tensor:
+    return torch.cat([model(x) for x in batches])
+
+
+def rows(name: str, images: int, say: Callable[[str], None]) -> None:
+    """One table line for each way."""
+    network = open_model(str(NETWORKS[name])).eval()
+    source = encoder(network)
+    head = nn.Sequential(*list(network.children())[-2:]).eval()
+    shape = tuple(next(iter(frames(network, 2)))[0].shape)
+    pairs = list(make_loader(network, TEST, batch_size=250, workers=0, samples=images, seed=0))
+    batches, labels = [x for x, _ in pairs], torch.cat([y for _, y in pairs])
+    wanted = features(source, batches)
+
+    def ours(to: str, **options: Any) -> nn.Module:
+        return normswap.convert(source, to, size=shape, **options).model
+
+    ways: dict[str, Callable[[], nn.Module]] = {
+        "source (BatchNorm)": lambda: source,
+        "fresh GroupNorm, as both projects do": lambda: replaced(source),
+        "GroupNorm, gamma and beta copied": lambda: replaced(source, keep=True),
+        "`groupnorm --steady 0`": lambda: ours("groupnorm", group_size=SIZE, steady=0),
+        "`groupnorm`": lambda: ours("groupnorm", group_size=SIZE),
+        **{
+            f"`groupnorm`, {count} frames": lambda count=count: ours(
+                "groupnorm", group_size=SIZE, calibrate=frames(network, count)
+            )
+            for count in FRAMES
+        },
+        "`skipinit`": lambda: ours("skipinit"),
+        "`folded`": lambda: ours("folded"),
+    }
+    for said, make in ways.items():
+        start = time.perf_counter()
+        result = make().eval()
+        took = time.perf_counter() - start
+        found = features(result, batches)
+        off = float((found - wanted).double().norm() / wanted.double().norm())
+        cosine = float(torch.cosine_similarity(found.flatten().double(), wanted.flatten().double(), dim=0))
+        with torch.inference_mode():
+            top1 = 100 * float((head(found).argmax(1) == labels).double().mean())
+        where = loads(source, result, batches[0][:4])
+        say(f"| `{name}` | {said} | {off:.2g} | {cosine:.3f} | {top1:.1f} | {where} | {took:.1f} |")
+
+
+def frames(network: nn.Module, count: int) -> list[Tensor]:
+    return [x for x, _ in make_loader(network, TRAIN, batch_size=24, workers=0, samples=count, seed=0)]
+
+
+TEST, TRAIN = (str(SHARED / "data" / "cifar10" / f"{part}.tar.xz") for part in ("test", "train"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="*", default=["resnet18_narrow", "demo"], choices=list(NETWORKS))
+    parser.add_argument("--images", type=int, default=2000, help="test images that it is measured on")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    given = parser.parse_args()
+    command = f"python tests/lab/benchmarks/robot_policy.py --images {given.images} -o {given.output}"
+    lines = ["# A robot policy's encoder, BatchNorm to GroupNorm", "", *circumstances.lines(command, "cpu")]
+    lines += [f"{given.images} test images.", "", *HOW]
+    lines += ["| network | to | relative L2 | cosine | top-1 | loads | seconds |", "|---|---|---|---|---|---|---|"]
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    for name in given.networks:
+        rows(name, given.images, say)
+    given.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

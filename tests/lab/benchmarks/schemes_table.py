@@ -1,0 +1,246 @@
+"""Accuracy before and after every conversion, on the trained networks, with no gradient step; and source x target.
+
+    python tests/lab/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted back matrix] > rows.md
+
+10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000 unlabelled training
+images (seed 0), or on 128 that are made from the network's own statistics ("synthetic"). "gamma, beta copied" replaces
+the modules: a GroupNorm with the BatchNorm's own gamma and beta; "Opacus" is its `ModuleValidator.fix`, which makes
+fresh GroupNorms. The matrix starts from networks that were converted before, and goes to every exact target; "back"
+goes from a fitted GroupNorm network to one without norms. What is measured is kept, a line each, in
+runs/schemes_table.jsonl, with the commit; a second run measures what is missing, `--fresh` everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from kept import Kept
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import NormswapError
+from normswap.images.datasets import make_loader
+from normswap.layers import affine, per_sample
+from normswap.storage.checkpoint import open_model
+from normswap.surgery import conversion
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED = ROOT.parent / "shared"
+KEPT = ROOT / "runs" / "schemes_table.jsonl"
+NETWORKS = {
+    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
+    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
+    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+}
+Way = tuple[str, dict[str, Any]]
+RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
+EXACT: tuple[Way, ...] = (
+    ("folded", {}), ("skipinit", {}), ("regularized-skipinit", {}), ("fixup", {}), ("batchnorm", {}), ("frozen-bn", {}),
+    ("tune", {}), *(("residual-scale", {"rule": rule}) for rule in RULES), ("weightnorm", {}), ("spectralnorm", {}),
+    ("nf", {"mean": "keep"}), ("centered-weightnorm", {"mean": "keep"}),
+)  # fmt: skip
+DATALESS: tuple[Way, ...] = (
+    ("groupnorm", {"steady": 0}), ("groupnorm", {"steady": 0.5}), ("groupnorm", {}), ("groupnorm", {"groups": 4}),
+    ("instancenorm", {}), ("dyt", {}),
+)  # fmt: skip
+FITTED: tuple[Way, ...] = (
+    ("groupnorm", {}),
+    ("nf", {}),
+    ("nf", {"stem": "fit"}),
+    ("centered-weightnorm", {}),
+    ("dyt", {}),
+)
+MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("dyt", {}))
+BATCHNORM: Way = ("batchnorm", {})
+SOURCES: tuple[Way, ...] = (
+    BATCHNORM, ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
+    ("weightnorm", {}), ("residual-scale", {"rule": "hanin"}),
+)  # fmt: skip
+MATRIX = "resnetv2_18_narrow"
+
+
+def said(way: Way) -> str:
+    return " ".join([way[0], *(f"--{key} {value}" for key, value in way[1].items())])
+
+
+class Network:
+    """A trained network with its images, read when first needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, open_model(str(NETWORKS[name]))
+        self.images: list[Tensor] = []
+        self.labels = self.reference = torch.empty(0)
+
+    def read(self, data: str) -> None:
+        if not self.images:
+            pairs = list(make_loader(self.model, data, batch_size=250, workers=1))
+            self.images, self.labels = [x for x, _ in pairs], torch.cat([y for _, y in pairs])
+            self.reference = logits(self.model, self.images)
+
+    def against(self, result: nn.Module, seconds: float) -> dict[str, Any]:
+        found = logits(result, self.images)
+        before, after = (100 * float((x.argmax(1) == self.labels).double().mean()) for x in (self.reference, found))
+        error = float((found - self.reference).double().norm() / self.reference.double().norm())
+        return {"before": before, "after": after, "l2": error, "seconds": seconds}
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """The naive way: a GroupNorm of one group, with the BatchNorm's gamma and beta."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for path, norm in [*model.named_modules()]:
+            if affine.is_batchnorm(norm):
+                parent, _, name = path.rpartition(".")
+                new = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1)
+                own = new if isinstance(new, nn.GroupNorm) else next(m for m in new.modules() if hasattr(m, "eps"))
+                own.weight.copy_(norm.weight)
+                own.bias.copy_(norm.bias)
+                setattr(model.get_submodule(parent), name, new)
+    return model.eval()
+
+
+def opacus(model: nn.Module) -> nn.Module:
+    """Opacus' fix: fresh GroupNorms. Its lookup is by exact class: timm's BatchNormAct2d stays as it is."""
+    from opacus.validators import ModuleValidator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ModuleValidator.fix(copy.deepcopy(model)).eval()
+
+
+@torch.inference_mode()
+def logits(model: nn.Module, batches: list[Tensor]) -> Tensor:
+    return torch.cat([model(batch) for batch in batches])
+
+
+def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
+    """Print the rows of one network."""
+    network = Network(name)
+    train: list[Tensor] = []
+
+    def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
+        network.read(given.test)
+        start = time.perf_counter()
+        try:
+            result = make()
+        except NormswapError as error:
+            return {"why": str(error)}
+        took = time.perf_counter() - start
+        left = sum(affine.is_batchnorm(module) for module in result.modules())
+        return {**network.against(result, took), "norms_left": left}
+
+    def fit(way: Way) -> nn.Module:
+        train[:] = train or [x for x, _ in make_loader(network.model, given.train, batch_size=100, workers=1,
+                                                       samples=1000, seed=0)]  # fmt: skip
+        return conversion.convert(network.model, way[0], calibrate=train, **way[1]).model
+
+    def make_do(way: Way) -> nn.Module:
+        return conversion.convert(network.model, way[0], calibrate="synthetic", **way[1]).model
+
+    def plain(way: Way) -> nn.Module:
+        return conversion.convert(network.model, way[0], **way[1]).model
+
+    if "rows" in given.parts:
+        for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
+            row = kept.get((name, how, "none"), lambda make=make: measured(lambda: make(network.model)))
+            left = f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""
+            show(row, how + left)
+        for way in (*EXACT, *DATALESS):
+            if way == BATCHNORM:
+                continue  # that is what they have
+            show(kept.get((name, said(way), "none"), lambda way=way: measured(lambda: plain(way))), f"`{said(way)}`")
+    if "fitted" in given.parts:
+        for way in FITTED:
+            key = (name, said(way), "1000 images")
+            show(kept.get(key, lambda way=way: measured(lambda: fit(way))), f"`{said(way)}`")
+        for way in MADE:
+            key = (name, said(way), "synthetic")
+            show(kept.get(key, lambda way=way: measured(lambda: make_do(way))), f"`{said(way)}`")
+
+
+def back(kept: Kept, given: argparse.Namespace, name: str) -> None:
+    """Print what is left of a fitted GroupNorm network when its norms become BatchNorms, against that network."""
+    network = Network(name)
+    train: list[Tensor] = []
+
+    def measure() -> dict[str, Any]:
+        loader = make_loader(network.model, given.train, batch_size=100, workers=1, samples=1000, seed=0)
+        train.extend(x for x, _ in loader)
+        network.model = conversion.convert(network.model, "groupnorm", calibrate=train).model
+        network.read(given.test)
+        start = time.perf_counter()
+        result = conversion.convert(network.model, "folded", calibrate=train).model
+        return network.against(result, time.perf_counter() - start)
+
+    show(kept.get((name, "from groupnorm to folded", "1000 images"), measure), "from `groupnorm` to `folded`")
+
+
+def show(row: dict[str, Any], how: str) -> None:
+    name, _, data = row["key"]
+    if "why" in row:
+        print(f"| `{name}` | {how} | {data} | refused | | | | | {row['commit']} |", flush=True)
+        return
+    before, after = row["before"], row["after"]
+    figures = f"{row['l2']:.1e} | {before:.2f} | {after:.2f} | {100 * after / before:.1f} % | {row['seconds']:.0f}"
+    print(f"| `{name}` | {how} | {data} | {figures} | {row['commit']} |", flush=True)
+
+
+def matrix(kept: Kept, given: argparse.Namespace) -> None:
+    """Print relative L2 of source x target against the trained network itself, on 500 test images."""
+    network = Network(MATRIX)
+    converted: dict[str, Any] = {}
+    print("\n| from \\ to | " + " | ".join(f"`{said(way)}`" for way in EXACT) + " |")
+    print("|---" * (len(EXACT) + 1) + "|")
+
+    def cell(source: Way, target: Way) -> dict[str, Any]:
+        if not network.images:
+            loader = make_loader(network.model, given.test, batch_size=250, workers=1, samples=500, seed=0)
+            network.images = [x for x, _ in loader]
+            network.reference = logits(network.model, network.images)
+        name = said(source)
+        if name not in converted:
+            first = network.model if source == BATCHNORM else None
+            converted[name] = first or conversion.convert(network.model, source[0], **source[1]).model
+        try:
+            result = conversion.convert(converted[name], target[0], **target[1]).model
+        except NormswapError as error:
+            return {"l2": None, "why": str(error)}
+        found = logits(result, network.images)
+        return {"l2": float((found - network.reference).double().norm() / network.reference.double().norm())}
+
+    for source in SOURCES:
+        cells = [kept.get((MATRIX, said(source), f"to {said(target)}"), lambda s=source, t=target: cell(s, t))
+                 for target in EXACT]  # fmt: skip
+        values = ["refused" if row["l2"] is None else f"{row['l2']:.0e}" for row in cells]
+        print(f"| `{said(source)}` | " + " | ".join(values) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
+    parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--parts", nargs="*", default=["rows", "fitted", "back", "matrix"])
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
+    given = parser.parse_args()
+    kept = Kept(KEPT, fresh=given.fresh)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds | commit |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in given.networks:
+        rows(kept, given, name)
+        if "back" in given.parts:
+            back(kept, given, name)
+    if "matrix" in given.parts:
+        matrix(kept, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Fold every timm architecture that has BatchNorm, with lived-in statistics, in float64, and write down what happened.
+
+    python tests/lab/coverage/walk.py                        # everything with at most 100 M parameters; resumes
+    python tests/lab/coverage/walk.py 'regnet*' --redo       # some of it, anew
+    python tests/lab/coverage/walk.py --mutants              # does the check notice a 1 % shift of one channel?
+    python tests/lab/coverage/walk.py --table                # only write summary.md from what is there
+
+Each network has a process of its own: one that crashes, hangs or eats the memory is one row of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import multiprocessing as mp
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+
+import mutants  # noqa: E402
+import network  # noqa: E402
+import summary  # noqa: E402
+import timm  # noqa: E402
+import torch  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
+
+SAMPLE = 40
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=["*"], help="globs over architectures")
+    parser.add_argument("--family", default="*", help="glob over families (timm's file names)")
+    parser.add_argument("--max-params", type=float, default=100, help="in millions")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one network")
+    parser.add_argument("--memory", type=float, default=8, help="GiB for all workers together")
+    parser.add_argument("--out", type=Path, default=HERE / "walk.jsonl", help="one line per network; not committed")
+    parser.add_argument("--redo", action="store_true", help="also those that are in the file already")
+    parser.add_argument("--only", help="only those whose last status is this (implies --redo)")
+    parser.add_argument("--mutants", action="store_true", help=f"test the checker, on {SAMPLE} networks")
+    parser.add_argument("--table", action="store_true", help="walk nothing, write the summary")
+    return parser.parse_args()
+
+
+def read(file: Path) -> dict[str, dict[str, Any]]:
+    """The last row of each network."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return {row["name"]: row for row in map(json.loads, lines)}
+
+
+def chosen(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> list[str]:
+    names = [n for n in timm.list_models() if any(fnmatch.fnmatchcase(n, glob) for glob in args.names)]
+    names = [n for n in names if fnmatch.fnmatchcase(network.family(n), args.family)]
+    if args.only:
+        return [n for n in names if known.get(n, {}).get("status") == args.only]
+    return names if args.redo else [n for n in names if n not in known]
+
+
+def sample(known: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
+    """Networks from all families in turn, the quickest of each first."""
+    able = sorted((n for n in names if known.get(n, {}).get("status") == "exact"), key=lambda n: known[n]["seconds"])
+    turn: dict[str, int] = {}
+    order = []
+    for name in able:
+        kind = network.family(name)
+        turn[kind] = turn.get(kind, 0) + 1
+        order.append((turn[kind], name))
+    return [name for _, name in sorted(order)[:SAMPLE]]
+
+
+def work(name: str, args: argparse.Namespace, pipe: Connection) -> None:
+    """In the network's own process."""
+    share = int(args.memory * 2**30 / args.workers)
+    resource.setrlimit(resource.RLIMIT_DATA, (share, share))
+    torch.set_num_threads(1)
+    row: dict[str, Any] = {"name": name, "family": network.family(name)}
+    start = time.perf_counter()
+    try:
+        params, norms = network.count(name)
+        row |= {"params": params, "norms": norms}
+        if not norms:
+            row["status"] = "none"
+        elif params > args.max_params * 1e6:
+            row["status"] = "large"
+        else:
+            row |= (mutants if args.mutants else network).check(name)
+    except Exception as error:
+        row |= {"status": "raised", "why": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    row["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    pipe.send(row)
+
+
+def results(names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows as they come, from at most `--workers` processes at a time."""
+    context = mp.get_context("fork")
+    queue, running = list(names), {}
+    while queue or running:
+        while queue and len(running) < args.workers:
+            name = queue.pop(0)
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(name, args, theirs))
+            process.start()
+            theirs.close()
+            running[mine] = (name, process, time.monotonic() + args.timeout)
+        ready = wait(list(running), timeout=1)
+        for pipe, (name, process, deadline) in list(running.items()):
+            if pipe not in ready and time.monotonic() < deadline:
+                continue
+            row = {"name": name, "family": network.family(name), "status": "timeout"}
+            if pipe in ready:
+                try:
+                    row = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    process.join()
+                    row |= {"status": "crashed", "why": f"exit code {process.exitcode}"}
+            process.kill()
+            process.join()
+            del running[pipe]
+            yield row
+
+
+def main() -> int:
+    args = options()
+    known = read(args.out)
+    if not args.table:
+        names = sample(known, list(known)) if args.mutants else chosen(args, known)
+        file = args.out.with_name("mutants.jsonl") if args.mutants else args.out
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns) as progress, file.open("w" if args.mutants else "a") as lines:
+            task = progress.add_task("", total=len(names))
+            for row in results(names, args):
+                print(json.dumps(row), file=lines, flush=True)
+                progress.update(task, advance=1, description=f"{row['name']}: {row['status']}")
+    rows = read(args.out)
+    text = summary.table(rows.values(), read(args.out.with_name("mutants.jsonl")).values())
+    args.out.with_name("summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md").write_text(text)
+    print(text)
+    return any(row["status"] in ("wrong", "raised", "crashed") for row in rows.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

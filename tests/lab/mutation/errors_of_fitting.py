@@ -1,0 +1,43 @@
+"""Planted errors: what a fit to data aims at."""
+
+from __future__ import annotations
+
+from planted_error import Planted
+
+TARGETS, CALIBRATE = ("tests/calibration/test_sequential_fit.py",), ("tests/calibration/test_least_squares.py",)
+FIT, LEAST = "normswap/calibration/sequential_fit.py", "normswap/calibration/least_squares.py"
+NORMS, GAUGE = "normswap/layers/per_sample.py", "normswap/schemes/parts/steady_gauge.py"
+
+ERRORS = (
+    Planted("no rounds at all", FIT, "for _ in range(relaxing)", "for _ in range(0)", TARGETS),
+    Planted("one round for all", FIT, "for _ in range(relaxing)", "for _ in range(min(relaxing, 1))", TARGETS),
+    Planted("a layer moves away from the stream", FIT, "own + (theirs - ours)", "own - (theirs - ours)", TARGETS),
+    Planted("a norm moves away from the stream", FIT, "y = y + theirs - ours", "y = y - theirs + ours", TARGETS),
+    Planted("a norm ignores the stream", FIT, "y = y + theirs - ours", "pass", TARGETS),
+    Planted("the stream is aimed at without the scale behind", FIT, ") / self.scale.to(own).view(per), offset + ours",
+            "), offset + ours", TARGETS),
+    Planted("the ReLU hides what is positive", FIT, "torch.where(wanted > 0", "torch.where(wanted < 0", TARGETS),
+    Planted("the ReLU hides nothing", FIT, "(s * ours + offset).clamp_max(0)", "wanted", TARGETS),
+    Planted("what is hidden is wanted positive", FIT, ".clamp_max(0)", ".clamp_min(0)", TARGETS),
+    Planted("what is hidden is not seen with the other arm", FIT, "offset + ours", "offset", TARGETS),
+    Planted("what is wanted before the affine map is not asked back", FIT, "(wanted - offset) / s", "wanted / s",
+            TARGETS),
+    Planted("what is fitted is thrown away", FIT, "    set_weight(module, (fit.weight / units).reshape("
+            "weight.shape), fit.bias.flatten())", "    pass", TARGETS),
+    Planted("the fitted bias is thrown away", FIT, "module.bias.copy_(bias)", "pass", TARGETS),
+    Planted("the ridge is chosen without the bias", LEAST, " + offset.square()", "", TARGETS),
+    Planted("the ridge is chosen on the half that it was fitted on", LEAST,
+            "_error(weight, asked, halves[one], halves[other], known[other])",
+            "_error(weight, asked, halves[one], halves[one], known[one])", TARGETS),
+    Planted("the largest ridge", LEAST, "return min(range(len(errors))", "return max(range(len(errors))", TARGETS),
+    Planted("uphill", LEAST, "error(at + step) < error(at)", "error(at + step) > error(at)", CALIBRATE),
+    Planted("wide patches are tried as all others", LEAST, "prior.shape[2] >= _COSTLY", "False", CALIBRATE),
+    Planted("the constants' square is v steady", NORMS, "steady / (1 - steady)).sqrt()", "steady).sqrt()", TARGETS),
+    Planted("the constants' square is v steady, on images", GAUGE, "float(energy.mean()) * steady / (1 - steady)",
+            "float(energy.mean()) * steady", TARGETS),
+    Planted("offsets are drawn at other places than the values", FIT, "generator.set_state(draw)", "pass", TARGETS),
+    Planted("a smaller batch in between is left out", "normswap/calibration/population.py", "if left_out:", "if False:",
+            ("tests/calibration/test_population.py",)),
+    Planted("of results in results one step is lost", "normswap/graph/recorder.py", "mark.keys = tuple(rest)",
+            "mark.keys = ()", ("tests/graph/test_recorder.py",)),
+)  # fmt: skip

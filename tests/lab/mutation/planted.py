@@ -1,0 +1,132 @@
+"""Errors, planted one by one in a copy of the package: which tests notice?
+
+    python tests/lab/mutation/planted.py [--only PART_OF_A_NAME] [-o tests/lab/mutation/planted.md]
+
+The errors are those of the files `errors_of_*.py`. Each is patched into a temporary copy, never into the checkout,
+where the tests that must notice it then run; unpatched they have to pass first. What is known is kept in
+runs/planted.jsonl and taken from there as long as the patched file, the patch and the tests are the same. The table is
+what is known of all errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import errors_of_constants
+import errors_of_fitting
+import errors_of_gauges
+import errors_of_layers
+import errors_of_proof
+import errors_of_runs
+import errors_of_survivors
+from planted_error import Planted
+from workplace import ROOT, circumstance, copied, demand_the_copy, outcome_of, written
+
+FILES = (
+    errors_of_proof, errors_of_constants, errors_of_fitting, errors_of_gauges, errors_of_layers, errors_of_runs,
+    errors_of_survivors,
+)  # fmt: skip
+ERRORS = tuple(error for file in FILES for error in file.ERRORS)
+KNOWN = ROOT / "runs" / "planted.jsonl"
+
+
+def patched(error: Planted, text: str) -> str:
+    """The file's text with the error in it.
+
+    Raises:
+        SystemExit: the text that it replaces is not there, or there more than once.
+    """
+    count = text.count(error.old)
+    if count != 1:
+        raise SystemExit(f"{error.name}: {error.file} has its old text {count} times; it must be there once")
+    return text.replace(error.old, error.new)
+
+
+@contextmanager
+def planted(error: Planted, place: Path) -> Iterator[None]:
+    """For a while, the copy at `place` has the error."""
+    file = place / error.file
+    with written(file, patched(error, file.read_text(encoding="utf-8"))):
+        yield
+
+
+def digest(error: Planted, place: Path = ROOT) -> str:
+    """Of all that decides the outcome, but for the rest of the package."""
+    files = [error.file, *sorted({test.partition("::")[0] for test in error.tests})]
+    parts = [*map(str, error), *((place / file).read_text(encoding="utf-8") for file in files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def known() -> dict[str, dict[str, Any]]:
+    """What is known, by digest."""
+    lines = KNOWN.read_text(encoding="utf-8").splitlines() if KNOWN.exists() else []
+    return {row["digest"]: row for row in map(json.loads, lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="errors whose name has this in it")
+    parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
+    args = parser.parse_args()
+    rows = known()
+    missing = [error for error in ERRORS if args.only in error.name and digest(error) not in rows]
+    if missing:
+        measure(missing)
+    rows = known()
+    text = table([(error, rows.get(digest(error))) for error in ERRORS])
+    print(text)
+    if args.output:
+        args.output.write_text(text, encoding="utf-8")
+
+
+def measure(errors: Sequence[Planted]) -> None:
+    """Plant each, and add what came of it to what is known."""
+    for error in errors:
+        patched(error, (ROOT / error.file).read_text(encoding="utf-8"))
+    KNOWN.parent.mkdir(exist_ok=True)
+    with copied() as place:  # the checkout may change while this goes on
+        demand_the_copy(place)
+        commit = circumstance().commit()  # the first to import the package, here
+        sound = outcome_of(place, list(dict.fromkeys(test for error in errors for test in error.tests)))
+        if sound.killed:
+            raise SystemExit(f"{sound.first} fails without any error planted")
+        for error in errors:
+            start, name = time.perf_counter(), digest(error, place)
+            with planted(error, place):
+                outcome = outcome_of(place, error.tests)
+            row = {"digest": name, "name": error.name, **outcome._asdict(), "commit": commit,
+                   "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+            with KNOWN.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
+            print(f"{'killed' if outcome.killed else 'SURVIVED'}: {error.name} {outcome.first}", file=sys.stderr)
+
+
+def table(rows: Sequence[tuple[Planted, dict[str, Any] | None]]) -> str:
+    """What came of each error, in Markdown."""
+    done = [row for _, row in rows if row]
+    killed = sum(row["killed"] for row in done)
+    lines = [
+        "# Planted errors", "",
+        f"{killed} of {len(done)} were noticed by the tests that must notice them"
+        + (f"; {len(rows) - len(done)} were not planted" if len(done) < len(rows) else "") + ".", "",
+        *circumstance().lines("python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md", "cpu"),
+        "| error | file | outcome | first test to fail | seconds | commit |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for error, row in rows:
+        said = ("killed" if row["killed"] else "**survived**") if row else "not planted"
+        first = f"`{row['first']}`" if row and row["first"] else ""
+        cells = [error.name, f"`{error.file}`", said, first]
+        lines.append(f"| {' | '.join(cells)} | {row['seconds'] if row else ''} | {row['commit'] if row else ''} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""Whatever form a network takes its inputs in, the same work gives the same numbers as on plain tensors."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Shown, Trunk, Unpacked, batches, resnet, scaled, trunk
+from lived import lived_in
+from torch import Tensor, fx, nn
+
+import normswap
+from normswap.analysis.signal_propagation import signal
+from normswap.calibration import lockstep
+from normswap.cli.app import main
+from normswap.errors import NormswapError, SourceError, TraceError
+from normswap.images.accuracy import evaluate
+from normswap.models import calling
+from normswap.models.calling import Example
+from normswap.reporting import demo, report
+from normswap.storage import checkpoint
+from normswap.surgery import reverification
+from normswap.surgery.conversion import Conversion
+from normswap.surgery.network import Network
+from normswap.surgery.recalibration import recalibrate
+
+
+def same(one: nn.Module, two: nn.Module) -> None:
+    """Every tensor of the plain network is that of the one inside."""
+    inner = two.state_dict()
+    assert one.state_dict().keys() == {name.removeprefix("trunk.") for name in inner}
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, inner[f"trunk.{name}"]), name
+
+
+@functools.cache
+def plain(to: str, mirrored: int, **options: Any) -> Conversion:
+    """The fit on plain tensors, which every form is compared with, by `lockstep.MIRRORED` and options."""
+    data = batches()
+    return normswap.convert(trunk(), to, inputs=data[0][:2], calibrate=data, **options)
+
+
+FITTED = [("groupnorm", {}), ("groupnorm", {"groups": 2, "steady": 0.0}), ("nf", {})]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("to", "options"), FITTED)
+def test_a_fit_is_that_of_plain_tensors(
+    form: str, to: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap, given = FORMS[form]
+    if form == "two arguments":  # which are not shown in a mirror, nor to noise that a gauge is chosen on
+        monkeypatch.setattr(lockstep, "MIRRORED", 0)
+        options = {**options, "steady": 0.0} if to == "groupnorm" else options
+    data = batches()
+    wanted = plain(to, lockstep.MIRRORED, **options)
+    calibrate = [given(x) for x in data]
+    done = normswap.convert(wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options)
+    same(wanted.model, done.model)
+    assert done.report.kept is not None
+    assert wanted.report.kept is not None
+    assert done.report.kept.count == wanted.report.kept.count == 8
+    if form in ("keywords", "a record"):
+        assert done.report.kept == wanted.report.kept
+
+
+def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
+    data = batches()
+    wanted = normswap.convert(resnet(), "groupnorm", inputs=data[0], calibrate=data)
+    calibrate = [{"pixel_values": x, "labels": LABELS} for x in data]
+    done = normswap.convert(resnet(), "groupnorm", inputs={"pixel_values": data[0]}, calibrate=calibrate)
+    for name, tensor in wanted.model.state_dict().items():
+        assert torch.equal(tensor, done.model.state_dict()[name]), name
+
+
+def grouped(net: Trunk) -> Trunk:
+    for path in ("norm", "norm1", "norm2"):
+        setattr(net, path, nn.GroupNorm(2, 8))
+    return net
+
+
+@pytest.mark.parametrize("form", ["keywords", "a list"])
+def test_norms_are_estimated_as_on_plain_tensors(form: str) -> None:
+    wrap, given = FORMS[form]
+    data = batches()
+    wanted = normswap.convert(grouped(trunk()), "folded", inputs=data[0][:2], calibrate=data)
+    calibrate = [given(x) for x in data]
+    done = normswap.convert(wrap(grouped(trunk())), "folded", inputs=given(data[0][:2]), calibrate=calibrate)
+    same(wanted.model, done.model)
+
+
+LABELS = torch.zeros(8, dtype=torch.long)
+BESIDE: dict[str, Callable[[Any], Any]] = {
+    "without labels": lambda batch: batch,
+    "labels in a tuple": lambda batch: (*batch, LABELS) if isinstance(batch, tuple) else (batch, LABELS),
+    "labels in a list": lambda batch: [*batch, LABELS] if isinstance(batch, tuple) else [batch, LABELS],
+}
+
+
+@functools.cache
+def recalibrated() -> Conversion:
+    return recalibrate(trunk(), batches(), size=SIZE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_statistics_are_those_of_plain_tensors(form: str, beside: str) -> None:
+    wrap, given = FORMS[form]
+    wanted = recalibrated()
+    data = [BESIDE[beside](given(x)) for x in batches()]
+    done = recalibrate(wrap(trunk()), data, inputs=given(batches()[0]))
+    same(wanted.model, done.model)
+    assert done.notes == wanted.notes
+
+
+@functools.cache
+def of_plain_images() -> tuple[nn.Module, nn.Module]:
+    data = [(x, LABELS) for x in batches()]
+    fitted = normswap.convert(trunk(), "groupnorm", size=SIZE, calibrate=data)
+    return fitted.model, recalibrate(trunk(), data, size=SIZE).model
+
+
+IMAGES: dict[str, Any] = {"keywords": Keyword, "a list": Listed}
+
+
+@pytest.mark.parametrize("form", IMAGES)
+def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> None:
+    """As those of a folder do on the command line: by name, or as a list, as its forward says."""
+    data = [(x, LABELS) for x in batches()]
+    fitted, recalibrated = of_plain_images()
+    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data).model)
+    same(recalibrated, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
+    assert normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate="noise").report.passed
+
+
+def test_a_detector_is_fitted() -> None:
+    data = [scaled(x) for x in batches()]
+    assert len({len(found["scores"]) for found in Boxes(trunk())(list(data[0]))}) > 1
+    wanted = normswap.convert(trunk(), "groupnorm", inputs=data[0][:2], calibrate=data)
+    calibrate = [(tuple(x), tuple({"boxes": torch.zeros(0, 4)} for _ in x)) for x in data]  # as its loader collates
+    done = normswap.convert(Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate)
+    same(wanted.model, done.model)
+    assert done.report.passed
+    assert done.report.worst.relative_l2 == 1, "another number of boxes is all wrong, not infinitely"
+    assert done.report.kept is not None
+    assert done.report.kept.relative_l2 <= 1
+    assert normswap.convert(Boxes(trunk()), "folded", inputs=(list(data[0]),)).report.worst.relative_l2 < 1e-5
+
+
+def test_lists_of_images_of_any_size() -> None:
+    data = [[torch.randn(3, 20 + i, 24) for _ in range(4)] for i in range(6)]
+    done = normswap.convert(Listed(trunk()), "groupnorm", inputs=data[:1], calibrate=data)
+    assert done.report.passed
+    assert done.report.kept is not None
+    assert done.report.kept.count == 6
+
+
+X = torch.randn(8, *SIZE)
+WRONG: list[tuple[Any, Any, Any, str]] = [
+    (Keyword, {"pixel_values": X}, [{"pixels": X}], "do not fit the network: .*pixels"),
+    (Keyword, {"pixel_values": X}, [{"pixel_values": X * torch.nan}], "values that are not finite"),
+    (Keyword, {"pixel_values": X}, [{"pixel_values": "a"}], "batch 0 is no batch of images"),
+    (Unpacked, (X[:, :2], X[:, 2:]), [X], "takes more than images: it takes 2 tensors"),
+    (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2],)], "do not fit the network: .*grey"),
+    (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2], X[:, 2:]), (X[:, :2], X[:, 1:])], "batch 1 has images of size"),
+    (Listed, (list(X),), [list(X), list(X[:5])], "take another way through the network: .*how many"),
+    (Unpacked, (X[:, :2], X[:, 2:]), "noise", "takes more than images: only those can be made up.*calibrate="),
+    (Unpacked, (X[:, :2], X[:, 2:]), "synthetic", "takes more than images: only those can be made up.*calibrate="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_what_does_not_fit_is_said(case: int) -> None:
+    wrap, inputs, data, message = WRONG[case]
+    with pytest.raises((SourceError, TraceError), match=message):
+        normswap.convert(wrap(trunk()), "groupnorm", inputs=inputs, calibrate=data)
+
+
+def test_a_single_batch_is_a_list_of_one() -> None:
+    for form, (wrap, given) in FORMS.items():
+        if form == "a list":  # a tuple of one is a list of batches, as ever
+            continue
+        one, two = (recalibrate(wrap(trunk()), data, inputs=given(X)).model for data in ([given(X)], given(X)))
+        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_how_a_network_is_called() -> None:
+    def said(model: nn.Module) -> tuple[int, list[str], bool]:
+        found = calling.form(model)
+        return len(found.args), list(found.kwargs), found.listed
+
+    assert said(trunk()) == (1, [], False)
+    assert said(Keyword(trunk())) == (0, ["pixel_values"], False)
+    assert said(Listed(trunk())) == (1, [], True)
+    assert said(Unpacked(trunk())) == (2, [], False)
+    named: Any = copy.deepcopy(trunk())
+    named.main_input_name = "x"
+    assert said(named) == (1, [], False)
+    assert Example((X,), {"gain": 2.0}).read((X, LABELS))[1] is LABELS
+    with pytest.raises(NormswapError, match="a list of records"):
+        Example(([{"image": X[0]}],)).of(X)
+
+
+# --- looking at it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
+    wrap, given = FORMS[form]
+    wanted = signal(Network(trunk(), batches()))
+    found = signal(Network(wrap(trunk()), [given(x) for x in batches()]))
+    assert [(p.depth, p.variance) for p in found] == [(p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        for what in ("mean_sq", "branch_variance", "added_variance"):
+            assert getattr(one, what) == pytest.approx(getattr(other, what), rel=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [Keyword, Listed])
+def test_the_signal_of_images(wrap: Any) -> None:
+    found = signal(Network(wrap(trunk())), batches())
+    assert found[0].variance == pytest.approx(signal(Network(trunk(), batches()))[0].variance, rel=1e-5)
+
+
+def labelled(form: str) -> list[Any]:
+    """Batches with labels, as a loader of such networks gives them."""
+    given = FORMS[form][1]
+    answers = [trunk()(x).argmax(1) for x in batches()]
+    answers[0][:4] = (answers[0][:4] + 1) % 5  # four are wrong
+    pairs = [(given(x), labels) for x, labels in zip(batches(), answers, strict=True)]
+    return [(*call, labels) for call, labels in pairs] if form == "two arguments" else pairs
+
+
+class Tolerant(Keyword):
+    """As transformers' do, it takes labels, too."""
+
+    def forward(self, *, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(pixel_values=pixel_values)
+
+
+def test_accuracy_is_that_of_plain_tensors() -> None:
+    plain = [(x, labels) for x, (_, labels) in zip(batches(), labelled("keywords"), strict=True)]
+    wanted = evaluate(trunk(), plain)
+    assert wanted.top1 == pytest.approx(100 * 28 / 32)
+    both: list[tuple[nn.Module, list[Any]]] = [
+        (Keyword(trunk()), labelled("keywords")),
+        (Keyword(trunk()), plain),
+        (Tolerant(trunk()), [{**call, "labels": labels} for call, labels in labelled("keywords")]),
+    ]
+    for model, data in both:
+        found = evaluate(model, data)
+        assert (found.top1, found.top5, found.count) == (wanted.top1, wanted.top5, 32)
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+
+
+class Scores(Unpacked):
+    def forward(self, colours: Tensor, grey: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(colours, grey)[0]
+
+
+def test_accuracy_of_two_arguments_and_what_has_none() -> None:
+    assert evaluate(Scores(trunk()), labelled("two arguments")).top1 == pytest.approx(100 * 28 / 32)
+    for model, data, message in [
+        (Scores(trunk()), [(X[:, :2], X[:, 2:])], "without a label"),
+        (Scores(trunk()), [(X, LABELS)], "does not run on"),
+        (Listed(trunk()), [(X, LABELS)], "does not give one tensor"),
+        (trunk(), [X], "without a label"),
+    ]:
+        with pytest.raises(NormswapError, match=message):
+            evaluate(model, data)
+
+
+def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a factory of the user's; it is saved, opened again, verified, unfolded and told about."""
+    code = "import input_forms\n\n\ndef make():\n    return input_forms.Unpacked(input_forms.Trunk())\n"
+    (tmp_path / "two.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    safetensors.torch.save_file(Unpacked(trunk()).state_dict(), tmp_path / "two.safetensors")
+    source = checkpoint.open_model("two:make", weights=str(tmp_path / "two.safetensors"))
+    inputs = FORMS["two arguments"][1](X)
+    done = normswap.convert(source, "skipinit", inputs=inputs)
+    folder = normswap.save(done, tmp_path / "out")
+    again = checkpoint.load(folder, trust_factory=True)
+    assert reverification.again(Network(source, inputs), again).passed
+    back = normswap.convert(again, "unfold", inputs=inputs)
+    assert back.report.passed
+    facts = report.collect(folder, inputs=inputs, trust_factory=True)
+    assert facts.signal_inputs == "given inputs"
+    (before,), (after,) = facts.signal["before"], facts.signal["after"]
+    assert before.variance == pytest.approx(after.variance, rel=1e-4)
+    with pytest.raises(NormswapError, match="takes more than images"):
+        report.collect(folder, trust_factory=True)
+
+
+# --- on the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [Keyword, Shown])
+def test_images_of_a_folder_reach_any_of_them(
+    wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By name or as a list: what every command says is what it says of the plain network."""
+    code = f"import input_forms\n\n\ndef make():\n    return input_forms.{wrap.__name__}(input_forms.Trunk(10))\n\n\n"
+    (tmp_path / "own.py").write_text(code + "def plain():\n    return input_forms.Trunk(10)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    net = lived_in(Trunk(10), torch.randn(8, *SIZE, dtype=torch.float64)).float()
+    safetensors.torch.save_file(net.state_dict(), "plain.safetensors")
+    safetensors.torch.save_file({f"trunk.{name}": t for name, t in net.state_dict().items()}, "make.safetensors")
+    images = ["--data", str(demo.FOLDER / "images.tar"), "--samples", "16", "--workers", "0"]
+
+    def said(*words: str) -> Any:
+        capfd.readouterr()
+        assert main([*words, "--json"]) == 0, capfd.readouterr().err
+        return json.loads(capfd.readouterr().out)
+
+    found: dict[str, list[Any]] = {}
+    for name in ("plain", "make"):
+        of = [f"own:{name}", "--weights", f"{name}.safetensors"]
+        made = said("convert", *of, "--to", "groupnorm", "--calibrate", str(demo.FOLDER / "images.tar"),
+                    "--samples", "32", "-o", f"{name}-gn")  # fmt: skip
+        evaluated = said("evaluate", *of, *images)
+        measured = said("recalibrate", *of, *images, "--batch-size", "8", "-o", f"{name}-re")
+        shown = said("spp", *of, *images)
+        file = said("export", *of, *images, "-o", f"{name}.torchscript")
+        checked = said("verify", f"{name}-gn", "--trust-factory", *images)
+        told = said("report", f"{name}-gn", "--trust-factory", *images)
+        found[name] = [
+            made["steps"][0]["report"]["kept"]["agreement"], evaluated["top1"], measured["notes"],
+            [round(point["variance"], 12) for points in shown["curves"].values() for point in points],
+            file["figures"]["top1"], checked["data"], told["accuracy"],
+        ]  # fmt: skip
+    assert found["make"] == found["plain"]
+
+
+def own_file(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of the user's with a factory, and random weights in another."""
+    code = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})", "from input_forms import *"]
+    (folder / "mine.py").write_text("\n".join([*code, f"def make(): return {what}"]))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.chdir(folder)
+    torch.manual_seed(0)
+    made = eval(what)
+    safetensors.torch.save_file(made.state_dict(), folder / "mine.safetensors")
+    return folder / "mine.safetensors"
+
+
+QUICK = ["--batch", "1", "--size", "32", "--rounds", "2", "--seconds", "0.05", "--runtime", "eager,torchscript"]
+
+
+@pytest.mark.slow
+def test_what_takes_images_by_name_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = own_file(tmp_path, "Keyword(trunk())", monkeypatch)
+    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK, "--json"]) == 0, capfd.readouterr().err
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert {(row["form"], row["runtime"]): row["status"] for row in rows} == {
+        (form, runtime): "ok" for form in ("original", "folded") for runtime in ("eager", "torchscript")
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("Unpacked(trunk())", "mine-make is not timed: the network takes more than images, it takes 2 tensors"),
+        ("Listed(trunk())", "mine-make is not timed: the network does not give one tensor"),
+    ],
+)
+def test_what_is_not_timed_is_said(
+    what: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = own_file(tmp_path, what, monkeypatch)
+    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK]) == 2
+    said = capfd.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_function_that_writes_to_its_list_may_do_so_for_every_batch() -> None:
+    """What a graph holds cannot be changed: torchvision's detectors write to the lists that they hand on."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(operator.getitem, ([x, (x, [1])], slice(None, x)), {"more": {"x": [x]}})
+    args, kwargs = (lockstep._filled(part, {"x": 3}) for part in (node.args, node.kwargs))
+    assert args == ([3, (3, [1])], slice(None, 3))
+    assert kwargs == {"more": {"x": [3]}}
+    args[0].append(4)
+    args[0][1][1].append(5)
+    kwargs["more"]["x"].clear()
+    assert lockstep._filled(node.args, {"x": 3})[0] == [3, (3, [1])]
+    spot = collections.namedtuple("spot", "x y")
+    assert lockstep._filled(spot(x, [2]), {"x": 3}) == spot(3, [2])

@@ -1,0 +1,276 @@
+"""Model sources: every kind opens to the same tensors, and what cannot be opened says why in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+from small import ARGS, SMALL, State, origin, same, small, write_folder
+from torch import nn
+
+from normswap.errors import NormswapError, OptionError, SourceError
+from normswap.models import network_input, zoo
+from normswap.models.zoo import create, hash_tensors, identify, open_source
+from normswap.plan import Arch
+
+CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
+
+
+@pytest.fixture
+def state() -> State:
+    return dict(small().state_dict())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, state: State) -> Path:
+    """A directory in timm's hub layout."""
+    folder = tmp_path / "model"
+    write_folder(folder, state)
+    return folder
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        (Arch("renset50"), ["unknown model 'renset50'", "resnet50"]),
+        (Arch("zzzzzz"), ["unknown model 'zzzzzz'"]),
+        (Arch("resnet50.a1_ink"), ["no weights 'a1_ink'", "resnet50.a1_in1k"]),
+        (Arch("hf-hub:timm/resnet18"), ["unknown model"]),
+        (Arch("local-dir:/tmp"), ["unknown model"]),
+        (Arch("resnet18", {"chanels": [1]}), ["resnet18", "chanels"]),
+        (Arch("resnet18", {"block_args": 3}), ["resnet18", "block_args=3"]),
+        (Arch("resnet18", {"pretrained": True}), ["pretrained"]),
+        (Arch("resnet18", {"checkpoint_path": "/x"}), ["checkpoint_path"]),
+    ],
+)
+def test_create_refuses(arch: Arch, said: list[str]) -> None:
+    with pytest.raises(SourceError) as caught:
+        create(arch)
+    assert all(word in str(caught.value) for word in said)
+    assert "\n" not in str(caught.value)
+
+
+def test_create_builds_in_eval_mode() -> None:
+    model = create(Arch("resnet18", {**ARGS, "num_classes": 3}))
+    assert not model.training
+    assert model.num_classes == 3
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "local-dir:"])
+def test_directory(folder: Path, state: State, prefix: str) -> None:
+    model = open_source(f"{prefix}{folder}")
+    record = origin(model)
+    assert same(model, state)
+    assert not model.training
+    assert record.arch == Arch("resnet18", {**ARGS, "num_classes": 10})
+    assert record.sha256 == hash_tensors(state)
+    assert record.pretrained_cfg["input_size"] == [3, 48, 48]
+    assert record.pretrained_cfg["label_names"][3] == "class3"
+    assert json.loads(json.dumps(record.pretrained_cfg)) == record.pretrained_cfg
+    assert network_input.size(model) == (3, 48, 48)
+    assert zoo.data_config(model)["crop_pct"] == 1.0
+    assert same(open_source(record.source), state)
+    assert same(create(record.arch), state) is False
+
+
+def test_flat_config(folder: Path, state: State) -> None:
+    flat = {"architecture": "resnet18", "num_classes": 10, "input_size": [3, 40, 40], "model_args": ARGS}
+    (folder / "config.json").write_text(json.dumps(flat))
+    assert network_input.size(open_source(str(folder))) == (3, 40, 40)
+
+
+def test_another_head_and_stem(folder: Path, state: State) -> None:
+    model = open_source(str(folder), num_classes=4, in_chans=1)
+    own, record = model.state_dict(), origin(model)
+    assert model(torch.zeros(1, 1, 48, 48)).shape == (1, 4)
+    assert torch.allclose(own["conv1.weight"], state["conv1.weight"].sum(1, keepdim=True))
+    assert all(
+        torch.equal(own[key], state[key]) for key in state if key not in ("conv1.weight", "fc.weight", "fc.bias")
+    )
+    assert record.arch == Arch("resnet18", {**ARGS, "num_classes": 4, "in_chans": 1})
+    assert record.pretrained_cfg["input_size"] == [1, 48, 48]
+    assert len(zoo.data_config(model)["mean"]) == 1
+    assert "label_names" not in record.pretrained_cfg
+
+
+def test_safetensors_file(folder: Path, state: State) -> None:
+    file = folder / "model.safetensors"
+    model = open_source(str(file), **SMALL)
+    assert same(model, state)
+    assert origin(model).arch == Arch("resnet18", {**ARGS, "num_classes": 10})
+    assert origin(model).source == str(file)
+    assert origin(model).sha256 == hash_tensors(state)
+
+
+def test_the_hash_is_of_the_network_s_tensors_not_of_the_file_s(folder: Path, state: State) -> None:
+    file = folder / "half.safetensors"
+    save_file({name: t.half() if t.is_floating_point() else t for name, t in state.items()}, file)
+    model = open_source(str(file), **SMALL)
+    assert model.state_dict()["conv1.weight"].dtype == torch.float32
+    assert origin(model).sha256 == hash_tensors(model.state_dict())
+
+
+def _densenet(num_classes: int) -> nn.Module:
+    return torchvision.models.DenseNet(4, (1, 2), num_init_features=8, num_classes=num_classes)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "arch", "args", "rename"),
+    [
+        (torchvision.models.resnet18, "resnet18", {}, ("", "")),
+        # the keys of torchvision's early densenet files, which timm's own filter translates
+        (_densenet, "densenet121", {"growth_rate": 4, "block_config": [1, 2]}, (".norm1.weight", ".norm.1.weight")),
+    ],
+)
+def test_torchvision_file(
+    tmp_path: Path, theirs: Callable[..., nn.Module], arch: str, args: dict[str, Any], rename: tuple[str, str]
+) -> None:
+    model = theirs(num_classes=5).eval()
+    torch.save({key.replace(*rename): value for key, value in model.state_dict().items()}, tmp_path / "tv.pth")
+    ours = open_source(str(tmp_path / "tv.pth"), arch=arch, arch_args=args, num_classes=5)
+    image = torch.randn(2, 3, 64, 64)
+    assert torch.allclose(ours(image), model(image), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "name", "kwargs"),
+    [
+        ("resnet18", {"arch_args": ARGS}, "resnet18.a1_in1k", ARGS),
+        ("resnet18.fb_swsl_ig1b_ft_in1k", {"num_classes": 5}, "resnet18.fb_swsl_ig1b_ft_in1k", {"num_classes": 5}),
+        ("resnet10t", {"in_chans": 1}, "resnet10t.c3_in1k", {"in_chans": 1}),
+        ("mobilenetv3_large_100.miil_in21k", {}, "mobilenetv3_large_100.miil_in21k", {"num_classes": 11221}),
+        ("gluon_resnet18_v1b", {}, "resnet18.gluon_in1k", {}),  # a deprecated name
+        ("resnet50_mlp", {}, "resnet50_mlp.untrained", {}),
+    ],
+)
+def test_random_weights(source: str, options: dict[str, Any], name: str, kwargs: dict[str, Any]) -> None:
+    model = open_source(source, weights="random", **options)
+    record = origin(model)
+    assert (record.source, record.sha256) == (name, None)
+    assert record.arch == Arch(name.partition(".")[0], kwargs)
+    assert record.pretrained_cfg["num_classes"] == model.num_classes
+    shapes = {key: value.shape for key, value in create(record.arch).state_dict().items()}
+    assert shapes == {key: value.shape for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["resnet18_narrow", "resnetv2_18_narrow"])
+def test_shared_checkpoints(name: str) -> None:
+    if not (CHECKPOINTS / name).is_dir():
+        pytest.skip("no shared checkpoints here")
+    model = open_source(str(CHECKPOINTS / name))
+    assert origin(model).pretrained_cfg["label_names"][0] == "airplane"
+    assert identify(model) == (origin(model).arch if hasattr(model, "_model_args") else None)
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def _config(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(text) and None
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["no config.json"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
+    "not json": (_config("{"), ["config.json cannot be read"]),
+    "not an object": (_config("[1]"), ["no timm 'architecture'"]),
+    "transformers": (_config('{"architectures": ["ViT"], "model_type": "vit"}'), ["no timm 'architecture'"]),
+    "unknown": (_config('{"architecture": "renset18"}'), ["renset18", "resnet18"]),
+    "hub inside": (_config('{"architecture": "hf-hub:timm/resnet18"}'), ["unknown model"]),
+    "args": (_config('{"architecture": "resnet18", "model_args": {"x": 1}}'), ["resnet18", "x=1"]),
+    "pickle": (_config('{"architecture": "resnet18", "model_args": {"checkpoint_path": "x"}}'), ["checkpoint_path"]),
+    "size": (_config('{"architecture": "resnet18", "input_size": 224}'), ["input_size"]),
+    "cfg": (_config('{"architecture": "resnet18", "pretrained_cfg": 3}'), ["pretrained_cfg"]),
+    "classes": (_config('{"architecture": "resnet18", "model_args": {"channels": [8, 16, 32, 64]}}'), ["fc.weight is"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_bad_folder(folder: Path, case: str) -> None:
+    spoil, said = BAD_FOLDERS[case]
+    spoil(folder)
+    with pytest.raises(SourceError) as caught:
+        open_source(str(folder))
+    assert all(word in str(caught.value) for word in said), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "kind", "said"),
+    [
+        ("renset50", {}, SourceError, "resnet50"),
+        ("resnet50.nope", {}, SourceError, "no weights 'nope'"),
+        ("resnet50_mlp", {}, SourceError, "timm has no pretrained weights for resnet50_mlp"),
+        ("timm/resnet18", {}, SourceError, "hf-hub:timm/resnet18"),
+        ("/nowhere/at/all", {}, SourceError, "neither a file nor a directory"),
+        ("local-dir:/nowhere", {}, SourceError, "/nowhere does not exist"),
+        ("none.pth", {"arch": "resnet18"}, SourceError, "none.pth does not exist"),
+        ("resnet18", {"arch": "resnet34"}, OptionError, "goes with a weights file"),
+        ("resnet18", {"weights": "best"}, OptionError, "'pretrained' or 'random'"),
+    ],
+)
+def test_bad_source(source: str, options: dict[str, Any], kind: type[NormswapError], said: str) -> None:
+    with pytest.raises(kind, match=re.escape(said)):
+        open_source(source, **options)
+
+
+@pytest.mark.parametrize(("options", "said"), [({}, "--arch"), ({"weights": "random", **SMALL}, "exclude")])
+def test_file_options(folder: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        open_source(str(folder / "model.safetensors"), **options)
+
+
+# --- identifying ------------------------------------------------------------------------------------------------------
+
+
+def _converted() -> nn.Module:
+    model = small()
+    model.bn1 = nn.Identity()
+    return model
+
+
+def _new_head(classes: int) -> nn.Module:
+    model = small()
+    model.reset_classifier(classes)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (small, Arch("resnet18", {**ARGS, "num_classes": 10})),
+        (lambda: small(num_classes=1000), Arch("resnet18", {**ARGS, "num_classes": 1000})),
+        (lambda: small(in_chans=1), Arch("resnet18", {**ARGS, "num_classes": 10, "in_chans": 1})),
+        (lambda: small(output_stride=8), Arch("resnet18", {**ARGS, "num_classes": 10, "output_stride": 8})),
+        (lambda: timm.create_model("resnet10t", num_classes=7), Arch("resnet10t", {"num_classes": 7})),
+        (lambda: timm.create_model("resnet10t"), Arch("resnet10t")),
+        (lambda: _new_head(3), Arch("resnet18", {**ARGS, "num_classes": 3})),
+        (lambda: _new_head(1000), Arch("resnet18", {**ARGS, "num_classes": 1000})),
+        (lambda: small(act_layer=nn.SiLU), None),  # a class cannot be written down
+        (lambda: small(features_only=True), None),
+        (_converted, None),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), None),
+    ],
+)
+def test_identify(build: Callable[[], nn.Module], expected: Arch | None) -> None:
+    model = build()
+    if not hasattr(model, "_model_args") and expected and "channels" in expected.kwargs:
+        expected = None  # older timm does not remember the arguments
+    before = torch.get_rng_state()
+    assert identify(model) == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert network_input.size(model)[1:] == ((224, 224) if "resnet10t" not in str(expected) else (176, 176))

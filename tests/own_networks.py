@@ -1,0 +1,45 @@
+"""Networks that users write themselves: residual branches that end in a convolution or in a norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PreAct(nn.Module):
+    """He et al. 2016, written by hand: functional ReLU, the branch ends in its last convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2, self.conv2 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(F.relu(self.bn1(x)))
+        out = self.conv2(torch.relu(self.bn2(out)))
+        out += x
+        return out
+
+
+class PostAct(nn.Module):
+    """The branch ends in its norm; the sum is a method call."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).add(x).relu_()
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module], channels: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, stride=2)
+        self.blocks = nn.Sequential(*(block(channels) for _ in range(3)))
+        self.head = nn.Linear(channels, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))

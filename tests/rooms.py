@@ -1,0 +1,12 @@
+"""The rooms of the package, from the ground up."""
+
+from __future__ import annotations
+
+ORDER = (
+    ("errors", "copying"), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",), ("images",),
+    ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
+    ("training", "exporting", "benchmarking", "reporting"), ("cli",),
+)  # fmt: skip
+
+
+FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}

@@ -1,0 +1,56 @@
+"""What the approximate conversions must keep of the trained networks' accuracy, with no gradient step.
+
+    pytest -m slow tests/schemes/test_accuracy_floors.py -s
+
+Needs `../shared` (images and checkpoints); all figures: tests/lab/benchmarks/schemes.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trained_networks import IMAGES, NETWORKS, logits
+
+import normswap
+from normswap.images import datasets
+from normswap.storage.checkpoint import open_model
+
+TRAIN: Path = IMAGES.with_name("train.tar.xz")
+FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
+    ("groupnorm", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 99}),
+    ("groupnorm", {"groups": 4}, False, {"resnet18_narrow": 91, "resnetv2_18_narrow": 90, "demo": 97}),
+    ("groupnorm", {"groups": 4, "steady": 0.5}, False, {"resnetv2_18_narrow": 91}),
+    ("groupnorm", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
+    ("dyt", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 96}),
+    ("dyt", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
+    ("nf", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("network", "scheme", "options", "fitted", "floor"),
+    [(network, *row[:3], floor) for row in FLOORS for network, floor in row[3].items()],
+)
+def test_floor(network: str, scheme: str, options: dict[str, Any], fitted: bool, floor: float) -> None:
+    """`floor`: percent of the source's top-1 on all 10,000 test images."""
+    if not NETWORKS[network].is_dir():
+        pytest.skip(f"the checkpoint is not there: {NETWORKS[network]}")
+    source = open_model(str(NETWORKS[network]))
+    loader = (
+        datasets.make_loader(source, str(TRAIN), batch_size=100, workers=1, samples=1000, seed=0) if fitted else None
+    )
+    result = normswap.convert(source, scheme, calibrate=loader, **options).model
+    (before, after), labels = logits(
+        [source, result], datasets.make_loader(source, str(IMAGES), batch_size=250, workers=2)
+    )
+    assert len(labels) == 10_000
+    right, kept = (torch.eq(x.argmax(1), labels).sum().item() for x in (before, after))
+    print(f"\n{network} {scheme} {options}: {right / 100:.2f} -> {kept / 100:.2f}, {100 * kept / right:.1f} % kept")
+    assert 100 * kept / right >= floor

@@ -1,0 +1,129 @@
+"""`--to dyt`: gamma tanh(alpha x) + beta in the seats of BatchNorms, against the formula by hand and its limit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from lived import batchnorms, distance, lived_in, run
+from torch import Tensor, nn
+
+from normswap import convert
+from normswap.errors import OptionError, RefusedError
+from normswap.graph import inspection
+from normswap.images import datasets
+from normswap.layers.dynamic_tanh import DynamicTanh, gain
+from normswap.reporting import demo
+from normswap.schemes.dyt import pattern
+from normswap.storage.checkpoint import open_model
+from normswap.surgery import applying, conversion
+
+NARROW: dict[str, dict[str, Any]] = {
+    "resnet18": {"channels": (8, 8, 12, 12)}, "resnetv2_18": {"channels": (8, 8, 12, 12)},
+    "mobilenetv2_035": {}, "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
+}  # fmt: skip
+
+
+def pictures(count: int = 4, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, 64, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@functools.lru_cache(1)
+def network(arch: str) -> nn.Module:
+    torch.manual_seed(0)
+    return lived_in(timm.create_model(arch, num_classes=5, **NARROW[arch]), pictures())
+
+
+@pytest.mark.parametrize("arch", NARROW)
+def test_hardly_bent_it_is_the_network(arch: str) -> None:
+    """tanh(alpha x) / alpha goes to x: of order alpha^2, whatever stands before the norm, and whatever it carries."""
+    source, x = network(arch), pictures(4, 1)
+    errors = [distance(run(source, x), run(convert(source, "dyt", inputs=x, bend=a).model, x)) for a in (0.001, 0.0005)]
+    assert errors[0] < 1e-3
+    assert 3.5 < errors[0] / errors[1] < 4.5
+
+
+@pytest.mark.parametrize("arch", NARROW)
+def test_what_it_is_fitted_to_is_the_network(arch: str) -> None:
+    """Without the tanh all that a step changes is a gauge."""
+    source, x = network(arch), pictures(4, 1)
+    step, _ = conversion.draft(inspection.inspect(source, x), "dyt")
+    assert distance(run(source, x), run(applying.apply_step(source, pattern(step)), x)) < 1e-12
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_one_norm_by_hand(bias: bool, affine: bool) -> None:
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 6, 3, bias=bias), nn.BatchNorm2d(6, affine=affine, eps=0.1)
+    source = lived_in(nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(6, 2, 1)), pictures(4)[..., :9, :9])
+    x = pictures(4, 1)[..., :9, :9]
+    made: Any = convert(source, "dyt", inputs=x, bend=0.7).model
+    t, per = torch.linspace(-12, 12, 24001, dtype=torch.float64), (1, -1, 1, 1)
+    bent, density = (0.7 * t).tanh(), (-t.square() / 2).exp()
+    factor = (density * t * bent).sum() / (density * bent.square()).sum()
+    first, one = source[0], source[1]
+    whole = (first(x) - one.running_mean.view(per)) / (one.running_var + one.eps).sqrt().view(per)
+    gamma = one.weight.view(per) if affine else 1.0
+    beta = one.bias.view(per) if affine else 0.0
+    expected = source[3]((factor * gamma * (0.7 * whole).tanh() + beta).relu())
+    assert isinstance(made[1], DynamicTanh)
+    assert not batchnorms(made)
+    assert distance(expected.detach(), run(made, x)) < 1e-12
+
+
+@pytest.mark.parametrize(("alpha", "most"), [(0.1, 1e-12), (0.5, 1e-9), (2.0, 1e-3)])
+def test_the_line_is_the_best(alpha: float, most: float) -> None:
+    """E[tanh(alpha u) (u - gain tanh(alpha u))] = 0 over N(0, 1), by Gauss-Hermite quadrature."""
+    u, weights = np.polynomial.hermite_e.hermegauss(180)
+    bent = np.tanh(alpha * u)
+    assert abs((weights * bent * (u - gain(alpha) * bent)).sum() / (weights * bent * u).sum()) < most
+
+
+def test_images_repair_it() -> None:
+    """Fitted, it errs less on other images; alpha stays where it was."""
+    source = open_model(str(demo.FOLDER)).eval()
+    loader = datasets.make_loader(source, str(demo.FOLDER / "images.tar"), batch_size=50, workers=0)
+    images = [x for x, _ in loader]
+    others = torch.cat(images[4:])
+    plain, fitted = (convert(source, "dyt", calibrate=given).model for given in (None, images[:4]))
+    errors = [distance(run(source, others), run(model, others)) for model in (plain, fitted)]
+    assert errors[1] < 0.85 * errors[0]
+    same = (run(source, others).argmax(1) == run(fitted, others).argmax(1)).double().mean()
+    assert float(same) > 0.93
+    assert {m.alpha.item() for m in fitted.modules() if isinstance(m, DynamicTanh)} == {0.25}
+
+
+def test_it_is_a_source_with_images() -> None:
+    """As norms with statistics per sample are: each becomes the BatchNorm most like it, which folds away."""
+    source, x = network("resnet18"), pictures(8, 1)
+    bent = convert(source, "dyt", inputs=x, bend=0.025).model
+    done = convert(bent, "folded", inputs=x, calibrate=[pictures(32, 3)])
+    assert not any(isinstance(module, DynamicTanh) for module in done.model.modules())
+    assert distance(run(bent, x), run(done.model, x)) < 0.01
+
+
+def test_every_parameter_of_it_learns() -> None:
+    source, x = network("resnet18"), pictures(2, 1)
+    made = convert(source, "dyt", inputs=x).model.train()
+    made(x).square().sum().backward()
+    held = [m for m in made.modules() if isinstance(m, DynamicTanh)]
+    assert len(held) == 21
+    assert all(float(p.grad.abs().sum()) > 0 for m in held for p in m.parameters() if p.grad is not None)
+    assert all(p.grad is not None for m in held for p in m.parameters())
+
+
+@pytest.mark.parametrize("bend", [0, -1, 5, True, "1", float("nan")])
+def test_bends_that_are_none(bend: Any) -> None:
+    with pytest.raises(OptionError, match=r"--bend .* is not in \(0, 4\]"):
+        convert(network("resnet18"), "dyt", inputs=pictures(1), bend=bend)
+
+
+def test_there_must_be_a_norm() -> None:
+    seen = inspection.inspect(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double(), pictures(1))
+    with pytest.raises(RefusedError, match="no BatchNorm to put a Dynamic Tanh"):
+        conversion.draft(seen, "dyt")

@@ -1,0 +1,267 @@
+"""The laws that hold for every row of test_schemes.py, on small networks of every kind."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed, sampled
+from lived import batchnorms, distance, run, step
+from narrow_networks import RESNETS, applied, skeleton, source
+from scheme_rows import EXACT, ROWS, Row
+from torch import Tensor, fx, nn
+
+from normswap import schemes
+from normswap.errors import RefusedError
+from normswap.graph import inspection
+from normswap.layers.scalars import Scale
+from normswap.plan import Plan, Step
+from normswap.surgery import applying, conversion
+
+everywhere = crossed("arch, row", RESNETS, ROWS, every=6)
+exact_everywhere = crossed("arch, row", RESNETS, EXACT, every=6)
+architectures = pytest.mark.parametrize("arch", RESNETS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A lived-in source, one input with what the source makes of it, the step, and the result."""
+
+    source: nn.Module
+    x: Tensor
+    reference: Tensor
+    step: Step
+    result: nn.Module
+
+
+@functools.cache
+def _case(arch: str, index: int) -> Case:
+    model, x, reference = source(arch)
+    planned, draft = step(model, ROWS[index].scheme, **ROWS[index].options)
+    assert not draft.refusals
+    return Case(model, x, reference, planned, applied(model, planned))
+
+
+def case(arch: str, row: Row) -> Case:
+    """Shared between tests, so no test may change what is in it."""
+    return _case(arch, ROWS.index(row))
+
+
+def twin(arch: str, row: Row) -> Any:
+    """A result of one's own."""
+    own = case(arch, row)
+    return applied(own.source, own.step)
+
+
+def fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    for name, module in model.named_modules():
+        digest.update(f"{name} {type(module)} {module.training}".encode())
+    digest.update(str([(name, p.requires_grad) for name, p in model.named_parameters()]).encode())
+    return digest.hexdigest()
+
+
+@everywhere
+def test_exact_or_measurably_different(arch: str, row: Row) -> None:
+    own = case(arch, row)
+    error = distance(own.reference, run(own.result, own.x))
+    assert error <= 1e-12 if row.exact else 1e-3 < error < float("inf")
+    assert schemes.exact(own.step) is row.exact
+
+
+@everywhere
+def test_a_symbolic_trace_is_the_network(arch: str, row: Row) -> None:
+    """As `torch.fx` fuses, quantizes or cuts networks of torch's own layers."""
+    own = case(arch, row)
+    assert torch.equal(fx.symbolic_trace(own.result)(own.x), run(own.result, own.x))
+
+
+@everywhere
+def test_edits_have_no_order(arch: str, row: Row) -> None:
+    own = case(arch, row)
+    expected = own.result.state_dict()
+    for seed in range(2):
+        edits = list(own.step.edits)
+        random.Random(seed).shuffle(edits)
+        shuffled = applying.apply_step(own.source, Step(own.step.scheme, own.step.options, tuple(edits)))
+        state = shuffled.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        assert torch.equal(run(shuffled, own.x), run(own.result, own.x))
+
+
+@everywhere
+def test_replay_on_a_fresh_skeleton(arch: str, row: Row) -> None:
+    """Plan time decides, apply time obeys: on other weights the same plan leads to the same structure."""
+    own = case(arch, row)
+    plan = Plan().then(own.step)
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    assert read.digest == plan.digest
+    fresh = applying.apply(skeleton(arch), read)
+    assert distance(own.reference, run(fresh, own.x)) > 1e-3
+    fresh.load_state_dict(own.result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, own.x), run(own.result, own.x))
+
+
+@everywhere
+def test_source_is_never_touched(arch: str, row: Row) -> None:
+    model = skeleton(arch).float().train()
+    model.get_submodule("fc" if hasattr(model, "fc") else "head").requires_grad_(False)
+    before = fingerprint(model)
+    done = conversion.convert(model, row.scheme, inputs=torch.randn(2, 3, 33, 33), **row.options)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        for parameter in done.model.parameters():
+            parameter.add_(1)
+    assert fingerprint(model) == before, "the result shares tensors with the source"
+    assert all(module.training for module in done.model.modules())
+
+
+@everywhere
+def test_timm_methods_live_on(arch: str, row: Row) -> None:
+    own, result = case(arch, row), twin(arch, row)
+    before: Any = own.source
+    assert type(result) is type(before)
+    kept = row.exact
+    with torch.no_grad():
+        assert result.forward_features(own.x).shape == before.forward_features(own.x).shape
+        final, maps = result.forward_intermediates(own.x)
+        reference, expected = before.forward_intermediates(own.x)
+        for a, b in zip([reference, *expected], [final, *maps], strict=True):
+            assert a.shape == b.shape
+            assert not kept or distance(a, b) <= 1e-12
+    result.reset_classifier(7)
+    assert run(result, own.x).shape == (3, 7)
+    result.reset_classifier(0)
+    features = run(result, own.x)
+    assert features.shape == (3, result.num_features)
+    with torch.no_grad():
+        expected = before.forward_head(before.forward_features(own.x), pre_logits=True)
+    assert not kept or distance(expected, features) <= 1e-12
+
+
+@exact_everywhere
+def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
+    for checkpointing in (False, True):
+        result = twin(arch, row)
+        result.set_grad_checkpointing(checkpointing)
+        result.train()
+        result(case(arch, row).x).square().sum().backward()
+        lost = [name for name, p in result.named_parameters() if p.grad is None or not float(p.grad.abs().max()) > 0]
+        assert lost == []
+
+
+@everywhere
+def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
+    own = case(arch, row)
+    before, after = own.source.state_dict(), own.result.state_dict()
+    renamed = dict(applying.renames(own.source, own.step))
+    norms = tuple(f"{path}." for path in batchnorms(own.source))
+    seats = {edit.path for edit in own.step.edits}
+    for name, tensor in before.items():
+        path = name.rpartition(".")[0]
+        if name.startswith(norms):
+            continue
+        assert renamed.get(name, name) in after
+        if path not in seats:
+            assert torch.equal(tensor, after[renamed.get(name, name)])
+    for name in after.keys() - before.keys() - set(renamed.values()):
+        assert any(name.startswith(f"{seat}.") for seat in seats), f"{name} is new"
+
+
+@everywhere
+def test_the_plan_counts(arch: str, row: Row) -> None:
+    """Planned = seated = gone; every read is a module; verdicts name every norm."""
+    own = case(arch, row)
+    _, draft = step(own.source, row.scheme, **row.options)
+    assert set(draft.verdicts) == set(batchnorms(own.source))
+    assert len({edit.path for edit in own.step.edits}) == len(own.step.edits)
+    assert set(batchnorms(own.source)) <= {edit.path for edit in own.step.edits}
+
+
+@architectures
+def test_a_second_fold_refuses(arch: str) -> None:
+    folded = case(arch, ROWS[0]).result
+    with pytest.raises(RefusedError, match="nothing to convert"):
+        conversion.draft(inspection.inspect(folded), "folded")
+
+
+@exact_everywhere
+def test_conversions_chain(arch: str, row: Row) -> None:
+    """From any exact scheme to any other: still the source's function, and folding gives back the folded structure."""
+    own = case(arch, row)
+    seen = inspection.inspect(own.result)
+    for then in EXACT:
+        if then.scheme == "folded" and row.scheme == "folded":
+            continue
+        planned, draft = step(seen, then.scheme, **then.options)
+        assert not draft.refusals
+        result = applying.apply_step(own.result, planned)
+        assert distance(own.reference, run(result, own.x)) <= 1e-12
+
+
+@exact_everywhere
+def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
+    """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
+    result = twin(arch, row)
+    scalars = [module for module in result.modules() if isinstance(module, Scale)]
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
+        for scalar, alpha in zip(scalars, (-0.5, 0.0, 0.3), strict=False):
+            scalar.alpha.fill_(alpha)
+    x = case(arch, row).x
+    reference, seen = run(result, x), inspection.inspect(result)
+    for then in EXACT:
+        if (then.scheme, row.scheme) == ("folded", "folded"):
+            continue
+        planned, draft = step(seen, then.scheme, **then.options)
+        if draft.refusals:  # behind a gate, a negative scalar that has a bias is stuck
+            assert then.scheme == "residual-scale"
+            assert all("it has a scalar that stays" in why for why in draft.refusals.values())
+            continue
+        assert distance(reference, run(applying.apply_step(result, planned), x)) <= 1e-12
+
+
+@crossed("dtype, row", [torch.float32, torch.bfloat16, torch.float16], ROWS, every=3)
+def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
+    for arch in ("seresnet18", "resnetv2_18"):
+        model = skeleton(arch)
+        model.load_state_dict(source(arch)[0].state_dict())
+        model.to(dtype)
+        planned, _ = step(model, row.scheme, **row.options)
+        result = applying.apply_step(model, planned)
+        assert {tensor.dtype for tensor in result.state_dict().values() if tensor.is_floating_point()} == {dtype}
+        if row.exact:  # the same function as the narrow source has in exact arithmetic, to the narrow type's rounding
+            x = source(arch)[1]
+            error = distance(run(model.double(), x), run(result.double(), x))
+            assert error <= 300 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("row", sampled(EXACT[::4], every=2), ids=str)
+def test_compile_without_graph_breaks(row: Row) -> None:
+    own = case("seresnet18", row)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(own.result.eval(), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert distance(own.reference, compiled(own.x)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["seresnet18", "resnetv2_18"])
+def test_compile_to_machine_code(arch: str) -> None:
+    own = case(arch, ROWS[1])
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(own.result.eval())
+    with torch.no_grad():
+        assert distance(own.reference, compiled(own.x)) <= 1e-12

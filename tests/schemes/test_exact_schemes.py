@@ -1,0 +1,376 @@
+"""Exact schemes beyond test_every_scheme.py: round trips, training, residual rules, ghost batches, NF networks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from lived import batchnorms, distance, lived_in, run, step, swapped
+from narrow_networks import applied, skeleton, source
+from tiny import ONE, conv, net
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import normswap
+from normswap.errors import OptionError, RefusedError
+from normswap.layers import reparametrized, scalars, site_norm
+from normswap.layers.scalars import Scale
+from normswap.plan import Plan
+from normswap.schemes.residual_scale import RULES
+from normswap.surgery import applying
+
+GHOST = ("batchnorm", {"ghost_batch": 2})
+NEW = [
+    GHOST, ("frozen-bn", {}), ("affine", {}), ("tune", {}), ("fixup", {}), ("weightnorm", {}), ("spectralnorm", {}),
+    ("residual-scale", {"rule": "arpit"}), ("residual-scale", {"rule": "rescale"}),
+]  # fmt: skip
+ids = [name + "-".join(["", *map(str, options.values())]) for name, options in NEW]
+new = pytest.mark.parametrize(("scheme", "options"), NEW, ids=ids)
+V1 = ("resnet18", "resnet26d", "seresnet18", "ecaresnet50t")
+
+
+def to(model: nn.Module, scheme: str, **options: Any) -> Any:
+    planned, draft = step(model, scheme, **options)
+    assert draft.refusals == {}
+    return applied(model, planned)
+
+
+def has_layers(model: nn.Module, *kinds: type) -> bool:
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+@new
+def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
+    """bn -> X -> folded: the function to 1e-12 in float64 and 1e-5 in float32, and nothing of X is left."""
+    for arch in ("resnet18", "seresnet18"):
+        model, x, reference = source(arch)
+        back = to(to(model, scheme, **options), "folded")
+        assert distance(reference, run(back, x)) <= 1e-12
+        ours = (Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.Shifted)
+        assert not batchnorms(back)
+        assert not has_layers(back, *ours)
+        assert not any(parametrize.is_parametrized(module) for module in back.modules())
+        single = skeleton(arch)
+        single.load_state_dict(model.state_dict())
+        back = to(to(single.float(), scheme, **options), "folded")
+        assert distance(reference, run(back, x.float()).double()) <= 1e-5
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "resnetv2_50d", "seresnet18"])
+def test_back_to_batchnorm(arch: str) -> None:
+    """bn -> skipinit -> folded -> batchnorm: a norm at every site, and in training it works."""
+    model, x, reference = source(arch)
+    again = to(to(to(model, "skipinit"), "folded"), "batchnorm")
+    assert distance(reference, run(again, x)) <= 1e-12
+    assert batchnorms(again) == batchnorms(model)
+    again.train()
+    assert bool(torch.isfinite(again(x)).all())
+    single = skeleton(arch)
+    single.load_state_dict(model.state_dict())
+    again = to(to(single.float(), "folded"), "batchnorm")
+    assert distance(reference, run(again, x.float()).double()) <= 1e-5
+
+
+def test_sites_carry_the_statistics() -> None:
+    model, _, _ = source("resnet18")
+    again = to(to(model, "skipinit"), "batchnorm")
+    old, new_ = model.get_submodule("layer2.0.bn1"), again.get_submodule("layer2.0.bn1")
+    assert torch.allclose(new_.running_mean, old.bias, rtol=1e-5)
+    assert torch.allclose(new_.running_var.sqrt(), old.weight.abs(), rtol=1e-5)
+    v2, _, _ = source("resnetv2_18")
+    path = "stages.0.blocks.0.norm1"
+    site = to(to(v2, "folded"), "batchnorm").get_submodule(path)  # a shift stayed there: its input is the norm's own
+    assert torch.allclose(site.running_mean, v2.get_submodule(path).running_mean, rtol=1e-5)
+
+
+def test_no_statistics_no_norms() -> None:
+    model = timm.create_model("nf_resnet26", num_classes=3)
+    for scheme in ("batchnorm", "frozen-bn", "tune"):
+        with pytest.raises(RefusedError, match="no statistics"):
+            step(model, scheme)
+
+
+def test_frozen_norms_of_sequences_are_refused() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)).eval()
+    _, draft = step(model, "frozen-bn")
+    assert list(draft.refusals) == ["1"]
+    assert step(model, "tune")[1].refusals == {}
+
+
+@new
+def test_it_trains(scheme: str, options: dict[str, Any]) -> None:
+    """A few steps of SGD lower the loss; the trained network survives its state dict, and folds exactly."""
+    model, x, _ = source("resnet18")
+    result = to(model, scheme, **options).train()
+    x, y = x.repeat(2, 1, 1, 1) + 0.1 * torch.randn(6, 3, 33, 33, dtype=x.dtype), torch.arange(6)
+    optimizer = torch.optim.SGD(result.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(6):
+        loss = F.cross_entropy(result(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    reference = run(result, x)
+    fresh = to(model, scheme, **options)
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, x), reference)
+    assert distance(reference, run(to(result, "folded"), x)) <= 1e-12
+    assert distance(reference, run(to(result, "skipinit"), x)) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", ["balduzzi", "rescale"])
+@pytest.mark.parametrize("arch", V1)
+def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
+    """a != 1: exact, stages end as they did, and y = a skip + b f in every block."""
+    model, x, reference = source(arch)
+    planned, draft = step(model, "residual-scale", rule=rule)
+    assert draft.refusals == {}
+    result: Any = applied(model, planned)
+    assert distance(reference, run(result, x)) <= 1e-12
+    with torch.no_grad():
+        before, after = model.forward_intermediates(x)[1], result.forward_intermediates(x)[1]
+    assert all(distance(a, b) <= 1e-12 for a, b in zip(before[1:], after[1:], strict=True))
+    fixed = [module for module in result.modules() if isinstance(module, scalars.FixedScale)]
+    assert len(fixed) == 2 * len(draft.anatomy.blocks)
+    assert not any("alpha" in name for name, _ in result.named_parameters())
+    if rule == "balduzzi":
+        assert sorted({round(module.alpha.item(), 6) for module in fixed}) == [0.707107, 1.0]
+    fresh = applying.apply(skeleton(arch), Plan.from_json(Plan().then(planned).to_json()))
+    fresh.load_state_dict(result.state_dict(), strict=True)
+    assert torch.equal(run(fresh, x), run(result, x))
+    other = to(result, "residual-scale", rule="hanin")
+    assert distance(reference, run(other, x)) <= 1e-12
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "regularized-skipinit", "fixup", "nf"])
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "seresnet18"])
+def test_fixed_factors_become_scalars_that_learn(arch: str, scheme: str) -> None:
+    model, x, reference = source(arch)
+    options = {"mean": "keep"} if scheme == "nf" else {}
+    result = to(to(model, "residual-scale", rule="hanin"), scheme, **options)
+    assert distance(reference, run(result, x)) <= 1e-12
+    assert not has_layers(result, scalars.FixedScale)
+    learn = {name for name, _ in result.named_parameters() if name.endswith("alpha")}
+    assert learn == {name for name, _ in to(model, scheme, **options).named_parameters() if name.endswith("alpha")}
+    assert len(learn) == 5
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
+def test_frozen_norms_come_back_to_life(arch: str) -> None:
+    """To the bit what the network itself does in training mode, and its statistics move again."""
+    model, x, _ = source(arch)
+    alive, frozen = copy.deepcopy(model).train(), to(model, "frozen-bn")
+    result = to(frozen, "batchnorm").train()
+    with torch.no_grad():
+        assert torch.equal(result(x), alive(x))
+    moved = dict(result.named_buffers())
+    assert all(torch.equal(moved[name], b) for name, b in alive.named_buffers() if name.endswith("running_mean"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_a_seat_on_the_sum_the_branches_hold_both_factors(rule: str) -> None:
+    """Pre-activation: what the stream is at the end of a stage, by the rule's own recursion, up to one factor."""
+    model, x, reference = source("resnetv2_18")
+    planned, draft = step(model, "residual-scale", rule=rule)
+    result = applied(model, planned)
+    assert distance(reference, run(result, x)) <= 1e-12
+    found = [m.alpha.item() for m in result.modules() if isinstance(m, scalars.FixedScale)]
+    depth = len(draft.anatomy.blocks)
+    stages: list[list[tuple[float, float]]] = []
+    for number, block in enumerate(draft.anatomy.blocks, 1):
+        stages += [] if block.skip == "identity" and stages else [[]]
+        stages[-1].append(RULES[rule](number, depth))
+    assert max(len(stage) for stage in stages) > 1
+    expected = []
+    for stage in stages:
+        parts = np.array([1.0])  # of the stream: what came in, then what each branch wrote
+        for a, b in stage:
+            parts = np.append(a * parts, b)
+        expected += list(parts[1:] / parts[0])
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("residual-scale", {"rule": "he"}),
+        ("fixup", {"init": "zero"}),
+        ("batchnorm", {"ghost_batch": -1}),
+        ("batchnorm", {"ghost_batch": True}),
+        ("batchnorm", {"ghost_batch": 2.5}),
+    ],
+)
+def test_bad_options(scheme: str, options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        step(source("resnet18")[0], scheme, **options)
+
+
+def test_a_vector_has_no_channels() -> None:
+    norm = swapped(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), "batchnorm", ghost_batch=2)[1]
+    assert isinstance(norm, site_norm.SiteNorm)
+    assert norm(torch.randn(2, 4)).shape == (2, 4)
+    with pytest.raises(ValueError, match="expected"):
+        norm(torch.randn(4))
+
+
+@torch.no_grad()
+def test_ghost_batches_are_batches() -> None:
+    """In training, N samples at a time: the output on 2 + 2 + 3 is that of BatchNorm on each part."""
+    torch.manual_seed(0)
+    plain, x = nn.BatchNorm2d(4), torch.randn(7, 4, 5, 5)
+    ghost: Any = site_norm.SiteNorm.replacing(plain, like=torch.empty(0), ghost=2).train()
+    expected = torch.cat([plain.train()(part) for part in x.split([2, 2, 3])])
+    assert torch.allclose(ghost(x), expected, atol=1e-6)
+    assert torch.allclose(ghost.running_var, plain.running_var)
+    assert int(ghost.num_batches_tracked) == 3
+
+
+def test_frozen_is_frozen_and_tune_is_half() -> None:
+    model, x, _ = source("resnet18")
+    frozen = to(model, "frozen-bn").train()
+    before = {name: buffer.clone() for name, buffer in frozen.named_buffers()}
+    frozen(x)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in frozen.named_buffers())
+    assert not any(name.endswith("bn1.weight") for name, _ in frozen.named_parameters())
+    tuned = to(model, "tune").train()
+    assert distance(run(model, x), tuned.train()(x).detach()) <= 1e-12, "training mode uses the frozen statistics"
+    assert "layer1.0.conv1.gamma" in dict(tuned.named_parameters())
+
+
+def test_what_cannot_scale_its_weight_in_tune_mode_stops_no_other() -> None:
+    up = nn.ConvTranspose2d(4, 4, 3)
+    model = nn.Sequential(up, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    x = torch.randn(4, 4, 8, 8, dtype=torch.float64)
+    tuned = to(lived_in(model, x), "tune")
+    assert "2.gamma" in dict(tuned.named_parameters())
+    assert "1.weight" in dict(tuned.named_parameters()), "a transposed convolution leaves the norm in its seat"
+    assert distance(run(model, x), run(tuned, x)) <= 1e-12
+
+
+def test_layers_without_a_norm_become_plain_too() -> None:
+    """Their weights are made anew at each step; folded, they are what was made."""
+    conv, head = parametrizations.weight_norm(nn.Conv2d(8, 8, 3)), parametrizations.spectral_norm(nn.Linear(8, 5))
+    parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    model = lived_in(nn.Sequential(*parts, head).eval(), x)
+    folded = to(model, "folded")
+    assert not any(parametrize.is_parametrized(module) for module in folded.modules())
+    assert distance(run(model, x), run(folded, x)) <= 1e-12
+
+
+def test_fixup_reset() -> None:
+    """The last convolution of each branch and the classifier are 0; the others are scaled by L^(-1/(2m-2))."""
+    model, x, _ = source("resnet18")
+    keep, reset = to(model, "fixup"), to(model, "fixup", init="fixup")
+    depth = 5
+    assert not reset.layer1[0].conv2.weight.any()
+    assert not reset.fc.weight.any()
+    assert torch.allclose(reset.layer1[0].conv1.weight, keep.layer1[0].conv1.weight * depth**-0.5)
+    assert torch.equal(reset.layer2[0].downsample[0].weight, keep.layer2[0].downsample[0].weight)
+    assert not run(reset, x).any()
+
+
+def test_a_trained_input_bias_before_padding_stays() -> None:
+    """Zeros at the border are not shifted: only a 1x1 convolution takes the scalar in."""
+    model, x, _ = source("resnet26d")
+    result = to(model, "fixup")
+    with torch.no_grad():
+        for module in result.modules():
+            if isinstance(module, reparametrized.Shifted):
+                module.in_bias.fill_(0.1)
+    folded = to(result, "folded")
+    assert distance(run(result, x), run(folded, x)) <= 1e-12
+    assert isinstance(folded.layer2[0].conv2, reparametrized.ShiftedConv2d)
+    assert not isinstance(folded.layer2[0].conv1, reparametrized.Shifted)
+    for scheme in ("weightnorm", "tune", "skipinit", "fixup", "batchnorm"):
+        assert distance(run(result, x), run(to(result, scheme), x)) <= 1e-12
+
+
+def test_dead_filters_live_again() -> None:
+    """Weight norm of a network whose branches are zero (as timm creates them): no NaN, and gradients."""
+    model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32)).double().eval()
+    x: Tensor = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    for scheme in ("weightnorm", "spectralnorm"):
+        result = to(model, scheme)
+        assert distance(run(model, x), run(result, x)) <= 1e-12
+        result.train()(x).sum().backward()
+        grads = {name: parameter.grad for name, parameter in result.named_parameters()}
+        assert all(grad is not None and bool(torch.isfinite(grad).all()) for grad in grads.values())
+        if scheme == "spectralnorm":
+            assert bool(grads["layer1.0.conv2.parametrizations.weight.1.alpha"].any())
+        else:
+            assert bool(grads["layer1.0.conv2.parametrizations.weight.original0"].any())
+
+
+def test_other_layers_are_reparametrized_too() -> None:
+    torch.manual_seed(0)
+    parts = [nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)]
+    x = torch.randn(3, 4, 7, 7, dtype=torch.float64)
+    model = lived_in(nn.Sequential(*parts), x)
+    for scheme in ("weightnorm", "spectralnorm", "tune"):
+        result = to(model, scheme)
+        assert distance(run(model, x), run(result, x)) <= 1e-12
+        assert distance(run(model, x), run(to(result, "folded"), x)) <= 1e-12
+
+
+def test_convert_proves_the_new_schemes(tmp_path: Path) -> None:
+    """The whole way, in float32, with its verification, to a checkpoint and back."""
+    model = source("resnet18")[0]
+    single = skeleton("resnet18").float()
+    single.load_state_dict(model.state_dict())
+    for scheme, options in NEW:
+        done = normswap.convert(single, scheme, size=(3, 64, 64), **options)
+        assert done.report.passed
+        assert done.report.exact
+        normswap.save(done, tmp_path / f"{scheme}{len(options)}", force=True)
+        again = normswap.load(tmp_path / f"{scheme}{len(options)}", skeleton=skeleton("resnet18").float())
+        x = torch.randn(2, 3, 64, 64)
+        assert torch.equal(run(again, x), run(done.model, x))
+    named = timm.create_model("resnet18", num_classes=10).eval()
+    normswap.save(normswap.convert(named, "weightnorm", size=(3, 64, 64)), tmp_path / "named")
+    normswap.load(tmp_path / "named")
+
+
+def test_what_there_is_already_is_said_without_contradiction() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    with pytest.raises(RefusedError, match=r"to batchnorm: .* stay as they are: 1 kept. `normswap schemes`"):
+        normswap.convert(model, "batchnorm", size=(3, 8, 8))
+    mixed = nn.Sequential(model, nn.Conv2d(4, 4, 3), nn.GroupNorm(1, 4), nn.ReLU()).eval()
+    with pytest.raises(RefusedError, match=r"1 kept, 1 with statistics per sample. '--calibrate DATA'"):
+        normswap.convert(mixed, "batchnorm", size=(3, 8, 8))
+
+
+def test_a_network_without_a_weight_to_dress_is_refused() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
+    with pytest.raises(RefusedError, match="no convolution or linear layer that could be changed"):
+        normswap.convert(model, "weightnorm", size=(3, 8, 8))
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "fixup"])
+def test_a_branch_that_ends_in_its_convolution(scheme: str) -> None:
+    """No norm stands there: the scalar sits behind the convolution, which may have been changed itself."""
+    network = net(lambda m, x: x + m.conv2(F.relu(m.bn(m.conv(x)))), **ONE, conv2=conv)().eval()
+    done = normswap.convert(network, scheme)
+    assert done.report.passed
+    assert isinstance(done.model.get_submodule("conv2").then, Scale)
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "fixup", "nf"])
+def test_levels_of_a_pyramid_are_no_branches(scheme: str) -> None:
+    """The sum of a lateral convolution and an enlarged map (FPN) needs no scalar; the block before it has one."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x + m.bn(m.conv(x))
+        return m.lateral(y) + F.interpolate(m.conv2(m.conv3(F.max_pool2d(y, 2))), scale_factor=2.0)
+
+    network = net(forward, **ONE, lateral=conv, conv2=conv, conv3=conv)().eval()
+    done = normswap.convert(network, scheme, **({"mean": "keep"} if scheme == "nf" else {}))
+    assert done.report.passed

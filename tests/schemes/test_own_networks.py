@@ -1,0 +1,102 @@
+"""Networks that users write themselves: residual branches that end in a convolution, in a norm, in a function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lived import lived_in
+from own_networks import Net, PostAct, PreAct
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import RefusedError
+from normswap.layers.scalars import FixedScale, Scale
+
+
+def lived(block: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return lived_in(Net(block), torch.randn(4, 3, 33, 33, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rule", ["balduzzi", "rescale"])
+@pytest.mark.parametrize("block", [PreAct, PostAct])
+def test_factors_of_a_sum_that_no_module_follows(block: type[nn.Module], rule: str) -> None:
+    """Three blocks after one another, no seat on any sum: exact, and by Balduzzi's rule 1, sqrt 2, 2."""
+    source = lived(block)
+    done = normswap.convert(source, "residual-scale", rule=rule, size=(3, 33, 33))
+    x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
+    with torch.no_grad():
+        assert (source(x) - done.model(x)).norm() <= 1e-12 * source(x).norm()
+    found = [module.alpha.item() for module in done.model.modules() if isinstance(module, FixedScale)]
+    if rule == "balduzzi":
+        assert found == pytest.approx([1, 2**0.5, 2])
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("block", [PreAct, PostAct])
+def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Path) -> None:
+    """The pool is a function: the dropout sits in the linear layer's seat. It can be set anew, and taken out."""
+    source, x = lived(block), torch.randn(2, 3, 41, 41, dtype=torch.float64)
+    done = normswap.convert(source, "regularized-skipinit", dropout=0.6, size=(3, 33, 33))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        seen: list[Tensor] = []
+        done.model.head.inner.register_forward_hook(lambda module, args, out: seen.append(args[0]))  # type: ignore[union-attr]
+        for _ in range(50):
+            done.model.train()(x)
+        assert float((torch.stack(seen) == 0).double().mean()) == pytest.approx(0.6, abs=0.06)
+        again = normswap.convert(done.model, "regularized-skipinit", dropout=0.1, size=(3, 33, 33))
+        plain = normswap.convert(again.model, "skipinit", size=(3, 33, 33))
+        assert torch.equal(plain.model.train()(x), plain.model(x))
+        assert (plain.model.eval()(x) - source(x)).norm() <= 1e-10 * source(x).norm()
+    loaded = normswap.load(normswap.save(plain, tmp_path / "out"), skeleton=Net(block).double())
+    assert torch.equal(loaded(x), plain.model(x))
+    with pytest.raises(RefusedError, match="nothing to convert"):
+        normswap.convert(plain.model, "skipinit", size=(3, 33, 33))
+
+
+def test_a_classifier_that_is_read_elsewhere_gets_no_dropout() -> None:
+    class Tied(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.head.weight.norm()
+
+    torch.manual_seed(0)
+    source = lived_in(Tied(PostAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
+    with pytest.raises(RefusedError, match="no seat for a dropout"):
+        normswap.convert(source, "regularized-skipinit", size=(3, 33, 33))
+
+
+class Smooth(PostAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).add(x))
+
+
+def test_a_factor_does_not_pass_gelu() -> None:
+    with pytest.raises(RefusedError, match="cannot pass the activation that follows"):
+        normswap.convert(lived(Smooth), "residual-scale", rule="balduzzi", size=(3, 33, 33))
+    normswap.convert(lived(Smooth), "residual-scale", rule="hanin", size=(3, 33, 33))
+
+
+@pytest.mark.parametrize("block", [PreAct, PostAct])
+@pytest.mark.parametrize("to", ["folded", "skipinit", "regularized-skipinit"])
+def test_exact_with_one_scalar_per_block(block: type[nn.Module], to: str, tmp_path: Path) -> None:
+    source = lived(block)
+    done = normswap.convert(source, to, size=(3, 33, 33))
+    x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
+    with torch.no_grad():
+        a, b = source(x), done.model(x)
+    assert (a - b).norm() <= 1e-10 * a.norm()
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
+    assert sum(isinstance(module, Scale) for module in done.model.modules()) == (0 if to == "folded" else 3)
+    loaded = normswap.load(normswap.save(done, tmp_path / "out"), skeleton=Net(block).double())
+    assert torch.equal(loaded(x), done.model(x))
+    names = dict(done.renames)
+    assert all(old in source.state_dict() and new in done.model.state_dict() for old, new in names.items())
+    if to != "folded":  # and on to the canonical form
+        folded = normswap.convert(loaded, "folded", size=(3, 33, 33)).model
+        with torch.no_grad():
+            assert (folded(x) - a).norm() <= 1e-10 * a.norm()
+        assert not any(isinstance(module, Scale) for module in folded.modules())

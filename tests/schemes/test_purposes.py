@@ -1,0 +1,246 @@
+"""Private and federated training: what Opacus itself says, and its gradients per sample against one at a time."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from crossed import crossed, named
+from lived import distance, lived_in, run
+from own_networks import Net, PreAct
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+import normswap
+from normswap import provenance
+from normswap.errors import OptionError, RefusedError
+from normswap.images import datasets
+from normswap.layers.channelwise import ChannelBias
+from normswap.layers.placeholders import Copy, WithBias
+from normswap.reporting import demo
+from normswap.storage.checkpoint import open_model
+
+with warnings.catch_warnings():  # what opacus imports warns about itself
+    warnings.simplefilter("ignore")
+    from opacus import GradSampleModule, PrivacyEngine
+    from opacus.validators import ModuleValidator
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # opacus': no secure random numbers, hooks on inputs without gradient
+WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("groupnorm", {}),
+    ("layernorm", {"steady": 0}),
+    ("skipinit", {}),
+    ("regularized-skipinit", {"dropout": 0}),
+    ("folded", {}),
+    ("nf", {"mean": "keep"}),
+    ("weightnorm", {}),
+    ("fixup", {}),
+    ("frozen-bn", {}),
+)
+NARROW: dict[str, dict[str, Any]] = {
+    "resnet18": {"channels": (8, 16, 24, 32)},
+    "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8},
+    "seresnet18": {"channels": (8, 16, 24, 32)},
+    "test_efficientnet": {},
+}
+UNFIT = {("test_efficientnet", to) for to in ("skipinit", "regularized-skipinit", "fixup")}  # no residual blocks
+ways = pytest.mark.parametrize(("to", "options"), WAYS, ids=[way[0] for way in WAYS])
+architectures = pytest.mark.parametrize("arch", NARROW)
+
+
+def small(arch: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(arch, num_classes=10, **NARROW[arch])
+    return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64))
+
+
+def images(count: int = 16) -> tuple[Tensor, Tensor]:
+    loader = datasets.make_loader(
+        open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=count
+    )
+    batches = list(loader)
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
+    """The loss on some real images, before each step under Opacus' own engine."""
+    x, y = images()
+    ModuleValidator.validate(model.train(), strict=True)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=len(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    private: Any
+    private, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1e-3, max_grad_norm=1.0,
+        poisson_sampling=False,
+    )  # fmt: skip
+    losses = []
+    for _ in range(steps):
+        for inputs, labels in loader:
+            loss = F.cross_entropy(private(inputs), labels)
+            losses.append(loss.item())
+            loss.backward()
+            assert all(p.grad_sample is not None and len(p.grad_sample) == len(x)
+                       for p in private.parameters() if p.requires_grad)  # fmt: skip
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("to", ["groupnorm", "skipinit"])
+def test_the_demo_network_trains_privately(to: str, tmp_path: Path) -> None:
+    done = normswap.convert(open_model(str(demo.FOLDER)), to, purpose="opacus")
+    normswap.save(done, tmp_path / "out")
+    model = normswap.load(tmp_path / "out")
+    assert not any(getattr(module, "inplace", False) for module in model.modules())
+    losses = trained_privately(model)
+    assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize("arch", ["test_efficientnet", "resnetv2_18"])
+def test_fused_norms_that_opacus_misses(arch: str) -> None:
+    """`ModuleValidator.fix` leaves BatchNormAct2d, and finds nothing wrong: statistics of the batch stay in it."""
+    model = small(arch).float().train()
+    fixed = ModuleValidator.fix(model)
+    assert any(isinstance(module, BatchNormAct2d) for module in fixed.modules())
+    assert ModuleValidator.validate(fixed, strict=True) == []
+    for to in ("groupnorm", "skipinit" if arch == "resnetv2_18" else "folded"):
+        result = normswap.convert(model, to, purpose="opacus", size=(3, 32, 32)).model
+        assert not any(isinstance(module, BatchNormAct2d) for module in result.modules())
+        losses = trained_privately(result)
+        assert losses[-1] < losses[0]
+
+
+@crossed("arch, way", NARROW, WAYS, every=4, ids=named)
+def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> None:
+    """Opacus' gradients of every parameter for every sample, against plain autograd on one sample at a time."""
+    to, options = way
+    if (arch, to) in UNFIT:
+        with pytest.raises(RefusedError, match="no residual blocks"):
+            normswap.convert(small(arch), to, purpose="opacus", size=(3, 32, 32), **options)
+        return
+    done = normswap.convert(small(arch), to, purpose="opacus", size=(3, 32, 32), **options)
+    assert done.steps == 2
+    x, y = torch.randn(3, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 3, 7])
+    oracle = copy.deepcopy(done.model).train()
+    for module in oracle.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    private = GradSampleModule(copy.deepcopy(oracle))
+    F.cross_entropy(private(x), y).backward()
+    ours = dict(private._module.named_parameters())
+    for i in range(len(x)):
+        oracle.zero_grad()
+        F.cross_entropy(oracle(x[i : i + 1]), y[i : i + 1]).backward()
+        for name, parameter in oracle.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                seen = ours[name].grad_sample[i]
+                assert float((seen - parameter.grad).norm()) <= 1e-8 * (1e-3 + float(parameter.grad.norm())), name
+
+
+@crossed(
+    "one, way",
+    [("resnetv2_18", "opacus"), ("resnetv2_18", "federated"), ("seresnet18", "opacus")],
+    WAYS,
+    every=3,
+    ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
+)
+def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str, dict[str, Any]]) -> None:
+    (arch, purpose), (to, options) = one, way
+    model = small(arch)
+    plain = normswap.convert(model, to, size=(3, 32, 32), **options)
+    done = normswap.convert(model, to, purpose=purpose, size=(3, 32, 32), **options)
+    x = torch.randn(2, 3, 48, 48, dtype=torch.float64)
+    assert distance(run(plain.model, x), run(done.model, x)) <= 1e-12
+    assert [step.scheme for step in done.plan.steps] == [to, purpose]
+    assert done.report.exact is plain.report.exact
+    assert not any(isinstance(m, ChannelBias) and m.sign is not None for m in done.model.modules())
+    names = done.model.state_dict()
+    assert all(new in names and old in model.state_dict() for old, new in done.renames)
+    record = provenance.of(done.model)
+    assert record is not None
+    assert record.plan == done.plan
+
+
+@ways
+def test_federated_training_changes_parameters_only(to: str, options: dict[str, Any]) -> None:
+    model = normswap.convert(small("resnetv2_18"), to, purpose="federated", size=(3, 32, 32), **options).model.train()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x, y = images(16)
+    F.cross_entropy(model(x.double()), y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    model(x.double())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("purpose", "to", "why"),
+    [
+        ("opacus", "batchnorm", "takes its statistics from the batch"),
+        ("federated", "batchnorm", "takes its statistics from the batch"),
+        ("opacus", "tune", "learns and holds buffers"),
+        ("opacus", "spectralnorm", "buffers"),
+        ("federated", "spectralnorm", "buffers that training changes"),
+    ],
+)
+def test_what_no_purpose_allows(purpose: str, to: str, why: str) -> None:
+    options = {"ghost_batch": 4} if to == "batchnorm" else {}
+    with pytest.raises(RefusedError, match=why):
+        normswap.convert(small("resnet18"), to, purpose=purpose, size=(3, 32, 32), **options)
+    with pytest.raises(RefusedError, match="bn1"):  # by path
+        normswap.convert(small("resnet18"), "folded", only="layer1", purpose=purpose, size=(3, 32, 32))
+
+
+@pytest.mark.parametrize(("to", "purpose"), [("folded", "opacs"), ("opacus", None), ("unfold", "opacus")])
+def test_words_that_are_none(to: str, purpose: str | None) -> None:
+    with pytest.raises(OptionError, match=r"opac|purpose"):
+        normswap.convert(small("resnet18"), to, purpose=purpose, size=(3, 32, 32))
+
+
+def test_sums_in_place_of_other_peoples_networks() -> None:
+    """`out += x` overwrites what the last layer of the branch returned."""
+    torch.manual_seed(0)
+    model = lived_in(Net(PreAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
+    done = normswap.convert(model, "skipinit", purpose="opacus", size=(3, 33, 33))
+    assert sum(isinstance(module, Copy) for module in done.model.modules()) == 3
+    x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    GradSampleModule(copy.deepcopy(done.model).train())(x).sum().backward()
+    again = normswap.convert(done.model, "skipinit", alpha=0.5, purpose="opacus", size=(3, 33, 33)).model
+    assert sum(isinstance(module, Copy) for module in again.modules()) == 3
+
+
+def test_without_copies_opacus_fails() -> None:
+    """The test above can fail: the same network, not prepared."""
+    model = normswap.convert(small("resnet18"), "skipinit", size=(3, 32, 32)).model
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+
+
+def test_the_way_back_stays_open() -> None:
+    """Folded, dressed in norms, unfolded: a network made for a purpose is like any other."""
+    for arch in ("resnet18", "resnetv2_18"):
+        model = small(arch)
+        x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+        made = normswap.convert(model, "skipinit", purpose="opacus", size=(3, 32, 32)).model
+        for to in ("folded", "batchnorm", "fixup", "unfold"):
+            back = normswap.convert(made, to, size=(3, 32, 32)).model
+            assert distance(run(model, x), run(back, x)) <= 1e-10
+            if to in ("batchnorm", "unfold"):
+                norms = [sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
+                         for net in (model, back)]  # fmt: skip
+                assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("make", [lambda bias: nn.Conv2d(3, 4, 1, bias=bias), lambda bias: nn.Linear(3, 4, bias=bias)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_get_a_bias_of_zero_where_they_have_none(make: Any, bias: bool) -> None:
+    old = make(bias)
+    new = WithBias.replacing(old, like=torch.empty(0))
+    assert new is not old
+    assert torch.equal(new.bias, old.bias if bias else torch.zeros(4))
+    assert (old.bias is not None) is bias

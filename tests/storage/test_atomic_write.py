@@ -1,0 +1,227 @@
+"""What is on the disk is whole, whatever happens when; and what files say is done as timm does it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from small import small
+from timm.data import create_transform
+from torch import nn
+
+from normswap import convert
+from normswap.errors import OutputError
+from normswap.exporting import sidecar
+from normswap.images.datasets import make_loader
+from normswap.models import weight_files
+from normswap.storage import atomic_write, checkpoint
+
+FILES = {"one": "1", "two": "2"}
+
+
+def folder(place: Path, version: str) -> Path:
+    place.mkdir()
+    for name, text in FILES.items():
+        (place / name).write_text(f"{version} {text}")
+    return place
+
+
+def holds(place: Path, version: str) -> bool:
+    return {p.name: p.read_text() for p in place.iterdir()} == {n: f"{version} {t}" for n, t in FILES.items()}
+
+
+class Killed(BaseException):
+    """As by a signal: nothing that cleans up after errors sees it."""
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_process_killed_in_the_swap_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Before each of the renames, the old directory and the new one are there, whole."""
+    place, aside = folder(tmp_path / "out", "old"), folder(tmp_path / ".new", "new")
+    rename, calls = os.replace, []
+
+    def killed(*paths: Any) -> None:
+        if len(calls) == at:
+            raise Killed
+        calls.append(paths)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(Killed):
+        atomic_write.swap(aside, place)
+    for version in ("old", "new"):
+        assert sum(holds(one, version) for one in tmp_path.iterdir()) == 1
+
+
+def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, rename = tmp_path / "out", os.replace
+    checkpoint.save(small(), place)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+
+    def fails(source: Any, target: Any) -> None:
+        if Path(target) == place and ".old-" not in str(source):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OutputError, match="No space left"):
+        checkpoint.save(convert(small(), "folded").model, place, force=True)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_swap_leaves_the_new_directory_alone(tmp_path: Path) -> None:
+    place = folder(tmp_path / "out", "old")
+    atomic_write.swap(folder(tmp_path / ".new", "new"), place)
+    assert holds(place, "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+NET = ("net.bin", "net.xml.json", "net.xml")
+
+
+def write(version: str, aside: Path) -> None:
+    assert aside.name == "net.xml", "a graph may name its weights' file"
+    for name in NET:
+        place = aside.with_name(name)
+        place.touch(mode=0o600)
+        place.write_text(f"{version} {name}")
+
+
+def export(folder: Path, version: str) -> None:
+    with atomic_write.writing(folder / "net.xml", NET[:-1]) as aside:
+        write(version, aside)
+
+
+def versions(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text().split()[0] for name in NET if (folder / name).exists()}
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("at", range(7))
+def test_a_process_killed_at_any_rename_leaves_no_mixture(
+    at: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of its own, ended without a word: under the name is nothing, or what belongs together, whole."""
+    if replaces:
+        export(tmp_path, "old")
+    renames, replace = itertools.count(), os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if next(renames) == at:
+            os._exit(9)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    child = os.fork()
+    if not child:
+        export(tmp_path, "new")
+        os._exit(0)
+    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert died is (at < (6 if replaces else 3))
+    found = versions(tmp_path)
+    if "net.xml" in found:
+        assert found == dict.fromkeys(NET, "new" if not died else "old")
+    elif replaces:
+        kept = {path.name: path.read_text().split()[0] for path in tmp_path.rglob("old/*")}
+        assert {**found, **kept} == dict.fromkeys(NET, "old"), "the old ones are still somewhere"
+    monkeypatch.undo()
+    export(tmp_path, "next")
+    assert versions(tmp_path) == dict.fromkeys(NET, "next")
+    assert all((tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write.umask() for name in NET)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("at", range(6))
+def test_where_a_file_cannot_come_the_old_ones_are_back(
+    at: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if replaces:
+        export(tmp_path, "old")
+    renames, replace = itertools.count(), os.replace
+
+    def fails(source: Any, target: Any) -> None:
+        if next(renames) == at:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    if at >= 3 and not replaces:
+        export(tmp_path, "new")
+        return
+    with pytest.raises(OutputError, match=r"cannot write .*net\.xml: No space left"):
+        export(tmp_path, "new")
+    assert versions(tmp_path) == (dict.fromkeys(NET, "old") if replaces else {})
+    assert {path.name for path in tmp_path.iterdir()} == (set(NET) if replaces else set())
+
+
+def test_a_file_that_a_writer_forgot_is_said(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutputError, match=r"cannot write .*net\.xml: No such file"),
+        atomic_write.writing(tmp_path / "net.xml", ("net.other",)) as aside,
+    ):
+        write("new", aside)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_force_replaces_no_folder_with_one_of_the_two_files(tmp_path: Path, name: str) -> None:
+    """Somebody's folder may have a config.json, or a model.safetensors, and whatever else."""
+    place = tmp_path / "mine"
+    place.mkdir()
+    (place / name).write_text("mine")
+    (place / "thesis.tex").write_text("years")
+    with pytest.raises(OutputError, match="not a model directory"):
+        checkpoint.save(small(), place, force=True)
+    assert sorted(path.name for path in place.iterdir()) == sorted([name, "thesis.tex"])
+    assert (place / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_label_offset_drops_the_first_classes(offset: int) -> None:
+    """Weights from TensorFlow have a background class 0; timm's `load_pretrained` drops `label_offset` rows."""
+    source: Any = timm.create_model("resnet18", num_classes=5 + offset, channels=(4, 4, 4, 4))
+    model: Any = timm.create_model("resnet18", num_classes=5, channels=(4, 4, 4, 4))
+    cfg = {"classifier": "fc", "num_classes": 5, "label_offset": offset, "input_size": (3, 224, 224)}
+    weight_files.load_into(model, source.state_dict(), "file", cfg)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(x), source.eval()(x)[:, offset:], atol=1e-6)
+
+
+SIZE, PLAIN = 16, {"mean": [0.0] * 3, "std": [1.0] * 3, "interpolation": "bilinear", "crop_mode": "center"}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.875, 0.95, 1.0])
+def test_crop_pct_is_timms(tmp_path: Path, share: float) -> None:
+    """Resized to floor(16 / crop_pct), by Pillow; of that the centre."""
+    (tmp_path / "a").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a" / "0.png")
+    config: dict[str, Any] = {**PLAIN, "input_size": [3, SIZE, SIZE], "crop_pct": share, "num_classes": 1}
+    ((found, _),) = make_loader(config, str(tmp_path), batch_size=1, workers=0)
+    side = math.floor(SIZE / share)
+    resized = np.asarray(Image.fromarray(pixels).resize((side, side), Image.Resampling.BILINEAR))
+    first = round((side - SIZE) / 2)
+    crop = torch.from_numpy(resized[first : first + SIZE, first : first + SIZE].copy()).permute(2, 0, 1) / 255
+    assert torch.allclose(found[0], crop, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.875, 0.9, 0.95, 0.965, 1.0])
+def test_sidecars_say_the_size_that_timm_resizes_to(share: float) -> None:
+    model: Any = nn.Conv2d(3, 1, 1)
+    model.pretrained_cfg = {**PLAIN, "input_size": (3, 224, 224), "crop_pct": share}
+    said = sidecar.body(model, (3, 224, 224), "logits", normalize=True, dynamic=False)["resize"]
+    first = create_transform((3, 224, 224), crop_pct=share).transforms[0]
+    assert said["to"] == [first.size, first.size]
+    assert said["crop_pct"] == share

@@ -1,0 +1,387 @@
+"""Checkpoints: what is loaded computes what was saved; nothing is lost or half written; damage is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from crossed import crossed
+from lived import batchnorms, distance, lived_in, run
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import normswap
+from normswap import provenance
+from normswap.errors import OutputError, PlanError, RefusedError, SourceError
+from normswap.plan import Arch, Plan, Step
+from normswap.provenance import Provenance
+from normswap.storage import checkpoint, header_record, model_card
+from normswap.surgery.conversion import convert
+from normswap.surgery.held_out import Kept
+from normswap.surgery.report import Error, Report
+
+CHANNELS = (8, 16, 24, 32)
+NETWORKS = {
+    "resnet18": {"channels": CHANNELS, "layers": (1, 2, 1, 1)},
+    "seresnet18": {"channels": CHANNELS, "layers": (1, 2, 1, 1)},
+    "resnetv2_18": {"channels": CHANNELS, "stem_chs": 8, "layers": (1, 2, 1, 1)},
+}
+
+
+def lived(name: str, **kwargs: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **NETWORKS[name], **kwargs)
+    return lived_in(model, torch.randn(4, 3, 64, 64)).float().eval()
+
+
+def images() -> torch.Tensor:
+    return torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def relative(model: nn.Module, reference: nn.Module) -> float:
+    a, b = reference(images()).double(), model(images()).double()
+    return ((a - b).norm() / a.norm()).item()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("to", ["folded", "skipinit", "regularized-skipinit"])
+def test_loaded_is_saved(name: str, to: str, tmp_path: Path) -> None:
+    source = lived(name)
+    conversion = convert(source, to)
+    folder = checkpoint.save(conversion, tmp_path / "out")
+    loaded = checkpoint.load(folder)
+    assert type(loaded) is type(source)
+    assert torch.equal(loaded(images()), conversion.model(images()))
+    record = provenance.of(loaded)
+    assert record is not None
+    assert record.plan == conversion.plan
+    assert header_record.read_report(folder) == conversion.report
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "norms.safetensors",
+    ]
+    assert not loaded.training
+    assert checkpoint.open_model(str(folder)).state_dict().keys() == loaded.state_dict().keys()
+
+
+@crossed("name, chain", NETWORKS, [["folded"], ["skipinit"], ["regularized-skipinit"], ["skipinit", "folded"]], every=2)
+def test_unfold_brings_the_batchnorm_network_back(name: str, chain: list[str], tmp_path: Path) -> None:
+    source = lived(name)
+    model = source
+    for i, to in enumerate(chain):
+        model = checkpoint.load(checkpoint.save(convert(model, to), tmp_path / str(i)))
+    folder = checkpoint.save(convert(model, "unfold"), tmp_path / "back")
+    back = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()  # timm alone reads it, strictly
+    state, original = back.state_dict(), source.state_dict()
+    assert state.keys() == original.keys()
+    assert relative(back, source) <= 1e-5
+    for key, tensor in original.items():
+        if key.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            assert torch.equal(state[key], tensor), key
+    for path in (key.removesuffix(".running_mean") for key in original if key.endswith(".running_mean")):
+        for key in (f"{path}.weight", f"{path}.bias"):  # exact but for the rounding of a chain
+            torch.testing.assert_close(state[key], original[key], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["affine", "tune"])
+def test_gammas_and_betas_that_nobody_changed_come_back_to_the_bit(to: str) -> None:
+    source = lived("resnet18")
+    state = convert(convert(source, to).model, "unfold").model.state_dict()
+    norms = [key.removesuffix(".running_mean") for key in state if key.endswith(".running_mean")]
+    assert norms
+    for key in (f"{path}.{name}" for path in norms for name in ("weight", "bias")):
+        assert torch.equal(state[key], source.state_dict()[key]), key
+
+
+def test_unfold_keeps_what_was_learned_since() -> None:
+    folded = convert(lived("resnet18"), "folded").model
+    with torch.no_grad():
+        for parameter in folded.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    back = convert(folded, "unfold").model
+    assert relative(back, folded) <= 1e-5
+    assert any(isinstance(module, nn.BatchNorm2d) for module in back.modules())
+
+
+@pytest.mark.parametrize(("to", "kind"), [("groupnorm", "GroupNorm"), ("dyt", "DynamicTanh")])
+def test_unfold_of_another_kind_of_norm_is_refused(to: str, kind: str, tmp_path: Path) -> None:
+    """No BatchNorm computes what it does; one that does so on average folds away, and then there is a way back."""
+    source = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=3).eval()
+    x = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    done = convert(source, to, size=(3, 32, 32))
+    with pytest.raises(RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* --calibrate DATA"):
+        convert(done.model, "unfold", size=(3, 32, 32))
+    checkpoint.save(done, tmp_path / "other")
+    assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text()
+    folded = convert(done.model, "folded", size=(3, 32, 32), calibrate=x).model
+    back = convert(folded, "unfold", size=(3, 32, 32)).model
+    assert len(batchnorms(back)) == len(batchnorms(source))
+    assert distance(run(folded, x), run(back, x)) < 1e-4
+
+
+def test_unfold_without_norms_is_refused() -> None:
+    with pytest.raises(RefusedError, match="nothing to unfold"):
+        convert(lived("resnet18"), "unfold")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
+    conversion = convert(lived("resnet18").to(dtype), "folded")
+    loaded = checkpoint.load(checkpoint.save(conversion, tmp_path / "out"))
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    assert torch.equal(loaded(images().to(dtype)), conversion.model(images().to(dtype)))
+
+
+def test_a_users_own_network_needs_its_skeleton(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.bn(self.conv(x)).relu().mean((2, 3)))
+
+    own = lived_in(Own(), torch.randn(4, 3, 16, 16)).float().eval()
+    conversion = convert(own, "folded", size=(3, 16, 16))
+    folder = checkpoint.save(conversion, tmp_path / "own")
+    assert torch.equal(checkpoint.load(folder, skeleton=Own())(images()), conversion.model(images()))
+    with pytest.raises(SourceError, match="does not say how its network is built"):
+        checkpoint.load(folder)
+
+
+def test_arguments_that_timm_does_not_remember_can_be_given(tmp_path: Path) -> None:
+    conversion = convert(lived("resnet18"), "folded")
+    arch = Arch("resnet18", {"num_classes": 5, "channels": list(CHANNELS), "layers": [1, 2, 1, 1]})
+    loaded = checkpoint.load(checkpoint.save(conversion, tmp_path / "out", arch=arch))
+    assert torch.equal(loaded(images()), conversion.model(images()))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return checkpoint.save(convert(lived("resnet18"), "skipinit"), tmp_path / "out")
+
+
+def test_the_place_is_respected(saved: Path, tmp_path: Path) -> None:
+    conversion = convert(lived("resnet18"), "folded")
+    before = (saved / "model.safetensors").read_bytes()
+    with pytest.raises(OutputError, match="exists"):
+        checkpoint.save(conversion, saved)
+    assert (saved / "model.safetensors").read_bytes() == before
+    checkpoint.save(conversion, saved, force=True)
+    assert (saved / "model.safetensors").read_bytes() != before
+    other = tmp_path / "letters"
+    other.mkdir()
+    (other / "love.txt").write_text("dear")
+    with pytest.raises(OutputError, match="not a model directory"):
+        checkpoint.save(conversion, other, force=True)
+    with pytest.raises(OutputError, match="is a file"):
+        checkpoint.save(conversion, other / "love.txt", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["letters", "out"]
+
+
+@pytest.mark.parametrize("what", ["model.safetensors", "norms.safetensors"])
+def test_a_full_disk_loses_nothing(saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full(tensors: object, file: Path, metadata: object) -> None:
+        if file.name == what:
+            file.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OutputError, match="No space left"):
+        checkpoint.save(convert(lived("resnet18"), "folded"), saved, force=True)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_are_open_to_whom_the_user_lets_in(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        folder = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o7777 == 0o777 & ~mask
+    assert {file.stat().st_mode & 0o7777 for file in folder.iterdir()} == {0o666 & ~mask}
+
+
+def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(checkpoint.tempfile, "mkdtemp", full)
+    with pytest.raises(OutputError, match=f"^cannot write to {tmp_path / 'out'}: No space left on device$"):
+        checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
+
+
+def rewrite(folder: Path, *, header: dict | None = None, drop: str = "", add: str = "", nan: str = "") -> None:
+    """Write the weights again with another header or other tensors."""
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        body = json.loads(opened.metadata()["normswap"])
+    tensors = load_file(file)
+    if drop:
+        del tensors[drop]
+    if add:
+        tensors[add] = torch.zeros(1)
+    if nan:
+        tensors[nan].fill_(float("nan"))
+    save_file(tensors, file, {"normswap": json.dumps({**body, **(header or {})})})
+
+
+DAMAGE = {
+    "a tensor is missing": ({"drop": "fc.bias"}, SourceError, "fc.bias"),
+    "a tensor is too many": ({"add": "extra"}, SourceError, "extra"),
+    "NaN": ({"nan": "fc.weight"}, SourceError, "fc.weight"),
+    "a later schema": ({"header": {"version": 99}}, SourceError, "version 99"),
+    "an edited plan": (
+        {"header": {"plan": {"version": 1, "steps": [], "digest": "0"}}},
+        PlanError,
+        "digest",
+    ),
+    "another architecture": (
+        {"header": {"arch": {"name": "resnet18", "kwargs": {}}}},
+        PlanError,
+        "layer1.0.downsample.0",
+    ),
+    "an unknown architecture": ({"header": {"arch": {"name": "resnet1800", "kwargs": {}}}}, SourceError, "resnet1800"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(saved: Path, case: str) -> None:
+    change, error, match = DAMAGE[case]
+    rewrite(saved, **change)
+    with pytest.raises(error, match=match):
+        checkpoint.load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 50_000])
+def test_truncation_is_named(saved: Path, keep: int) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(SourceError, match="not a readable safetensors file"):
+        checkpoint.load(saved)
+    with pytest.raises(SourceError, match="not a readable safetensors file"):
+        checkpoint.open_model(str(saved))
+
+
+@pytest.mark.parametrize("given", [{"weights": "random"}, {"arch": "resnet18"}, {"num_classes": 3}])
+def test_options_that_a_checkpoint_makes_useless(saved: Path, given: dict) -> None:
+    with pytest.raises(SourceError, match="knows its architecture"):
+        checkpoint.open_model(str(saved), **given)
+
+
+@pytest.mark.slow
+def test_a_new_process_computes_the_same(saved: Path, tmp_path: Path) -> None:
+    save_file({"x": images(), "y": checkpoint.load(saved)(images()).detach()}, tmp_path / "io.safetensors")
+    program = (
+        "import sys, torch, normswap; from safetensors.torch import load_file; io = load_file(sys.argv[2]);"
+        "assert torch.equal(normswap.load(sys.argv[1])(io['x']), io['y'])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(saved), str(tmp_path / "io.safetensors")], check=True)
+
+
+OLD = Path(__file__).parents[1] / "data" / "checkpoint_version_1"
+
+
+def test_a_directory_of_the_version_before_still_loads() -> None:
+    """Written at commit 79445dd: a ResNet with squeeze-excite, regularized SkipInit, then what Opacus needs."""
+    model = normswap.load(OLD)
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), load_file(OLD / "answers.safetensors")["answers"])
+    record = provenance.of(model)
+    assert record is not None
+    assert {edit.layer for step in record.plan.steps for edit in step.edits} >= {"Folded", "Scale", "Copy", "Vacant"}
+
+
+def test_an_old_plan_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["normswap"])
+    header["plan"]["steps"][0]["edits"][0]["args"]["takes"] = ["before"]
+    save_file(load_file(file), file, {"format": "pt", "normswap": json.dumps(header)})
+    with pytest.raises(PlanError, match="digest"):
+        normswap.load(tmp_path / "old")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = lived_in(
+        timm.create_model("resnet18", num_classes=3, channels=(4, 4, 8, 8)), torch.randn(4, 3, 64, 64).double()
+    )
+    return normswap.save(convert(model.float(), "skipinit"), tmp_path_factory.mktemp("flips") / "net")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "norms.safetensors"])
+def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) -> None:
+    whole = (written / name).read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    for place in torch.randint(begin, len(whole), (12,), generator=torch.Generator().manual_seed(0)).tolist():
+        shutil.copytree(written, tmp_path / f"{place}")
+        harmed = bytearray(whole)
+        harmed[place] ^= 1 << place % 8
+        (tmp_path / f"{place}" / name).write_bytes(harmed)
+        with pytest.raises(SourceError, match=rf"{name}.* (are not those that were saved|has NaN or inf)"):
+            normswap.load(tmp_path / f"{place}")
+
+
+def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "net")
+    file = tmp_path / "net" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, header)
+    with pytest.raises(SourceError, match=r"changed=True"):
+        normswap.load(tmp_path / "net")
+    assert normswap.load(tmp_path / "net", changed=True).fc.bias.mean() > 0.5
+
+
+def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
+    folder = checkpoint.save(convert(lived("resnet18"), "skipinit", alpha=0.25), tmp_path / "out")
+    assert "skipinit (alpha = 0.25)" in (folder / "README.md").read_text()
+    plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
+    assert "folded (" not in (plain / "README.md").read_text()
+    assert "keeps the function of its source" in (plain / "README.md").read_text()
+    other = checkpoint.save(convert(lived("resnet18"), "layernorm"), tmp_path / "other")
+    assert "changes the function of its source" in (other / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (None, ""),
+        (Kept(0.875, 0.25, 16), "the source's answer on 87.5% of them, relative L2 0.25. Other images may keep less."),
+        (Kept(None, 0.25, 16), "relative L2 0.25. Other images may keep less."),
+    ],
+)
+def test_the_card_of_a_chain(kept: Kept | None, said: str) -> None:
+    record = Provenance(plan=Plan((Step("skipinit", {"alpha": "0"}, ()), Step("groupnorm", {"groups": 2}, ()))))
+    error = Error("logits", "float32", (2, 3, 8, 8), 0.125, 0.5, 0.75, 1.0)
+    card = model_card.render(record, Report(False, True, "some noise", (error,), kept=kept))
+    assert "\n# network converted to groupnorm (groups = 2)\n" in card
+    assert "- Conversion: source -> skipinit (alpha = 0) -> groupnorm (groups = 2)\n" in card
+    assert "\n| float32 | 2x3x8x8 | 1.2e-01 | 5.0e-01 |\n" in card
+    images = "On 16 of the calibration images, to which nothing was fitted: "
+    assert [line for line in card.splitlines() if line.startswith("On ")] == ([images + said] if kept else [])
+    assert "BatchNorm network back" not in card
+    assert "SHA-256" not in card
+    known = model_card.render(Provenance(source="resnet18.a1_in1k", sha256="ab12"), None)
+    assert "\n- Source: `resnet18.a1_in1k` (tensors' SHA-256 `ab12`)\n- Conversion: source\n" in known
+    assert "Not verified" in model_card.render(record, None)

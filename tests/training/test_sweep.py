@@ -1,0 +1,424 @@
+"""Sweeps: grids, the best k of n, several workers, workers that die, runs that diverge."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import environment
+from matplotlib.axes import Axes
+
+from normswap.cli.app import main
+from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
+from normswap.training import number_grid, recipe_files, sweep_table
+from normswap.training import sweep as sweeps
+from normswap.training.recipe import Recipe
+from normswap.training.sweep import Grid, Sweep
+from normswap.training.sweep_table import Trial
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+RECIPE = recipe_files.check({"summary": "For the tests"}, "test")
+GRID = Grid([0.25, 0.5, 1.0], range(2))
+NETWORK = {"model": "resnet18", "weights": "random"}
+
+
+def sweep(place: Path, chosen: Grid = GRID, recipe: Recipe = RECIPE, **more: Any) -> Sweep:
+    return Sweep(recipe, more.pop("subject", NETWORK), chosen, place, **more)
+
+
+def score(recipe: Recipe, folder: Path) -> float:
+    """Best at lr 0.5."""
+    return 90 - 10 * abs(recipe.optim.lr - 0.5) + recipe.train.seed / 10
+
+
+# --- grids ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("2^-4..2^1", [0.0625, 0.125, 0.25, 0.5, 1, 2]),
+        ("2^0..2^0", [1]),
+        ("0.1, 0.01", [0.01, 0.1]),
+        ("10^-3..10^-1", [0.001, 0.01, 0.1]),
+        ("1e-3,2^-1,2^-3..2^-2,0.5", [0.001, 0.125, 0.25, 0.5]),
+    ],
+)
+def test_grids(text: str, values: list[float]) -> None:
+    assert number_grid.parse(text) == pytest.approx(values, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no positive number"),
+        ("fast", "'fast' is no positive number"),
+        ("0", "'0' is no positive number"),
+        ("-1", "'-1' is no positive number"),
+        ("inf", "'inf' is no positive number"),
+        ("0.1,,0.2", "'' is no positive number"),
+        ("2^99999", "is no positive number"),
+        ("0^-1", "is no positive number"),
+        ("2^1..2^-1", "is empty. Write 2^-1..2^1"),
+        ("2^-4..1", "a range goes from a power to another of the same base"),
+        ("10^-1..2^1", "a range goes from a power to another of the same base"),
+        ("2^-4..10^1", "a range goes from a power to another of the same base"),
+        ("2^0..2^5000", "has 5001 numbers"),
+    ],
+)
+def test_grids_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        number_grid.parse(text)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("--lr")
+
+
+# --- the best k of n --------------------------------------------------------------------------------------------------
+
+
+def trials(lr: float, *top1: float | None) -> list[Trial]:
+    return [Trial(lr, seed, "diverged" if v is None else "done", v) for seed, v in enumerate(top1)]
+
+
+def test_mean_and_deviation_of_the_best() -> None:
+    scores = (90.0, 91.5, 10.0, 92.0, 89.5, 91.0, 90.5)
+    worse = trials(0.2, *(v - 1 for v in scores))
+    low, high = sweep_table.lines([*trials(0.1, *scores), *worse], 7, 5)
+    assert low.mean == pytest.approx(statistics.fmean([90.0, 91.5, 92.0, 91.0, 90.5]))
+    assert low.std == pytest.approx(statistics.stdev([90.0, 91.5, 92.0, 91.0, 90.5]))
+    assert (low.counted, low.runs, low.lost, low.full, low.best) == (5, 7, 0, True, True)
+    assert not high.best
+
+
+def test_runs_that_diverge_are_among_the_worst() -> None:
+    few = sweep_table.lines(trials(0.1, 90, None, 91, None, 92, 93, 94), 7, 5)[0]
+    assert (few.mean, few.lost, few.full) == (92, 2, True)
+    many = sweep_table.lines([*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5)
+    assert [line.best for line in many] == [False, True], "a mean of fewer than k cannot win"
+    none = sweep_table.lines(trials(0.1, None, None), 2, 2)
+    assert (none[0].mean, none[0].std, none[0].best) == (None, None, False)
+    assert sweep_table.notes(trials(0.1, None, None), none, True) == ["no run has succeeded"]
+
+
+@pytest.mark.parametrize(("seeds", "kept"), [(1, 1), (3, 3), (4, 4), (5, 3), (7, 5), (15, 13)])
+def test_how_many_count(seeds: int, kept: int) -> None:
+    assert sweep_table.keep(seeds) == kept
+    assert sweep_table.keep(seeds, 1) == 1
+    with pytest.raises(OptionError, match=f"--best {seeds + 1} of {seeds}"):
+        sweep_table.keep(seeds, seeds + 1)
+
+
+def test_a_best_lr_at_the_edge_is_said() -> None:
+    found = [*trials(0.1, 90), *trials(0.2, 91), *trials(0.4, 92)]
+    assert sweep_table.notes(found, sweep_table.lines(found, 1, 1), True) == [
+        "the best lr is the highest of the grid: try further ones"
+    ]
+    middle = [*trials(0.1, 90), *trials(0.2, 95), *trials(0.4, 92)]
+    assert sweep_table.notes(middle, sweep_table.lines(middle, 1, 1), True) == []
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_point_is_run_once(tmp_path: Path) -> None:
+    seen: list[tuple[float, int, str]] = []
+
+    def train(recipe: Recipe, folder: Path) -> float:
+        seen.append((recipe.optim.lr, recipe.train.seed, folder.name))
+        return score(recipe, folder)
+
+    said: list[str] = []
+    assert sweep(tmp_path / "s").work(train, say=said.append)
+    assert sorted(seen) == [(lr, seed, f"lr-{lr:g}-seed-{seed}") for lr, seed in GRID.points()]
+    assert said == [f"lr {lr:g}, seed {seed} ({i} of 6)" for i, (lr, seed, _) in enumerate(seen, 1)]
+    again = sweep(tmp_path / "s")
+    assert again.work(lambda recipe, folder: pytest.fail("run again"))
+    assert [(one.lr, one.seed, one.state, one.top1) for one in again.trials()] == [
+        (lr, seed, "done", 90 - 10 * abs(lr - 0.5) + seed / 10) for lr, seed in GRID.points()
+    ]
+    assert [line.best for line in sweep_table.lines(again.trials(), 2, 2)] == [False, True, False]
+
+
+def test_a_grid_may_grow(tmp_path: Path) -> None:
+    sweep(tmp_path / "s").work(score)
+    seen: list[tuple[float, int]] = []
+
+    def train(recipe: Recipe, folder: Path) -> float:
+        seen.append((recipe.optim.lr, recipe.train.seed))
+        return score(recipe, folder)
+
+    assert sweep(tmp_path / "s", Grid([0.25, 0.5, 1.0, 2.0], range(3))).work(train)
+    assert sorted(seen) == [(0.25, 2), (0.5, 2), (1.0, 2), (2.0, 0), (2.0, 1), (2.0, 2)]
+
+
+def test_workers_share_the_points(tmp_path: Path) -> None:
+    seen: list[tuple[float, int]] = []
+    gate, lock = threading.Barrier(3), threading.Lock()
+    chosen = Grid([0.25, 0.5, 1.0, 2.0], range(3))
+
+    def train(recipe: Recipe, folder: Path) -> float:
+        with lock:
+            seen.append((recipe.optim.lr, recipe.train.seed))
+        return score(recipe, folder)
+
+    def worker() -> None:
+        mine = sweep(tmp_path / "s", chosen)
+        gate.wait()
+        mine.work(train)
+
+    threads = [threading.Thread(target=worker) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == chosen.points()
+    assert len(sweep(tmp_path / "s", chosen).trials()) == 12
+
+
+@pytest.mark.slow
+def test_processes_share_a_database(tmp_path: Path) -> None:
+    url, code = f"sqlite:///{tmp_path}/all.db", (
+        "import sys; from pathlib import Path; import test_sweep as t; place = Path(sys.argv[1]); "
+        "seen = []; t.sweep(place, storage=sys.argv[2]).work(lambda r, f: seen.append(r) or t.score(r, f)); "
+        "print(len(seen))"
+    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s"), url]
+    started = [
+        subprocess.Popen(command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    counts = [int(process.communicate()[0].split()[-1]) for process in started]
+    assert sum(counts) == len(GRID.points())
+
+
+def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
+    def train(recipe: Recipe, folder: Path) -> float:
+        if recipe.optim.lr == 1:
+            raise TrainingError("the loss is nan at update 3")
+        if recipe.optim.lr == 0.5 and recipe.train.seed == 1:
+            raise RuntimeError("CUDA out of memory\nmore")
+        return score(recipe, folder)
+
+    found = sweep(tmp_path / "s")
+    assert found.work(train)
+    states = {(one.lr, one.seed): (one.state, one.note) for one in found.trials()}
+    assert states[1.0, 0] == ("diverged", "the loss is nan at update 3")
+    assert states[0.5, 1] == ("failed", "CUDA out of memory")
+    assert states[0.5, 0] == ("done", "")
+    assert [line.lost for line in sweep_table.lines(found.trials(), 2, 1)] == [0, 1, 2]
+    assert "2 more" not in " ".join(sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 1), True))
+
+
+def test_what_is_wrong_with_every_run_ends_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
+    def wrong(recipe: Recipe, folder: Path) -> float:
+        raise SourceError("/nowhere does not exist")
+
+    with pytest.raises(SourceError, match="nowhere"):
+        sweep(tmp_path / "s").work(wrong)
+    found = sweep(tmp_path / "s")
+    assert found.trials() == []
+    assert found.work(score)
+    assert len(found.trials()) == 6
+
+
+def test_a_run_that_is_asked_to_stop_stops_the_worker(tmp_path: Path) -> None:
+    left = [3]
+
+    def train(recipe: Recipe, folder: Path) -> float | None:
+        left[0] -= 1
+        return score(recipe, folder) if left[0] else None
+
+    first = sweep(tmp_path / "s")
+    assert not first.work(train)
+    assert len(first.trials()) == 2
+    assert first.work(score), "the same worker goes on"
+    assert len(first.trials()) == 6
+
+
+def start(place: Path, first: str, then: str) -> subprocess.Popen[str]:
+    """A worker in another process with a quick pulse, that does this in its first run and that in its second."""
+    code = (
+        "import os, sys, time; from pathlib import Path; import test_sweep as t; t.sweeps.BEAT, t.sweeps.GRACE = 1, 3\n"
+        "left = [2]\n"
+        "def train(recipe, folder):\n"
+        "    left[0] -= 1\n"
+        f"    {first} if left[0] else {then}\n"
+        "    print('ran', folder.name, flush=True)\n"
+        "    return t.score(recipe, folder)\n"
+        "t.sweep(Path(sys.argv[1])).work(train)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(place)]
+    return subprocess.Popen(command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a worker leaves that is killed in its second run."""
+    place = tmp_path_factory.mktemp("killed") / "s"
+    with start(place, "None", "os.kill(os.getpid(), 9)") as worker:
+        worker.communicate()
+    assert worker.returncode == -9
+    return place
+
+
+@pytest.fixture
+def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "BEAT", 1)
+    monkeypatch.setattr(sweeps, "GRACE", 3)
+
+
+def test_what_a_killed_worker_had_begun_is_begun_again(left: Path, tmp_path: Path, pulse: None) -> None:
+    shutil.copytree(left, tmp_path / "s")
+    found = sweep(tmp_path / "s")
+    assert [one.state for one in found.trials()].count("running") == 1
+    assert found.work(score)
+    assert [one.state for one in found.trials()] == ["done"] * 6
+
+
+def test_or_at_once_if_asked(left: Path, tmp_path: Path) -> None:
+    shutil.copytree(left, tmp_path / "s")
+    found = sweep(tmp_path / "s")
+    assert found.work(score, retake=True)
+    assert [one.state for one in found.trials()] == ["done"] * 6
+
+
+@pytest.mark.slow
+def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) -> None:
+    """It takes longer than a dead one is waited for."""
+    worker = start(tmp_path / "s", "time.sleep(8)", "time.sleep(9)")
+    while not (tmp_path / "s" / "sweep.db").is_file() or not (found := sweep(tmp_path / "s")).trials():
+        time.sleep(0.1)
+    assert not found.work(score)
+    states = [one.state for one in found.trials()]
+    assert (states.count("done"), states.count("running")) == (5, 1)
+    said = sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 2), False)
+    assert said[0] == "1 run(s) have been begun elsewhere and not ended; --retake begins them again"
+    assert str(worker.communicate()[0]).count("ran") == 1
+    assert [one.state for one in found.trials()] == ["done"] * 6
+
+
+def changed(key: str, value: str) -> Callable[[], Sweep]:
+    return lambda: sweep(Path("s"), recipe=recipe_files.check(RECIPE.model_dump(), "test", [f"{key}={value}"]))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (changed("optim.weight_decay", "0.1"), "s holds another sweep: optim.weight_decay was 5e-05, is 0.1"),
+        (changed("convert.to", "skipinit"), "s holds another sweep: convert was None"),
+        (lambda: sweep(Path("s"), subject={"model": "resnet34"}), "model was 'resnet18', is 'resnet34'"),
+        (lambda: sweep(Path("s"), storage="nonsense://x"), "nonsense://x is no storage of sweeps"),
+    ],
+)
+def test_another_sweep_needs_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Callable[[], Sweep], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep(Path("s")).work(score)
+    with pytest.raises(NormswapError) as caught:
+        other()
+    assert message in str(caught.value)
+    changed("data.root", "/other/mount")()  # where the images are may differ between machines
+    changed("summary", "other words")()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_plot_shows_each_run_at_its_lr_and_those_that_ended_early_at_the_foot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: dict[str, tuple[list[float], list[float]]] = {}
+    plot = Axes.plot
+
+    def spy(axes: Axes, xs: list[float], ys: list[float], *args: Any, **style: Any) -> Any:
+        shown[style["label"]] = list(xs), list(ys)
+        return plot(axes, xs, ys, *args, **style)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    found = [Trial(0.5, 0, "done", 80.0), Trial(1.0, 0, "done", 70.0), Trial(2.0, 0, "diverged")]
+    found.append(Trial(4.0, 0, "running"))
+    sweep_table.plot(found, sweep_table.lines(found, 1, 1), tmp_path / "sweep.png")
+    assert shown["a run"] == ([0.5, 1.0], [80.0, 70.0])
+    assert shown["best: lr 0.5"] == ([0.5], [80.0])
+    assert shown["diverged or failed"][0] == [2.0]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    from normswap.cli.commands import sweep_command
+
+    monkeypatch.setattr(sweep_command, "trainer", lambda *given: score)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe.write_text("summary: For the tests\n")
+    command = ["sweep", str(recipe), "resnet18", "train.epochs=2", "--lr", "2^-2..2^0", "--seeds", "3", "-o", str(out)]
+    assert main([*command, "--best", "2", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["done"]
+    assert (body["seeds"], body["counted"]) == (3, 2)
+    assert [(line["lr"], line["best"], line["runs"]) for line in body["lines"]] == [
+        (0.25, False, 3), (0.5, True, 3), (1.0, False, 3)]  # fmt: skip
+    assert body["lines"][1]["mean"] == pytest.approx(90.15)
+    with (out / "runs.csv").open() as file:
+        assert [row["state"] for row in csv.DictReader(file)] == ["done"] * 9
+    assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "mean and std of the best 3 of 3 runs" in printed
+    line = next(line for line in printed.splitlines() if line.strip().startswith("0.5 "))
+    assert line.split() == ["0.5", "90.10", "±", "0.10", "3", "3", "best"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["resnet18"], "no --lr: which learning rates?"),
+        (["resnet18", "--lr", "2^3..2^1"], "--lr 2^3..2^1 is empty"),
+        (["--lr", "0.1"], "nothing to train"),
+        (["resnet18", "resnet34", "--lr", "0.1"], "'resnet34' is neither the MODEL (that is resnet18) nor KEY=VALUE"),
+        (["resnet18", "optim.lr=1", "--lr", "0.1"], "optim.lr and train.seed are what a sweep varies"),
+        (["resnet18", "optim.lrr=1", "--lr", "0.1"], "unknown key optim.lrr"),
+        (["resnet18", "--lr", "0.1", "--seeds", "2", "--best", "3"], "--best 3 of 2 runs"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None, words: list[str], message: str
+) -> None:
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe.write_text("summary: For the tests\n")
+    assert main(["sweep", str(recipe), *words, "-o", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_without_optuna_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(OptionError, match=r"pip install 'normswap\[train\]'"):
+        sweep(tmp_path / "s")
+
+
+def test_workers_wait_for_each_other_in_sqlite(tmp_path: Path) -> None:
+    """Where a read locks nothing, two may take the same trial."""
+    storage = sweep(tmp_path / "s")._storage(f"sqlite:///{tmp_path / 'one.db'}")
+    with (
+        storage.engine.begin(),
+        sqlite3.connect(tmp_path / "one.db", timeout=0.0) as other,
+        pytest.raises(sqlite3.OperationalError, match="locked"),
+    ):
+        other.execute("BEGIN IMMEDIATE")
