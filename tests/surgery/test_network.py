@@ -67,7 +67,8 @@ def test_it_is_made_of_modules_results_and_itself() -> None:
     network = Network.of(model, size=SIZE, seed=3)
     assert (network.size, network.seed) == (SIZE, 3)
     assert Network.of(network) is network
-    assert Network.of(network, calibrate="noise").anatomy is network.anatomy
+    seen = network.anatomy
+    assert Network.of(network, calibrate="noise").anatomy is seen
     other = Network.of(network, seed=4)
     assert (other.module, other.size, other.seed, network.seed) == (model, SIZE, 4, 3)
 
