@@ -58,7 +58,7 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
 def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A detector's forward takes seconds: signs and constants of channels are not chosen for a piece of advice."""
     monkeypatch.setattr(steady_signs, "choose", lambda *args: pytest.fail("it ran the network"))
-    found, _ = advice.advise(chain(), "net", 4)
+    found, _ = advice.advise(Network(chain()), "net", 4)
     assert found[0].scheme == "groupnorm"
 
 

@@ -172,6 +172,10 @@ def once(looks: list[nn.Module]) -> bool:
     return len({id(model) for model in looks}) == len(looks)
 
 
+def measured_again(network: Network) -> None:
+    reverification.again(network, normswap.convert(network, "folded").model)
+
+
 X = torch.randn(64, *SIZE)
 WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "an exact step": lambda net, _: normswap.convert(net, "skipinit", size=SIZE),
@@ -183,9 +187,7 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
         normswap.convert(net, "groupnorm", size=SIZE), "nf", mean="fit", size=SIZE, calibrate=[X]
     ),
     "and back": lambda net, _: normswap.convert(normswap.convert(net, "folded", size=SIZE), "unfold", size=SIZE),
-    "measured again": lambda net, _: reverification.again(
-        Network(net, size=SIZE), normswap.convert(net, "folded", size=SIZE).model
-    ),
+    "measured again": lambda net, _: measured_again(Network(net, size=SIZE)),
     "verify": lambda net, _: normswap.verify(net, copy.deepcopy(net), size=SIZE),
     "recalibrate": lambda net, _: recalibrate(net, [X], size=SIZE),
     "planned only": lambda net, _: list(conversion.drafts(Network(net, size=SIZE), "skipinit", purpose="opacus")),
