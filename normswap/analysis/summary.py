@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Verdict, counts
+from normswap.folding.outcomes import counts
 from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers import affine
 from normswap.layers.scalars import Scale
-from normswap.plan import Body, Step
+from normswap.plan import Body, Outcome, Step
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -82,7 +82,7 @@ def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
         "block": norm.block,
         "mean": _range(mean),
         "std": _range(std),
-        "folding": str(folding.verdicts[norm.path]) if norm.path in folding.verdicts else None,
+        "folding": str(folding.outcomes[norm.path]) if norm.path in folding.outcomes else None,
         "refused": refused,
     }
 
@@ -126,7 +126,7 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
         "scheme": step.scheme,
         "options": step.options,
         "edits": [dataclasses.asdict(edit) for edit in step.edits],
-        **_verdicts(draft.verdicts if draft else {}),
+        **_outcomes(draft.outcomes if draft else {}),
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
         "notes": list(draft.notes) if draft else [],
         "renames": [],
@@ -134,7 +134,7 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
     }
 
 
-def _verdicts(found: Mapping[str, Verdict]) -> Body:
+def _outcomes(found: Mapping[str, Outcome]) -> Body:
     """What became of each norm, in words, and how many went which way."""
     return {"verdicts": {path: str(one) for path, one in found.items()}, "outcomes": counts(found.values())}
 
@@ -143,7 +143,7 @@ def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
     """The steps of a conversion, the last with what was found; one without a plan (`unfold`) goes by its name."""
     *before, last = done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]
     body = of_step(last) | {
-        **_verdicts(done.verdicts),
+        **_outcomes(done.outcomes),
         "notes": list(done.notes),
         "renames": [list(pair) for pair in done.renames],
         "report": of_report(done.report),

@@ -18,6 +18,7 @@ class ChannelAffine(Seat, OwnLayer):
     """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can take it in."""
 
     AFFINE = PER_CHANNEL = SCALES = True
+    FATE = "affine"
     ROLES = {"weight": GAMMA, "bias": "beta"}
 
     def __init__(self, weight: Tensor, bias: Tensor, act: nn.Module | None = None) -> None:
@@ -58,6 +59,7 @@ class ChannelBias(Seat, OwnLayer):
     """
 
     AFFINE = PER_CHANNEL = True
+    FATE = "bias"
     ROLES = {"bias": "beta"}
     sign: Tensor | None
 

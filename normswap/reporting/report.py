@@ -22,9 +22,10 @@ from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
 from normswap.layers.scalars import Scale
+from normswap.layers.seat import seated
 from normswap.models import network_input, zoo
 from normswap.models.calling import Inputs, form
-from normswap.plan import Plan, Step, Way
+from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.reporting import page
 from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
@@ -168,22 +169,17 @@ def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
     """Every norm of the source by path, with what all steps together did to it."""
     fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
     said: dict[str, list[str]] = {path: [] for path in fates}
-    into = {Way.AFTER: "folded into", Way.AFTER_UNIT: "statistics folded into",
-            Way.BEFORE: "folded forward into", Way.BEFORE_MAGNITUDE: "scale moved on to",
-            Way.BEFORE_SHIFT: "shift moved on to",
-            Way.NORM: "statistics and gamma scale the weights of"}  # fmt: skip
-    seated = {"Vacant": ("gone", ""), "Scale": ("scalar", "a scalar alpha in its seat"),
-              "ChannelBias": ("bias", "a shift per channel stays"),
-              "ChannelAffine": ("affine", "a scale and a shift per channel stay"),
-              "BareNorm": ("replaced", "only the standardization stays")}  # fmt: skip
     for step in plan.steps:
         for edit in step.edits:
-            for path, take in edit.taken:
+            for path, _ in edit.taken if not step.outcomes else ():  # of a plan that has none
                 if path in said:
-                    said[path].append(f"{into[take.way]} {edit.path}")
+                    said[path].append(f"goes into {edit.path}")
             if edit.path in fates:
-                fates[edit.path], words = seated.get(edit.layer, ("replaced", f"a {edit.layer} in its seat"))
-                said[edit.path].append(words)
+                fates[edit.path] = seated()[edit.layer].FATE
+                said[edit.path] += [] if step.outcomes else [f"gives way to a {edit.layer}"]
+        for path, outcome in step.outcomes.items():
+            if path in said:
+                said[path].append(str(outcome))
     return {
         norm.path: NormFact(norm.path, norm.role, norm.channels, fates[norm.path], _words(said[norm.path]))
         for norm in seen.norms

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch import nn
 
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
+from normswap.plan import Outcome
 from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
 
@@ -25,10 +25,11 @@ def plan(anatomy: Anatomy, *, ghost_batch: int) -> Draft:
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
         if same and not affine.is_frozen(module) and not affine.is_registered(module):
-            draft.judge(path, Fate.KEPT)
+            draft.settle(path, Outcome("kept", "kept"))
         else:
             draft.seat(path, "SiteNorm", **ghost)
-            draft.judge(path, Fate.GHOST, detail=f"{ghost_batch or 'all'} samples")
+            sentence = f"statistics over {ghost_batch or 'all'} samples"
+            draft.settle(path, Outcome("statistics over some samples", sentence))
 
     return dress_in_norms(anatomy, "SiteNorm", keep, **ghost)
 

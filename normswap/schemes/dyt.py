@@ -16,10 +16,9 @@ from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
-from normswap.plan import Edit, Step
+from normswap.plan import Edit, Outcome, Step
 from normswap.schemes import Scheme
 from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
 
@@ -34,7 +33,8 @@ def plan(anatomy: Anatomy, *, bend: float) -> Draft:
         if conv is not None:
             draft.seats[conv] = Edit(conv, Whitened.__name__, {}, (path,))
         draft.seat(path, DynamicTanh.__name__, alpha=float(bend), **({"lead": True} if conv is None else {}))
-        draft.judge(path, Fate.BENT, detail="" if conv else "behind a scale and shift")
+        sentence = "becomes a Dynamic Tanh" + ("" if conv else " behind a scale and shift")
+        draft.settle(path, Outcome("Dynamic Tanh", sentence))
     return draft
 
 

@@ -10,11 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, first_line
-from normswap.folding.verdict import Verdict
 from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import evaluating
-from normswap.plan import Plan, Step
+from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, keeping, running
 from normswap.surgery.made_images import MadeImages
@@ -29,7 +28,7 @@ class Conversion:
     Args:
         network: the result, in the mode, dtype and device of the source, with all that its source was called with.
         report: what was measured.
-        verdicts: for every norm, by path, what happened to it.
+        outcomes: for every norm, by path, what happened to it.
         notes: what the user should know (a branch whose alpha could not be matched ...).
         renames: (old, new) names of tensors that live on under another name.
         steps: how many of the plan's steps this conversion took.
@@ -37,7 +36,7 @@ class Conversion:
 
     network: Network
     report: Report
-    verdicts: dict[str, Verdict]
+    outcomes: dict[str, Outcome]
     notes: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     steps: int = 1

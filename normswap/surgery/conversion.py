@@ -11,14 +11,14 @@ from normswap import schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError
 from normswap.folding.draft import Draft
+from normswap.folding.outcomes import counts
 from normswap.folding.overwriting import torn
-from normswap.folding.verdict import Fate, Verdict, counts
 from normswap.graph import selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress
-from normswap.plan import Step
+from normswap.plan import Outcome, Step
 from normswap.schemes import Options
 from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -28,7 +28,7 @@ from normswap.surgery.report import require_passed
 
 
 def draft(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, Draft]:
-    """Plan one step of a conversion: the step, and the draft with its verdicts and notes.
+    """Plan one step of a conversion: the step, and the draft with its outcomes and notes.
 
     Raises:
         OptionError: unknown scheme or option.
@@ -67,7 +67,7 @@ def _draft(seen: Anatomy, to: str, options: Options) -> tuple[Step, Draft]:
         raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
     if not sketch.seats and not sketch.takes and not scheme.may_do_nothing:
         raise _nothing(part, to, sketch)
-    return Step(to, {**own, **chosen}, sketch.edits()), sketch
+    return Step(to, {**own, **chosen}, sketch.edits(), sketch.outcomes), sketch
 
 
 def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
@@ -77,13 +77,13 @@ def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
     steps = seen.provenance.plan.steps
     why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
-    if sketch.verdicts:
-        what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.verdicts.values()).items())
+    if sketch.outcomes:
+        what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.outcomes.values()).items())
         why, remedy = f"the norms of {where} stay as they are: {what}", "`normswap schemes` lists what else there is"
     if steps and steps[-1].scheme == to:
         why, remedy = f"{where} is that already", "`normswap schemes` lists what else there is"
     if per_sample := sum(norm_estimate.fits(seen, norm.path) for norm in norms):
-        why += f", {per_sample} with statistics per sample" if sketch.verdicts else ""
+        why += f", {per_sample} with statistics per sample" if sketch.outcomes else ""
         remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
@@ -136,7 +136,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
             fitting.require_use(step, network)
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *sketch.notes, *last.notes)
-        done.append(replace(last, verdicts=sketch.verdicts, notes=notes))
+        done.append(replace(last, outcomes=sketch.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
     return done[0] if len(done) == 1 else _joined(source, done)
 
@@ -153,7 +153,7 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
     fitted = [one.report.kept for one in done if not one.report.exact]
     report = replace(report, kept=fitted[0] if len(fitted) == 1 else None)  # the exact ones add nothing to it
     require_passed(report, " and ".join(step.scheme for step in steps))
-    verdicts = {path: verdict for one in done for path, verdict in one.verdicts.items()}
+    outcomes = {path: outcome for one in done for path, outcome in one.outcomes.items()}
     renames: dict[str, str] = {}
     for one in done:
         later = dict(one.renames)
@@ -161,7 +161,7 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
     known = source.module.state_dict().keys()
     kept = tuple((old, new) for old, new in renames.items() if old in known)
     notes = tuple(dict.fromkeys(note for one in done for note in one.notes))
-    return Conversion(last.network, report, verdicts, notes, kept, len(done))
+    return Conversion(last.network, report, outcomes, notes, kept, len(done))
 
 
 def _unfolded(network: Network, options: Options) -> Conversion:
@@ -173,10 +173,8 @@ def _unfolded(network: Network, options: Options) -> Conversion:
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise)
     require_passed(report, "unfold")
-    norms = {
-        path: Verdict(Fate.RESTORED) for path, module in result.module.named_modules() if affine.is_batchnorm(module)
-    }
-    return Conversion(result, report, norms)
+    norms = [path for path, module in result.module.named_modules() if affine.is_affine_norm(module)]
+    return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))
 
 
 def _unfolded_in_double(network: Network) -> nn.Module:

@@ -92,7 +92,7 @@ def _canonical(network: Network) -> nn.Module:
             if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
-        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.verdicts.get(path, "")))
+        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.outcomes.get(path, "")))
     return applying.apply_step(network.module, Step("folded", {}, draft.edits()))
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,21 @@ def test_a_network_is_recorded_once(
     assert len(seen) == 1 + bool(folded) + (options.get("dtype") == "int8")
 
 
+def test_how_many_images_and_how_long_is_said(tmp_path: Path) -> None:
+    class Images:
+        count = 10
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.randn(10, 3, 64, 64).split(5))
+
+    lines: list[str] = []
+    options: dict[str, Any] = {"input_size": (3, 64, 64), "dynamic_batch": True, "images": Images()}
+    normswap.export(network()[0], tmp_path / "net.ts", log=lines.append, **options)
+    assert lines[:3] == ["folding", "exporting to torchscript", "checking on 10 images"]
+    assert re.fullmatch(r"checking on 10 images, about \d+ s", lines[3])
+    assert len(lines) == 4
+
+
 # --- a wrong file is caught -------------------------------------------------------------------------------------------
 
 
@@ -431,6 +448,29 @@ def test_weights_lie_beside_the_graph(tmp_path: Path) -> None:
     for one in (file, data):
         one.rename(tmp_path / "elsewhere" / one.name)
     check(model, tmp_path / "elsewhere" / "net.onnx", x)
+
+
+def test_all_that_belongs_to_a_file_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and what is to be done first, too: the old graph goes before them, the new one comes after them."""
+    model, _ = network()
+    file, moved, replace = tmp_path / "net.onnx", list[tuple[str, bool]](), os.replace
+
+    def move(source: Any, target: Any) -> None:
+        if tmp_path in (Path(source).parent, Path(target).parent):
+            moved.append((Path(target).name, Path(target).parent == tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", move)
+    options: dict[str, Any] = {"input_size": (3, 64, 64), "format": "onnx-data"}
+    normswap.export(model, file, **options)
+    parts = {"net.onnx.data", "net.onnx.preprocess.json"}
+    assert {name for name, _ in moved[:-1]} == parts
+    assert moved[-1] == ("net.onnx", True)
+    moved.clear()
+    normswap.export(model, file, force=True, **options)
+    assert moved[0] == ("net.onnx", False)
+    assert {name for name, comes in moved if not comes} == {"net.onnx", *parts}
+    assert moved[-1] == ("net.onnx", True)
 
 
 @pytest.mark.slow

@@ -395,6 +395,20 @@ def test_the_two_parts_share_no_image() -> None:
     assert len({int(label) for _, labels in one for label in labels}) == 10
 
 
+def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = datasets.make_loader(open_model(str(DATA)), TAR, batch_size=64, workers=0)
+    read: list[int] = []
+    item = type(loader.batches.dataset).__getitem__
+    monkeypatch.setattr(
+        type(loader.batches.dataset), "__getitem__", lambda self, index: read.append(index) or item(self, index)
+    )
+    one, two = parting.part(loader, 100, most=50)
+    assert (one.count, two.count) == (100, 50)
+    for part in (one, two):
+        assert sum(len(images) for images, _ in part) == part.count
+    assert len(set(read)) == len(read) == 150
+
+
 @pytest.mark.long
 def test_bench_takes_int8_beside_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and a file that nobody wrote a sidecar for."""

@@ -105,7 +105,7 @@ def test_folds(name: str) -> None:
     body, parts, into = FOLDS[name]
     model, x = made(body, parts)
     planned, draft = step(model, "folded")
-    assert {path: str(said) for path, said in draft.verdicts.items()} == {"bn": f"folds into {into}"}
+    assert {path: str(said) for path, said in draft.outcomes.items()} == {"bn": f"folds into {into}"}
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
@@ -116,8 +116,8 @@ def test_stays(name: str) -> None:
     body, parts, why = STAYS[name]
     model, x = made(body, parts)
     planned, draft = step(model, "folded")
-    assert re.search(why, str(draft.verdicts["bn"])), draft.verdicts["bn"]
-    assert str(draft.verdicts["bn"]).startswith("keeps scale and shift: ")
+    assert re.search(why, str(draft.outcomes["bn"])), draft.outcomes["bn"]
+    assert str(draft.outcomes["bn"]).startswith("keeps scale and shift: ")
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) < 1e-13
 
 

@@ -91,7 +91,7 @@ def test_a_forward_that_wants_targets_keeps_its_head(x: Tensor) -> None:
     model = lived(Asks(), x)
     done = normswap.convert(model, to="folded", inputs=x)
     assert batchnorms(done.model) == ["aux.1"]
-    assert str(done.verdicts["aux.1"]) == "never called by forward"
+    assert str(done.outcomes["aux.1"]) == "never called by forward"
 
 
 def test_the_mode_is_put_back() -> None:

@@ -169,7 +169,7 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     planned, draft = step(model, "folded")
     for path, pattern in case.expect.items():
-        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else str(draft.verdicts[path])
+        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else str(draft.outcomes[path])
         assert re.search(pattern.removeprefix(REFUSED), said), said
     assert draft.refusals == {}
     result = applying.apply_step(model, planned)
@@ -206,7 +206,7 @@ def test_rearranging_by_name() -> None:
 
     model, x = build(Case("einops", net(body, **ONE), {}))
     planned, draft = step(model, "folded")
-    assert str(draft.verdicts["bn"]) == "folds into conv"
+    assert str(draft.outcomes["bn"]) == "folds into conv"
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= EXACT
 
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_copied() -> None:
     x = torch.randn(2, C, 8, 8, dtype=torch.float64)
     done: Any = normswap.convert(model, "folded", inputs=x)
     assert "last" not in model.kept or model.kept["last"].shape == x.shape  # only what verification ran, on the model
-    assert {path: str(said) for path, said in done.verdicts.items()} == {"bn": "folds into conv"}
+    assert {path: str(said) for path, said in done.outcomes.items()} == {"bn": "folds into conv"}
     assert done.model.conv is done.model.modules[0]
     assert distance(run(model, x), run(done.model, x)) <= EXACT
 
@@ -279,8 +279,8 @@ def test_scripted_parts_are_refused_by_path() -> None:
     seen = inspection.inspect(nn.Sequential(conv(), bn(), inner))
     assert [path for path, _ in seen.refusals] == ["2"]
     _, draft = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
-    assert str(draft.verdicts["1"]) == "folds into 0"
-    assert set(draft.verdicts) == {"1"}
+    assert str(draft.outcomes["1"]) == "folds into 0"
+    assert set(draft.outcomes) == {"1"}
 
 
 class Single(nn.Module):
@@ -392,7 +392,7 @@ def test_frozen_norms_of_any_library(eps: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(conv(), Frozen(eps=eps), nn.ReLU(), conv(1), Frozen(eps=eps)).double()
     done = normswap.convert(model, "folded")
-    assert set(done.verdicts) == {"1", "4"}
+    assert set(done.outcomes) == {"1", "4"}
     assert not any(affine.is_batchnorm(module) for module in done.model.modules())
 
 

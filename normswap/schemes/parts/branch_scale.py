@@ -55,7 +55,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             _divide(draft, *last_linear(draft, block.branch, block.total), deviation)
             alpha = deviation if value is None else value
         else:
-            draft.notes.append(f"{block.path} keeps the scalar bias: {draft.verdicts[block.tail]}")
+            draft.notes.append(f"{block.path} keeps the scalar bias: {draft.outcomes[block.tail]}")
             draft.seats.pop(block.tail, None)
             continue
         seat_scale(draft, block.tail, alpha, with_bias)
