@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.exporting.exporter import Exported as Exported
     from normswap.exporting.exporter import export as export
+    from normswap.exporting.settings import Int8Settings as Int8Settings
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
     from normswap.layers.known_norms import register_norm as register_norm
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from normswap.storage.checkpoint import load as load
     from normswap.storage.checkpoint import save as save
     from normswap.surgery.carrying_out import Conversion as Conversion
-    from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
     from normswap.surgery.made_images import Synthetic as Synthetic
     from normswap.surgery.network import Network as Network
+    from normswap.surgery.report import Report as Report
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
@@ -42,11 +43,12 @@ _HOMES = {
     "Conversion": "surgery.conversion",
     "Exported": "exporting.exporter",
     "Network": "surgery.network",
+    "Int8Settings": "exporting.settings",
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",
     "Recipe": "training.recipe",
-    "Report": "surgery.comparison",
+    "Report": "surgery.report",
     "Result": "training.progress_records",
     "Synthetic": "surgery.made_images",
     "convert": "surgery.conversion",

@@ -121,12 +121,35 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What became of a norm, as the rule that did it says.
+
+    Args:
+        counted: in a few words, as norms are counted: `folded back`.
+        sentence: `folds into layer1.0.conv1`.
+        reason: why it stays, or what is special about it.
+    """
+
+    counted: str
+    sentence: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.sentence + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
 class Step:
-    """One conversion: the scheme, the options it was given, and its edits, at most one per seat."""
+    """One conversion: the scheme, the options it was given, and its edits, at most one per seat.
+
+    Args:
+        outcomes: what became of each norm, by path: told, not obeyed. Plans of earlier versions have none.
+    """
 
     scheme: str
     options: Body
     edits: tuple[Edit, ...]
+    outcomes: dict[str, Outcome] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         seats: set[str] = set()
@@ -178,14 +201,27 @@ class Plan:
 def digest_of(body: Body) -> str:
     """The digest of a plan as it stands in JSON, of whatever version; a digest that stands with it does not count."""
     kept = {key: value for key, value in body.items() if key != "digest"}
+    if isinstance(steps := kept.get("steps"), list):
+        kept["steps"] = [_only_what_is_done(step) for step in steps]
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
+def _only_what_is_done(step: object) -> object:
+    return {key: value for key, value in step.items() if key != "outcomes"} if isinstance(step, dict) else step
+
+
 def _step(item: object, where: str, *, old: bool) -> Step:
-    item = _only(item, {"scheme", "options", "edits"}, where)
+    item = _only(item, {"scheme", "options", "edits", "outcomes"}, where)
     read = _edit_of_version_1 if old else _edit
     edits = [read(edit, f"{where}.edits[{i}]") for i, edit in enumerate(_list(item, "edits", where))]
-    return Step(_get(item, "scheme", str, where), _get(item, "options", dict, where), tuple(edits))
+    outcomes = {path: _outcome(one, f"{where}.outcomes[{path!r}]")
+                for path, one in _maybe(item, "outcomes", dict, where, {}).items()}  # fmt: skip
+    return Step(_get(item, "scheme", str, where), _get(item, "options", dict, where), tuple(edits), outcomes)
+
+
+def _outcome(item: object, where: str) -> Outcome:
+    item = _only(item, {"counted", "sentence", "reason"}, where)
+    return Outcome(*(_get(item, key, str, where) for key in ("counted", "sentence", "reason")))
 
 
 def _edit(item: object, where: str) -> Edit:

@@ -38,7 +38,11 @@ class Provenance:
     notes: tuple[str, ...] = ()
 
     def moments(self, path: str) -> tuple[Tensor, Tensor]:
-        """Mean and deviation per channel of the output of the norm that stood at `path`: its beta and |gamma|."""
+        """Mean and deviation per channel of the output of the norm that stood at `path`: its beta and |gamma|, or what
+        its class was registered to say."""
+        out_mean, out_std = (self.norms.get(f"{path}.{name}") for name in ("output_mean", "output_std"))
+        if out_mean is not None and out_std is not None:
+            return out_mean.double(), out_std.double()
         mean, gamma, beta = (self.norms.get(f"{path}.{name}") for name in ("running_mean", "weight", "bias"))
         assert mean is not None
         return output_moments(mean, gamma, beta)

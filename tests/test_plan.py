@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normswap.errors import PlanError
-from normswap.plan import VERSION, Edit, Plan, Step, Take, Then, Way
+from normswap.plan import VERSION, Edit, Outcome, Plan, Step, Take, Then, Way, digest_of
 from normswap.surgery import applying
 
 paths = st.lists(st.text("abc019_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
@@ -60,6 +60,23 @@ def test_the_digest_ignores_the_order_of_keys_only() -> None:
     assert plan({"alpha": 1.0, "bias": True}).digest == plan({"bias": True, "alpha": 1.0}).digest
     assert plan({"alpha": 1.0}).digest != plan({"alpha": 1.0000001}).digest
     assert re.fullmatch("[0-9a-f]{64}", Plan().digest)
+
+
+def test_outcomes_are_saved_and_decide_nothing() -> None:
+    told = {"bn1": Outcome("folded back", "folds into conv1"), "bn2": Outcome("stay", "stays", "it has hooks")}
+    edits = (Edit("bn1", "Vacant"),)
+    with_them, without = Plan((Step("folded", {}, edits, told),)), Plan((Step("folded", {}, edits),))
+    read = Plan.from_json(with_them.to_json())
+    assert read.steps[0].outcomes == told
+    assert [str(outcome) for outcome in told.values()] == ["folds into conv1", "stays: it has hooks"]
+    assert read.digest == without.digest == digest_of(json.loads(with_them.to_json()))
+    body = json.loads(without.to_json())
+    del body["steps"][0]["outcomes"]  # a plan of before
+    assert Plan.from_json(json.dumps(body)) == without
+    assert digest_of(body) == body["digest"]
+    body["steps"][0]["outcomes"] = {"bn1": "folded"}
+    with pytest.raises(PlanError, match=r"steps\[0\].outcomes\['bn1'\] must be an object"):
+        Plan.from_json(json.dumps(body))
 
 
 def test_steps_append() -> None:

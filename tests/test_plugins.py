@@ -44,7 +44,7 @@ class PerPixel(nn.Module):
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(known_norms, "_KNOWN", {})
+    monkeypatch.setattr(known_norms, "_REGISTERED", {})
     monkeypatch.setattr(schemes, "_registered", {})
 
 

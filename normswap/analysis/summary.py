@@ -10,40 +10,39 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from normswap import provenance, schemes
+from normswap import schemes
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Verdict, counts
-from normswap.graph.inspection import Anatomy, Block, Norm, inspect
+from normswap.folding.outcomes import counts
+from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers import affine
 from normswap.layers.scalars import Scale
-from normswap.models import network_input
-from normswap.plan import Body, Step
+from normswap.plan import Body, Outcome, Step
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.comparison import Report
+from normswap.surgery.network import Network
+from normswap.surgery.report import Report
 
 _ROLES = ("stem", "last", "down", "other", "head")
 
 
-def of_network(model: nn.Module, source: str) -> Body:
+def of_network(network: Network, source: str) -> Body:
     """The anatomy of a network, every residual block (`blocks`) and every norm (`norm_sites`).
 
     Raises:
         TraceError: the network cannot be traced.
     """
-    seen = inspect(model)
+    model, seen, record = network.module, network.anatomy, network.provenance
     folding = undress(seen)
-    record = provenance.of(model)
     roles = Counter(norm.role for norm in seen.norms)
     return {
         "source": source,
         "class": type(model).__name__,
-        "architecture": record.arch.name if record and record.arch else None,
+        "architecture": record.arch.name if record.arch else None,
         "parameters": parameters(model),
-        "input_size": list(network_input.size(model)),
-        "plan": [step.scheme for step in record.plan.steps] if record else [],
+        "input_size": list(network.input_size),
+        "plan": [step.scheme for step in record.plan.steps],
         "classifier": seen.classifier,
         "dropout": seen.dropout,
         "norms": dict(Counter(norm.kind for norm in seen.norms)),
@@ -73,8 +72,8 @@ def _block(block: Block, seen: Anatomy) -> Body:
 
 def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
     module = seen.traced.modules[norm.path]
-    mean, std = affine.moments(module) if _has_statistics(module) else norm_sites.kept_moments(seen, norm.path)
-    refused = folding.refusals.get(norm.path) or (None if affine.is_batchnorm(module) else affine.refusal(module))
+    mean, std = affine.moments(module) if affine.has_moments(module) else norm_sites.kept_moments(seen, norm.path)
+    refused = folding.refusals.get(norm.path) or (None if affine.is_affine_norm(module) else affine.refusal(module))
     return {
         "path": norm.path,
         "class": norm.kind,
@@ -83,7 +82,7 @@ def _site(norm: Norm, seen: Anatomy, folding: Draft) -> Body:
         "block": norm.block,
         "mean": _range(mean),
         "std": _range(std),
-        "folding": str(folding.verdicts[norm.path]) if norm.path in folding.verdicts else None,
+        "folding": str(folding.outcomes[norm.path]) if norm.path in folding.outcomes else None,
         "refused": refused,
     }
 
@@ -117,10 +116,6 @@ def _gone(seen: Anatomy) -> Iterator[Body]:
         }
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return affine.is_batchnorm(module) and getattr(module, "running_mean", None) is not None
-
-
 def _range(values: Tensor | None) -> list[float] | None:
     return None if values is None or not values.numel() else [values.min().item(), values.max().item()]
 
@@ -131,7 +126,7 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
         "scheme": step.scheme,
         "options": step.options,
         "edits": [dataclasses.asdict(edit) for edit in step.edits],
-        **_verdicts(draft.verdicts if draft else {}),
+        **_outcomes(draft.outcomes if draft else {}),
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
         "notes": list(draft.notes) if draft else [],
         "renames": [],
@@ -139,7 +134,7 @@ def of_step(step: Step, draft: Draft | None = None) -> Body:
     }
 
 
-def _verdicts(found: Mapping[str, Verdict]) -> Body:
+def _outcomes(found: Mapping[str, Outcome]) -> Body:
     """What became of each norm, in words, and how many went which way."""
     return {"verdicts": {path: str(one) for path, one in found.items()}, "outcomes": counts(found.values())}
 
@@ -148,7 +143,7 @@ def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
     """The steps of a conversion, the last with what was found; one without a plan (`unfold`) goes by its name."""
     *before, last = done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]
     body = of_step(last) | {
-        **_verdicts(done.verdicts),
+        **_outcomes(done.outcomes),
         "notes": list(done.notes),
         "renames": [list(pair) for pair in done.renames],
         "report": of_report(done.report),
@@ -180,7 +175,7 @@ def of_schemes(names: Sequence[str] = ()) -> Iterator[Body]:
 
 def _scheme(name: str) -> Body:
     scheme = schemes.get(name)
-    options = scheme.options
+    options = scheme.defaults
     return {
         "name": name,
         "summary": scheme.summary,

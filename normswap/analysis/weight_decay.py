@@ -43,11 +43,12 @@ from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
 from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine
+from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.plan import Body, Way
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
-SCALARS = ("alpha", "scalar_bias", "skipinit_gain")
+SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
 _GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
 _KIM = {
     "weight": (True, "weights decay"),
@@ -60,6 +61,7 @@ _KIM = {
     "beta": (False, "shifts do not decay"),
     "bias": (False, "biases do not decay"),
     "alpha": (False, "SkipInit's scalars do not decay"),
+    "tanh_alpha": (False, "the alpha of a Dynamic Tanh: how far it bends"),
     "scalar_bias": (False, "SkipInit's scalar biases do not decay"),
     "skipinit_gain": (False, "SkipInit's scalars do not decay"),
     "gain": (False, "the gains of scaled or weight normalized filters do not decay"),
@@ -127,7 +129,7 @@ def param_groups(
             timm's schedulers multiply by; the two are never combined.
         layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i); layers as timm groups them.
         min_scale: lower bound of that scale.
-        scalar_lr_scale: scale for SkipInit's scalars (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
+        scalar_lr_scale: scale for scalars, such as SkipInit's (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
 
     Returns:
         Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.
@@ -235,7 +237,7 @@ def _norm_roles(model: nn.Module) -> dict[str, str]:
     found = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
     for block in seen.blocks:
         for path in block.norms:
-            if isinstance(seen.traced.modules[path], nn.LayerNorm | nn.RMSNorm) and found[path] == "gamma_last":
+            if is_at_each_position(seen.traced.modules[path]) and found[path] == "gamma_last":
                 found[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
     shared = {id(twin.get_submodule(path)): role for path, role in found.items()}  # a norm may have several paths
     found = {path: shared[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in shared}

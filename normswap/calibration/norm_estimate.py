@@ -12,36 +12,26 @@ import copy
 from collections.abc import Iterable
 
 import torch
-from timm import layers as timm_layers
-from timm.layers import norm as timm_norm
-from timm.layers import norm_act
 from torch import Tensor, fx, nn
 
 from normswap.calibration.lockstep import March, Walker, walkers
 from normswap.calibration.sequential_fit import Progress
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
-from normswap.layers.known_norms import known
+from normswap.layers import known_norms
+from normswap.layers.known_norms import Statistics
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import evaluating
 
 REMEDY = "'--calibrate DATA' (images, no labels needed) replaces them by what they do on average"
-_FORWARDS = {
-    kind.forward
-    for kind in (
-        nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, timm_norm.GroupNorm,
-        timm_norm.GroupNorm1, timm_layers.LayerNorm2d, norm_act.GroupNormAct, norm_act.GroupNorm1Act,
-        norm_act.LayerNormAct2d,
-    )
-}  # fmt: skip
 NEEDED = 2
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why no BatchNorm can stand for this norm, or None."""
-    vouched = known(module)
-    read_by_somebody = type(module).forward in _FORWARDS and "forward" not in vars(module)
-    if not read_by_somebody and not (vouched is not None and vouched.per_sample):
+    kind = known_norms.kind_of(module)
+    per_sample = kind is not None and kind.statistics in (Statistics.SAMPLE, Statistics.POSITION)
+    if kind is None or not per_sample or kind.dim != 1 or kind.single or not known_norms.is_believed(module):
         return f"{type(module).__name__} is no norm of channels in dimension 1 that is known"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"

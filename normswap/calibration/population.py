@@ -92,7 +92,10 @@ def estimate_population(model: nn.Module, batches: Iterable[object], progress: P
             first = first or own
             if own < 2 and not count:
                 raise SourceError(f"a batch of {own} image", "the statistics of a batch need at least two")
-            if left_out or own > first:
+            if left_out:
+                reason = f"the first had {first}, and only the last may have fewer"
+                raise SourceError(f"calibration batch {i - 1} has {left_out} images", reason)
+            if own > first:
                 raise SourceError(f"calibration batch {i} has {own} images", f"the first had {first}")
             if own < first:
                 left_out = own

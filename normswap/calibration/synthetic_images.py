@@ -115,7 +115,7 @@ def _remembering(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
         scale, shift = (value.to(x) for value in affine.read(norm, unit_gamma=True))
         var, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
-        off = (var * scale.square() + 1e-12).sqrt() - norm.running_var.to(var).sqrt() * scale
+        off = (var * scale.square() + 1e-12).sqrt() - affine.statistics(norm)[1].to(var).sqrt() * scale
         distances.append(((mean * scale + shift).square() + off.square()).mean())
 
     handles = [norm.register_forward_pre_hook(look) for norm in norms]

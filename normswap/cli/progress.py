@@ -34,11 +34,11 @@ def working(what: str, *, spin: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """A spinner whose text the caller changes."""
+def stages(*, plain: bool = False) -> Iterator[Callable[[str], None]]:
+    """A spinner whose text the caller changes; with `plain`, lines where stderr is no terminal."""
     console = _console()
     if not console.is_terminal:
-        yield lambda what: None
+        yield (lambda what: console.print(what, soft_wrap=True)) if plain else (lambda what: None)
         return
     with console.status("") as status:
         yield status.update

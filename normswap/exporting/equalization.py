@@ -10,7 +10,7 @@ ranges and columns ask for, again and again: for a pair of layers that is equati
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import TraceError
-from normswap.exporting import checks
 from normswap.exporting.exported_module import as_convolutions
 from normswap.folding import channel_factors
 from normswap.folding.channel_factors import Channels, Reach
@@ -27,10 +26,8 @@ from normswap.graph import inspection
 from normswap.layers.bounded import BoundedReLU
 from normswap.layers.own import per_channel
 from normswap.models import calling
-from normswap.models.network_input import answer
 
 _ROUNDS = 40
-_PROOF = 8  # images that the equalized network is compared on
 _FARTHEST = 7.0  # of a factor's logarithm
 _SILENT = 1e-6  # of the largest: a channel that is smaller asks for nothing
 
@@ -61,29 +58,17 @@ def gauges(*, per_channel: bool) -> tuple[Gauge, ...]:
     return AS_FOLDED, replace(columns, rows=True), ranges, both
 
 
-@dataclass(frozen=True)
-class Equalized:
-    """A network in some gauge.
-
-    Args:
-        units: by path, the factors (I,) by which what a layer reads is larger than in the network as folded.
-    """
-
-    network: nn.Module
-    units: dict[str, Tensor]
-
-
 class Equalizer:
     """A folded network, and what is known of its channels.
 
     Args:
         network: a folded network in float32; it is not changed.
-        images: (N, C, H, W) that say how large its activations are.
+        batches: images (N, C, H, W) that say how large its activations are.
         per_channel: each row of the weights will have a step of its own.
     """
 
-    def __init__(self, network: nn.Module, images: Iterable[Tensor], *, per_channel: bool) -> None:
-        self.batches, self.per_channel = list(images), per_channel
+    def __init__(self, network: nn.Module, batches: Sequence[Tensor], *, per_channel: bool) -> None:
+        self.batches, self.per_channel = batches, per_channel
         # no runtime fuses bounds that differ, which make a file half as fast; steps by row can do without
         self.network = as_convolutions(network) if per_channel else _scalable(network, self.batches[0][:1])
         try:
@@ -93,22 +78,36 @@ class Equalizer:
             self.channels = None
         self.peaks = _peaks(self.network, self.channels.layers if self.channels else [], self.batches)
 
-    def equalized(self, gauge: Gauge) -> Equalized:
-        """A copy in that gauge; the function is what it was, but for bounds (of ReLU6) that no image reaches."""
-        twin, units = copy.deepcopy(self.network), {}
+    def equalized(self, gauge: Gauge) -> nn.Module:
+        """A copy in that gauge, which computes the same."""
+        twin = copy.deepcopy(self.network)
         if self.channels is not None:
-            factors = self._factors(gauge)
-            channel_factors.scale(twin, self.channels, factors)
-            self._prove(twin)
-            units = {one.path: factors[one.reads] for one in self.channels.layers}
-        _settle(twin, self.batches)
-        return Equalized(twin, units)
+            channel_factors.scale(twin, self.channels, self._factors(gauge))
+        return twin
 
-    def _prove(self, twin: nn.Module) -> None:
-        """Raises:
-        VerificationError: the gauge changed the function.
-        """
-        checks.check(self.network, torch.no_grad()(lambda x: answer(twin(x))), [(self.batches[0][:_PROOF], None)])
+    @torch.no_grad()
+    def settle_(self, network: nn.Module) -> None:
+        """Let go, in place, of bounds (of ReLU6) that none of the images reaches, and of those that are one number."""
+        reached: dict[str, bool] = {}
+
+        def watch(path: str) -> Callable[..., None]:
+            def look(module: BoundedReLU, _args: object, output: Tensor) -> None:
+                reached[path] = reached.get(path, False) or bool((output >= per_channel(module.bound, output)).any())
+
+            return look
+
+        bounded = {path: module for path, module in network.named_modules() if isinstance(module, BoundedReLU)}
+        handles = [module.register_forward_hook(watch(path)) for path, module in bounded.items()]
+        for x in self.batches if bounded else ():
+            network(x)
+        for handle in handles:
+            handle.remove()
+        for path, module in bounded.items():
+            bound = module.bound
+            if not reached.get(path, True):
+                network.set_submodule(path, nn.ReLU())
+            elif bool((bound == bound[0]).all()):
+                network.set_submodule(path, nn.Hardtanh(0.0, float(bound[0])))
 
     def _factors(self, gauge: Gauge) -> Tensor:
         assert self.channels is not None
@@ -171,32 +170,7 @@ def _scalable(network: nn.Module, x: Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def _settle(network: nn.Module, batches: list[Tensor]) -> None:
-    """Let go, in place, of bounds that none of the images reaches, and of those that are one number."""
-    reached: dict[str, bool] = {}
-
-    def watch(path: str) -> Callable[..., None]:
-        def look(module: BoundedReLU, _args: object, output: Tensor) -> None:
-            reached[path] = reached.get(path, False) or bool((output >= per_channel(module.bound, output)).any())
-
-        return look
-
-    bounded = {path: module for path, module in network.named_modules() if isinstance(module, BoundedReLU)}
-    handles = [module.register_forward_hook(watch(path)) for path, module in bounded.items()]
-    for x in batches:
-        network(x)
-    for handle in handles:
-        handle.remove()
-    for path, module in bounded.items():
-        bound = module.bound
-        if not reached.get(path, True):
-            network.set_submodule(path, nn.ReLU())
-        elif bool((bound == bound[0]).all()):
-            network.set_submodule(path, nn.Hardtanh(0.0, float(bound[0])))
-
-
-@torch.no_grad()
-def _peaks(network: nn.Module, layers: list[Reach], batches: list[Tensor]) -> dict[str, Tensor]:
+def _peaks(network: nn.Module, layers: list[Reach], batches: Sequence[Tensor]) -> dict[str, Tensor]:
     """(I,) by path: how large each input channel of a layer gets, the mean over the images."""
     found: dict[str, Tensor] = {}
 

@@ -6,6 +6,8 @@ Whatever the weights' dtype, images come in and answers go out in float32: a cal
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -23,11 +25,13 @@ class Shipped(nn.Module):
     answers (N, classes), where it says nothing else.
 
     Args:
-        network: a folded network.
+        network: a folded network, in float32.
         signature: what goes in and comes out.
-        dtype: what it computes in; stored: bfloat16 for weights that it holds exactly to be stored in it.
         scale, shift: (C, 1, 1) each: the images x become scale * x + shift first; None: nothing to do.
         softmax: answer with probabilities.
+
+    Attributes:
+        dtype: what it computes in; stored: bfloat16 for weights that it holds exactly to be stored in it.
     """
 
     scale: Tensor | None
@@ -38,26 +42,27 @@ class Shipped(nn.Module):
         network: nn.Module,
         signature: Signature | None = None,
         *,
-        dtype: torch.dtype = torch.float32,
-        stored: torch.dtype | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         softmax: bool = False,
     ) -> None:
         super().__init__()
-        self.network = network.to(dtype)
-        self.signature = signature or Signature.of_images(network, "logits")
-        self.dtype, self.stored, self.softmax = dtype, stored or dtype, softmax
+        self.network, self.signature = network, signature or Signature.of_images(network, "logits")
+        self.dtype = self.stored = torch.float32
+        self.softmax = softmax
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
+        self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
-        """The same, with another network inside."""
-        twin = Shipped(
-            network, self.signature, dtype=self.dtype, stored=self.stored, scale=self.scale, shift=self.shift,
-            softmax=self.softmax,
-        )  # fmt: skip
-        return twin.eval().requires_grad_(False)
+        """The same, with another network inside, in float32."""
+        return Shipped(network, self.signature, scale=self.scale, shift=self.shift, softmax=self.softmax)
+
+    def half(self) -> Shipped:
+        """The same network, which computes in float16 from now on."""
+        self.network.half()
+        self.dtype = self.stored = torch.float16
+        return self
 
     def prepared(self, images: Tensor) -> Tensor:
         """What the network reads, in float32."""
@@ -79,6 +84,31 @@ class Shipped(nn.Module):
         if self.dtype == torch.float32:  # a cast to what it is would be a node all the same
             return values
         return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
+
+
+@dataclass(frozen=True)
+class FileContents:
+    """What a format's writer gets.
+
+    Args:
+        example: what the network is traced on: images (N, C, H, W), or all that it takes.
+        dynamic: for any number of samples at a time.
+        metadata: what is noted in the file.
+    """
+
+    network: Shipped
+    example: tuple[Tensor, ...]
+    dynamic: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dynamic_shapes(self) -> tuple[object, ...] | None:
+        """For torch.export: the first dimension of every input is the same, and free; None where it is not."""
+        if not self.dynamic:
+            return None
+        batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
+        count = len(self.example)
+        return (batch, (batch,) * (count - 1)) if count > 1 else (batch,)
 
 
 def as_convolutions(network: T) -> T:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from normswap import provenance
 from normswap.errors import OptionError
 from normswap.exporting import (
     checks,
@@ -24,17 +24,22 @@ from normswap.exporting import (
     sidecar,
 )
 from normswap.exporting.checks import Figures
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.order import Order, accepted
-from normswap.exporting.quantizing import Quantized, Wish
+from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.quantizing import Calibration, Equalized, Quantized
+from normswap.exporting.request import Batches, ExportRequest
+from normswap.exporting.settings import FileOptions, FileSettings, Int8Settings
+from normswap.exporting.signature import together
+from normswap.graph import inspection
+from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Inputs
+from normswap.plan import Body
 from normswap.storage import atomic_write
 from normswap.surgery.carrying_out import Conversion
 
-DTYPES = {  # of the weights that go to the format's writer
-    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32,
-}  # fmt: skip
-Batches = Iterable[object] | Tensor
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_STORED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
 _BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
 
@@ -77,52 +82,29 @@ def export(
     path: str | Path,
     *,
     inputs: Inputs = None,
-    format: str | None = None,
-    dtype: str = "fp32",
-    dynamic_batch: bool = False,
-    input_size: Sequence[int] | None = None,
-    normalize: bool = False,
-    softmax: bool = False,
     images: Batches | None = None,
     calibrate: Batches | None = None,
-    per_channel: bool = True,
-    weight_bits: int = formats.SAFE_BITS,
-    sensitive: int = 0,
-    max_drop: float | None = None,
-    force: bool = False,
-    count_plain: bool = False,
-    say: Callable[[str], None] = lambda what: None,
+    int8: Int8Settings | None = None,
+    log: Callable[[str], None] = lambda line: None,
+    **options: Unpack[FileOptions],
 ) -> Exported:
     """Fold `model`, which is not changed, and write it as a file for another runtime, or as one with another beside it.
 
     The file is run in that runtime against `model` before it gets its name; FILE.preprocess.json, beside it, says what
-    is to be done with an image first. Images come in and answers go out in float32, whatever `dtype` is.
+    is to be done with an image first. Images come in and answers go out in float32, whatever its precision is.
 
     Args:
         inputs: what the network takes, as in `convert`. Then every tensor of it goes into the file by itself, and every
             tensor that the network gives comes out, under the names that dicts, records and the arguments of forward
             give them, and all of them are checked, on these inputs. Without, images go in, and one answer comes out, or
             all that a network gives that has none, such as boxes and their scores.
-        format: onnx, openvino, pt2, torchscript or safetensors; by default what the ending of `path` says.
-        dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
-            classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change; int8, by the runtime's
-            own quantizer, in the gauge that suits it (`equalization`).
-        dynamic_batch: any number of images at a time, else one.
-        input_size: (C, H, W); by default the size the network was made for.
-        normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
-        softmax: the file answers with probabilities.
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
             default smooth noise. What int8 costs is measured on them, so there they have to be given. With `inputs`:
             batches of such inputs, by default those.
         calibrate: for int8: other batches, which set ranges, gauge and biases.
-        per_channel: int8 weights have a step for each output channel, else one for all.
-        weight_bits: of int8 weights: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits
-            (x64 with VNNI, ARM with dot products).
-        sensitive: so many layers, those that int8 costs most, stay in fp32.
-        max_drop: points of top-1 (without labels: of agreement) that int8 may lose on `images`; None: any.
-        force: replace a file that exists.
-        count_plain: export `model` as it is, too, and count that file's nodes.
-        say: called with what is going on.
+        int8: for int8: how it is quantized.
+        log: called with what is going on.
+        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, force, count_plain.
 
     Raises:
         OptionError: an unknown format, a missing package, a size that the network rejects, ...
@@ -131,62 +113,55 @@ def export(
         VerificationError: the file computes something else than `model`, or loses more than it may. Nothing was
             written.
     """
-    start = time.perf_counter()
-    order = accepted(model, Path(path), format, dtype, dynamic_batch, input_size, normalize, softmax, inputs)
-    claim(order.file, format, dtype, force=force)
-    wish = _wish(order, calibrate, images, per_channel, weight_bits, sensitive, max_drop)
-    beside = sidecar.place(order.file)
-    order, made = order.answered()
-    say("folding")
-    network, notes = _prepare(order)
-    body = _body(order, made)
-    body["precision"] = {"weights": dtype, "arithmetic": _ARITHMETIC[dtype]}
-    metadata = sidecar.metadata(order.source, body, dtype)
-    found: dict[str, Any] = {}
-
-    def write(aside: Path) -> None:
-        say(f"exporting to {order.form.NAME}")
-        form, x = order.form, order.traced_on
-        if wish is None:
-            form.write(network, x, aside, dynamic=order.dynamic_batch, metadata=metadata)
+    start, settings = time.perf_counter(), FileSettings(**options)
+    request = ExportRequest.of(model, Path(path), inputs, settings)
+    claim(request.file, settings)
+    calibration = Calibration.of(request, calibrate, images, int8)
+    request, answers = request.answered()
+    log("folding")
+    prepared = _prepared(request, calibration, log)
+    body = _body(request, answers)
+    metadata = sidecar.metadata(request.source, body, settings.dtype)
+    contents = FileContents(prepared.network, request.traced_on, request.settings.dynamic_batch, metadata)
+    form, file, parts = request.form, request.file, _parts(request.file, request.form)
+    beside, quantized = sidecar.place(file), None
+    with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
+        log(f"exporting to {form.NAME}")
+        if calibration and prepared.equalized:
+            quantized = quantizing.write(contents, aside, form, prepared.equalized, calibration, log)
         else:
-            assert isinstance(network, Shipped)
-            found["quantized"] = quantizing.write(
-                network, x[0], aside, form, wish, dynamic=order.dynamic_batch, metadata=metadata, say=say
-            )
-        say("checking")
-        figures = found["figures"] = _check(order, form.open(aside), images)
-        if wish is not None:
-            lost = quantizing.demand(figures, wish.max_drop)
+            form.write(contents, aside)
+        batches, described = request.batches(images)
+        reference, batches = request.reference(prepared.rounded), _announced(batches, images, log)
+        figures = checks.check(reference, form.open(aside), batches, dtype=settings.dtype, described=described)
+        if calibration and quantized:
+            lost = quantizing.demand(figures, calibration.settings.max_drop)
             measured = {**asdict(figures), "lost": lost}
-            body["quantization"] = {**asdict(found["quantized"]), "measured": measured, "notes": notes}
-        found["nodes"] = form.nodes(aside)
-        sidecar.write(beside, body)
-
-    atomic_write.whole(order.file, write, order.form.PARTS)
-    plain = _plain_nodes(order, say) if count_plain else None
-    parts = _parts(order.file, order.form)
-    size = sum(each.stat().st_size for each in (order.file, *parts))
+            body["quantization"] = {**asdict(quantized), "measured": measured, "notes": prepared.notes}
+        nodes = form.nodes(aside)
+        sidecar.write(aside, body)
+    plain = _plain_nodes(request, log) if settings.count_plain else None
+    size = sum(each.stat().st_size for each in (file, *parts))
     return Exported(
-        order.file, parts, beside, order.form.NAME, dtype, order.size, order.dynamic_batch, found["figures"],
-        found["nodes"], plain, size, tuple(notes), time.perf_counter() - start, found.get("quantized"),
+        file, parts, beside, form.NAME, settings.dtype, request.size, contents.dynamic, figures, nodes, plain, size,
+        prepared.notes, time.perf_counter() - start, quantized,
     )  # fmt: skip
 
 
-def claim(file: Path, format: str | None, dtype: str = "fp32", *, force: bool) -> None:
+def claim(file: Path, settings: FileSettings) -> None:
     """See, before any work, that the file can be written.
 
     Raises:
         OptionError: the format or dtype is not known or do not go together, or a package is not installed.
         OutputError: the file, or its sidecar, exists, or its folder does not.
     """
-    form = formats.choose(file, format)
-    if dtype not in DTYPES:
-        raise OptionError(f"unknown dtype '{dtype}'", f"there are {', '.join(DTYPES)}")
-    if dtype == "int8":
+    form = formats.choose(file, settings.format)
+    if settings.dtype not in _STORED:
+        raise OptionError(f"unknown dtype '{settings.dtype}'", f"there are {', '.join(_STORED)}")
+    if settings.dtype == "int8":
         formats.quantizer(form.NAME)
     for each in (file, *_parts(file, form), sidecar.place(file)):
-        atomic_write.claim(each, force=force)
+        atomic_write.claim(each, force=settings.force)
 
 
 def _parts(file: Path, form: formats.Format) -> tuple[Path, ...]:
@@ -194,113 +169,108 @@ def _parts(file: Path, form: formats.Format) -> tuple[Path, ...]:
     return tuple(file.with_suffix(ending) for ending in form.PARTS)
 
 
-def _wish(
-    order: Order,
-    calibrate: Batches | None,
-    images: Batches | None,
-    per_channel: bool,
-    weight_bits: int,
-    sensitive: int,
-    max_drop: float | None,
-) -> Wish | None:
-    """What is wanted of int8; None where something else is."""
-    if order.dtype != "int8":
-        if calibrate is not None or sensitive or max_drop is not None or weight_bits != formats.SAFE_BITS:
-            raise OptionError(f"{order.dtype} is not calibrated", remedy="Choose int8, or leave its options out")
-        return None
-    if calibrate is None or images is None:
-        what = "images to calibrate on" if calibrate is None else "other images to measure on"
-        raise OptionError(f"int8 needs {what}", remedy="Give --calibrate DATA")
-    if weight_bits not in formats.LEVELS:
-        raise OptionError(f"weights of {weight_bits} bits", f"there are {' and '.join(map(str, formats.LEVELS))}")
-    form = order.signature.form
-    if form.kwargs or form.listed:
-        raise OptionError("int8 is for networks that take images as one tensor, by position", "this one does not")
-    batches = [order.raw(x) for x, _ in _pairs(calibrate)]
-    if not batches:
-        raise OptionError("no images to calibrate on")
-    other = next((x for x in batches if tuple(x.shape[1:]) != order.size), None)
-    if other is not None:
-        each, given = (",".join(map(str, size)) for size in (order.size, other.shape[1:]))
-        what, remedy = f"images to calibrate on are {given}", "Resize them, or give input_size"
-        raise OptionError(what, f"the file takes {each}", remedy)
-    return Wish(torch.cat(batches), per_channel, weight_bits, sensitive, max_drop)
+@dataclass(frozen=True)
+class _Prepared:
+    """What goes into the file.
+
+    Args:
+        network: of its precision, but for int8: as it is before it is quantized.
+        rounded: for half precision: what rounding alone makes of it.
+        equalized: for int8: how it became what it is.
+        notes: what the user should know.
+    """
+
+    network: Shipped
+    rounded: Shipped | None
+    equalized: Equalized | None
+    notes: tuple[str, ...]
 
 
-def preprocessing(model: nn.Module) -> sidecar.Body:
-    """The record by which images are made for `model`."""
-    record = provenance.of(model)
-    config = {**(record.pretrained_cfg if record else {}), **sidecar.config(model)}
-    return config | {"num_classes": getattr(model, "num_classes", None)}
+def _prepared(request: ExportRequest, calibration: Calibration | None, log: Callable[[str], None]) -> _Prepared:
+    """The network that goes into the file. All that is to leave its function as it is comes before the proof; after it
+    numbers are rounded, and nothing else is done.
+    """
+    dtype = request.settings.dtype
+    network, anatomy, note = _folded(request)
+    equalized, rounded = None, None
+    images = None
+    if calibration is not None:
+        log("finding the gauge")
+        equalized = Equalized.of(network, calibration)
+        network, images = equalized.network, calibration.images
+    if dtype != "fp32":  # such a file is held to the same itself
+        batches, described = request.batches(images)
+        checks.check(request.reference(), network, batches, described=described, what="the folded network")
+    if dtype in ("fp16", "bf16"):
+        rounded = network.around(rounding.to_nearest(network.network, _STORED[dtype]))
+    if dtype == "fp16":
+        network = network.half()
+    if dtype == "bf16":
+        rounding.to_bfloat16_(network.network, anatomy)
+        network.stored = torch.bfloat16
+    notes = (note, _BF16 if dtype == "bf16" else "", request.form.NOTES.get(dtype, ""))
+    return _Prepared(network, rounded, equalized, tuple(filter(None, notes)))
 
 
-def _body(order: Order, made: Mapping[str, Tensor]) -> sidecar.Body:
-    output = order.signature.outputs[0]
-    images = sidecar.body(order.source, order.size, output, normalize=order.normalize, dynamic=order.dynamic_batch)
-    if not order.inputs:
-        return images
-    plain = sidecar.plain_body(order.signature, order.traced_on, made, dynamic=order.dynamic_batch)
-    return plain | ({name: images[name] for name in ("resize", "normalize")} if order.imaged else {})
-
-
-def _plain_nodes(order: Order, say: Callable[[str], None]) -> dict[str, int] | None:
-    if not order.form.GRAPH:
-        return None
-    say("exporting without folding")
-    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        file = Path(folder) / f"plain{order.file.suffix}"
-        plain = Shipped(order.source, order.signature).eval()
-        order.form.write(plain, order.traced_on, file, dynamic=order.dynamic_batch, metadata={})
-        return dict(order.form.nodes(file))
-
-
-def _prepare(order: Order) -> tuple[nn.Module, list[str]]:
-    """What goes into the file, and what the user should know of it."""
-    stored, dtype = DTYPES[order.dtype], DTYPES[_ARITHMETIC[order.dtype]]
-    notes = [_BF16 if stored != dtype else "", order.form.NOTES.get(order.dtype, "")]
-    if not order.form.GRAPH:
-        network = export_folding.undressed(order.source, order.size, features=True)
-        if stored != dtype:
-            rounding.to_bfloat16_(network)
-        return network.to(dtype), [note for note in notes if note]
-    network = export_folding.undressed(order.source, order.size, inputs=list(order.inputs) or None)
-    few = order.inputs[0] if order.inputs else order.signature.form.of(order.pictures(count=4))
-    network = export_folding.streamlined(network, order.source, few, dtype)
-    before = input_normalization.Before(None, None, "")
-    if order.normalize:
-        before = input_normalization.bake(network, *order.normalization)
-    if stored != dtype:
-        rounding.to_bfloat16_(network)
+def _folded(request: ExportRequest) -> tuple[Shipped, Callable[[], Anatomy], str]:
+    """The network without norms, with what the user wants before and after it, in float32; how to look at it; and where
+    mean and std went.
+    """
+    settings, before = request.settings, input_normalization.Before(None, None, "")
+    folded = export_folding.undressed(
+        request.source, request.size, features=not request.form.GRAPH, inputs=list(request.inputs) or None
+    )
+    anatomy = functools.cache(functools.partial(inspection.inspect, folded, [request.example]))
+    network = folded
+    if request.form.GRAPH:
+        arithmetic = _STORED[_ARITHMETIC[settings.dtype]]
+        network = export_folding.streamlined(folded, anatomy, request.source, request.example, arithmetic)
+    if settings.normalize:
+        before = input_normalization.bake(network, anatomy, *request.normalization)
     shipped = Shipped(
-        network, order.signature, dtype=dtype, stored=stored, scale=before.scale, shift=before.shift,
-        softmax=order.softmax,
+        network, request.signature, scale=before.scale, shift=before.shift, softmax=settings.softmax
     )  # fmt: skip
-    return shipped.eval().requires_grad_(False), [note for note in (before.note, *notes) if note]
+    return shipped, anatomy, before.note
 
 
-def _check(order: Order, runs: formats.Runs, images: Batches | None) -> Figures:
-    if order.inputs:
-        described = "smooth noise, seed 0" if order.imaged and images is None else "given inputs"
-        batches = _calls(order, images)
-    else:
-        described = "smooth noise, seed 0" if images is None else "given images"
-        batches = _pairs(order.pictures() if images is None else images)
-        batches = checks.split(batches, None if order.dynamic_batch else 1)
-    return checks.check(
-        order.source, runs, batches, order.signature, dtype=order.dtype, softmax=order.softmax, raw=order.raw,
-        described=described,
+def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
+    """What is written beside the file."""
+    settings, signature = request.settings, request.signature
+    dynamic = settings.dynamic_batch
+    images = sidecar.body(
+        request.source, request.size, signature.outputs[0], normalize=settings.normalize, dynamic=dynamic
     )  # fmt: skip
+    precision = {"weights": settings.dtype, "arithmetic": _ARITHMETIC[settings.dtype]}
+    if not request.inputs:
+        return {**images, "precision": precision}
+    plain = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
+    known = {name: images[name] for name in ("resize", "normalize")} if request.imaged else {}
+    return {**plain, **known, "precision": precision}
 
 
-def _calls(order: Order, images: Batches | None) -> Iterator[checks.Batch]:
-    """What goes into the file, call by call; a sample at a time where their number is not free."""
-    for batch in order.inputs if images is None else images:
-        example = order.signature.form.read(batch)[0].like(order.source)
-        for one in [example] if order.dynamic_batch else example.each():
-            yield tuple(one.tensors()), None
+def _announced(
+    batches: Iterable[checks.Batch], images: Batches | None, log: Callable[[str], None]
+) -> Iterator[checks.Batch]:
+    """The same; after the first of them the log says how long all will take, where their number is known."""
+    count, start = getattr(images, "count", None), time.perf_counter()
+    many = f" on {count} images" if isinstance(count, int) else ""
+    log(f"checking{many}")
+    seen = 0
+    for batch in batches:
+        if many and seen and isinstance(count, int):
+            seconds = (time.perf_counter() - start) / seen * count
+            log(f"checking{many}, about {seconds:.0f} s")
+            many = ""
+        seen += len(together(batch[0])[0])
+        yield batch
 
 
-def _pairs(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
-    for batch in [images] if isinstance(images, Tensor) else images:
-        x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
-        yield x.float(), labels
+def _plain_nodes(request: ExportRequest, log: Callable[[str], None]) -> dict[str, int] | None:
+    if not request.form.GRAPH:
+        return None
+    log("exporting without folding")
+    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        file = Path(folder) / f"plain{request.file.suffix}"
+        plain = Shipped(request.source, request.signature)
+        request.form.write(FileContents(plain, request.traced_on, request.settings.dynamic_batch), file)
+        return dict(request.form.nodes(file))

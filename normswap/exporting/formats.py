@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from normswap.errors import OptionError, first_line
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
-    from torch import Tensor, nn
+    from torch import nn
 
-    from normswap.exporting.exported_module import Shipped
+    from normswap.exporting.exported_module import FileContents
+    from normswap.exporting.settings import Quantization
 
-Given: TypeAlias = "Tensor | tuple[Tensor, ...]"  # what goes into a network: one tensor, or several
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
-LEVELS = {7: 64, 8: 127}  # of int8 weights on either side of 0, by their bits
-SAFE_BITS = 7  # x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
 
@@ -31,9 +29,8 @@ class Format(Protocol):
     NOTES: Mapping[str, str]  # what a user should know of a dtype in it
     PARTS: tuple[str, ...]  # endings of further files that lie beside it
 
-    def write(self, network: nn.Module, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
-        """Write `network`, traced on `x`, images (N, C, H, W) or several tensors, to `file`; `dynamic`: for any number
-        of samples at a time.
+    def write(self, contents: FileContents, file: Path) -> None:
+        """Write the file, and its further parts beside it.
 
         Raises:
             RefusedError: the format cannot hold it; says what.
@@ -60,22 +57,11 @@ class Quantizer(Protocol):
     def levels(self, layer: nn.Module, bits: int) -> float:
         """How many steps from 0 the file puts the largest weight that a step is made for."""
 
-    def write_int8(
-        self,
-        network: Shipped,
-        x: Tensor,
-        file: Path,
-        images: Sequence[Tensor],
-        *,
-        ranges: str,
-        per_channel: bool,
-        bits: int,
-        keep: Sequence[str],
-        dynamic: bool,
-        metadata: Mapping[str, str],
-    ) -> None:
-        """Write `network` in int8, with ranges from `images` and weights of 7 or 8 bits; the layers at the paths of
-        `keep` stay in fp32.
+    def write_int8(self, contents: FileContents, file: Path, how: Quantization) -> None:
+        """Write the network in int8.
+
+        Raises:
+            RefusedError: the runtime's tool cannot quantize it.
         """
 
 

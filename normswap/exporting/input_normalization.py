@@ -7,6 +7,7 @@ keeps one subtraction of m before it, on three channels, after which 0 is right 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, fx, nn
 from normswap.errors import TraceError
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear, pads
-from normswap.graph import inspection
+from normswap.graph.inspection import Anatomy
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.folded import Folded
 from normswap.plan import Take, Way
@@ -35,14 +36,14 @@ class Before:
     note: str
 
 
-def bake(network: nn.Module, mean: Tensor, std: Tensor) -> Before:
+def bake(network: nn.Module, anatomy: Callable[[], Anatomy], mean: Tensor, std: Tensor) -> Before:
     """Let `network`, in place, do what it can of (p - mean) / std itself.
 
     Args:
-        network: a folded network; mean, std: (C, 1, 1).
+        network: a folded network; anatomy: its own, or that of one that it is a copy of; mean, std: (C, 1, 1).
     """
     try:
-        paths = _first(network)
+        paths = _first(anatomy())
     except (TraceError, Blocked) as why:
         reason = why.why if isinstance(why, TraceError) else str(why)
         return Before(1 / std, -mean / std, f"mean and std stand before the network: {reason}")
@@ -58,10 +59,9 @@ def bake(network: nn.Module, mean: Tensor, std: Tensor) -> Before:
     return Before(None, None, f"mean and std are in {names}")
 
 
-def _first(network: nn.Module) -> list[str]:
+def _first(anatomy: Anatomy) -> list[str]:
     """The convolutions that read the input, when nothing else does."""
-    draft = Draft(inspection.inspect(network))
-    traced = draft.anatomy.traced
+    draft, traced = Draft(anatomy), anatomy.traced
     readers = list(traced.users[next(node for node in traced.nodes if node.op == "placeholder")])
     found: list[fx.Node] = []
     for node in readers:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from normswap.exporting import onnx_file
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import Given
+from normswap.exporting.exported_module import FileContents
 
 NAME = "onnx-data"
 NEEDS = onnx_file.NEEDS
@@ -21,10 +20,10 @@ NOTES: Mapping[str, str] = {}
 nodes, open = onnx_file.nodes, onnx_file.open
 
 
-def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The graph names the other file, so that neither can be renamed alone."""
     import onnx
 
-    model = onnx_file.graph(network, x, dynamic=dynamic, metadata=metadata)
+    model = onnx_file.graph(contents)
     onnx.save_model(model, file, save_as_external_data=True, location=file.with_suffix(PARTS[0]).name)
     onnx_file.check(file)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
-from normswap.exporting.exported_module import Shipped, as_convolutions
-from normswap.exporting.formats import Given, Runs, reason
-from normswap.exporting.signature import alone, batched, together
+from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.formats import Runs, reason
+from normswap.exporting.signature import alone
 from normswap.models.weight_files import quiet
 
 if TYPE_CHECKING:
@@ -31,20 +31,21 @@ NOTES: Mapping[str, str] = {}
 _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
 
 
-def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The file is complete: nothing lies beside it."""
-    size = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
+    tensors = (*contents.network.parameters(), *contents.network.buffers())
+    size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LIMIT:
         raise RefusedError(
             f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}",
             remedy="Try --format onnx-data, which puts them beside it",
         )
-    model = graph(network, x, dynamic=dynamic, metadata=metadata)
+    model = graph(contents)
     check(model)
     file.write_bytes(model.SerializeToString())
 
 
-def graph(network: Shipped, x: Given, *, dynamic: bool, metadata: Mapping[str, str]) -> onnx.ModelProto:
+def graph(contents: FileContents) -> onnx.ModelProto:
     """What the file holds, its weights in it.
 
     Raises:
@@ -52,11 +53,11 @@ def graph(network: Shipped, x: Given, *, dynamic: bool, metadata: Mapping[str, s
     """
     import onnx
 
-    model = _exported(as_convolutions(network), x, dynamic)
+    model = _exported(contents)
     _strip(model.graph)
-    if network.stored != network.dtype:
+    if contents.network.stored != contents.network.dtype:
         _store_bf16(model.graph)
-    onnx.helper.set_model_props(model, dict(metadata))
+    onnx.helper.set_model_props(model, dict(contents.metadata))
     model.producer_name = "normswap"
     return model
 
@@ -75,12 +76,12 @@ def check(model: onnx.ModelProto | Path) -> None:
         raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
 
 
-def _exported(network: Shipped, x: Given, dynamic: bool) -> onnx.ModelProto:
-    shapes = batched(len(together(x))) if dynamic else None
+def _exported(contents: FileContents) -> onnx.ModelProto:
+    network = as_convolutions(contents.network)
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
-                network, together(x), dynamo=True, verbose=False, dynamic_shapes=shapes,
+                network, contents.example, dynamo=True, verbose=False, dynamic_shapes=contents.dynamic_shapes,
                 input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
             )  # fmt: skip
     except Exception as error:  # torch's exporter raises whatever it meets on its way

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import onnx_arranging, onnx_file
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import LEVELS, SAFE_BITS
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.settings import LEVELS, SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
@@ -43,63 +43,36 @@ def levels(layer: nn.Module, bits: int) -> float:
     return LEVELS[bits]
 
 
-def write_int8(
-    network: Shipped,
-    x: Tensor,
-    file: Path,
-    images: Sequence[Tensor],
-    *,
-    ranges: str,
-    per_channel: bool,
-    bits: int,
-    keep: Sequence[str],
-    dynamic: bool,
-    metadata: Mapping[str, str],
-) -> None:
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """See `formats.Quantizer.write_int8`."""
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         plain = Path(folder) / "plain.onnx"
-        onnx_file.write(network, x, plain, dynamic=dynamic, metadata=metadata)
-        quantize(plain, file, images, ranges=ranges, per_channel=per_channel, bits=bits, keep=keep)
+        onnx_file.write(contents, plain)
+        quantize(plain, file, how)
 
 
-def quantize(
-    plain: Path,
-    file: Path,
-    images: Sequence[Tensor],
-    *,
-    ranges: str = RANGES[0],
-    per_channel: bool = True,
-    bits: int = SAFE_BITS,
-    keep: Sequence[str] = (),
-) -> None:
-    """Write `plain`, an ONNX file in fp32, to `file` in int8.
-
-    Args:
-        images: batches (N, C, H, W) as the file takes them.
-        ranges: one of RANGES.
-        per_channel: a step for each output channel of the weights, else one for all.
-        bits: of the weights.
-        keep: paths of layers that stay in fp32.
-    """
+def quantize(plain: Path, file: Path, how: Quantization) -> None:
+    """Write `plain`, an ONNX file in fp32, to `file` in int8."""
     import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     methods = {"minmax": CalibrationMethod.MinMax, "percentile": CalibrationMethod.Percentile}
     model = onnx.load(plain)
     onnx_arranging.arrange(model)
-    names = {f"network.{path}.weight" for path in keep}
+    names = {f"network.{path}.weight" for path in how.keep}
     spared = [node.name for node in model.graph.node if names.intersection(node.input)]
-    images = images if ranges == "minmax" else _few(images, model.graph)
+    images = how.images if how.ranges == "minmax" else _few(how.images, model.graph)
     root = logging.getLogger()  # onnxruntime's tool warns there that the model was not preprocessed: it is folded
     level = root.level
     root.setLevel(logging.ERROR)
     try:
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
-                model, file, _Reader(images), quant_format=QuantFormat.QDQ, per_channel=per_channel,
-                reduce_range=bits == SAFE_BITS, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                calibrate_method=methods[ranges], nodes_to_exclude=spared, extra_options=_OPTIONS,
+                model, file, _Reader(images), quant_format=QuantFormat.QDQ,
+                per_channel=how.settings.per_channel,
+                reduce_range=how.settings.weight_bits == SAFE_BITS, activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8, calibrate_method=methods[how.ranges], nodes_to_exclude=spared,
+                extra_options=_OPTIONS,
             )  # fmt: skip
     except Exception as error:  # whatever the tool and the runtime raise
         raise RefusedError("onnxruntime.quantization cannot quantize it", first_line(error)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import onnx_file
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import Given, Runs
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.formats import Runs
 from normswap.exporting.signature import alone
 
 NAME = "openvino"
@@ -26,16 +27,18 @@ NOTES: Mapping[str, str] = {
 }
 
 
-def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The metadata are in the XML, as runtime information."""
+    network = contents.network
     if network.stored == torch.bfloat16:
         raise RefusedError("OpenVINO is not written in bf16", remedy="Its files are fp32, fp16 or int8")
     half = network.dtype == torch.float16
-    model = graph(network.around(network.network.float()) if half else network, x, dynamic=dynamic)
-    save(model, file, metadata, half=half)
+    if half:
+        contents = replace(contents, network=network.around(network.network.float()))
+    save(graph(contents), file, contents.metadata, half=half)
 
 
-def graph(network: Shipped, x: Given, *, dynamic: bool) -> object:
+def graph(contents: FileContents) -> object:
     """An OpenVINO model, in float32.
 
     Raises:
@@ -45,7 +48,7 @@ def graph(network: Shipped, x: Given, *, dynamic: bool) -> object:
 
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         file = Path(folder) / "network.onnx"
-        onnx_file.write(network, x, file, dynamic=dynamic, metadata={})
+        onnx_file.write(replace(contents, metadata={}), file)
         try:
             return ov.convert_model(file)
         except Exception as error:  # its own exceptions derive from nothing else

@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from normswap.errors import RefusedError, first_line
 from normswap.exporting import openvino_file
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import SAFE_BITS
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
 NEEDS = ("nncf", "openvino")
-RANGES = ("minmax", "NNCF's own", "histogram")
+RANGES = ("minmax", "histogram")
 LAYERS = LINEAR
 
 
@@ -36,48 +36,13 @@ def levels(layer: nn.Module, bits: int) -> float:
     return 63.5 if bits == SAFE_BITS and not depthwise else 127
 
 
-def write_int8(
-    network: Shipped,
-    x: Tensor,
-    file: Path,
-    images: Sequence[Tensor],
-    *,
-    ranges: str,
-    per_channel: bool,
-    bits: int,
-    keep: Sequence[str],
-    dynamic: bool,
-    metadata: Mapping[str, str],
-) -> None:
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """See `formats.Quantizer.write_int8`."""
-    model = quantize(
-        openvino_file.graph(network, x, dynamic=dynamic), images, ranges=ranges, per_channel=per_channel, bits=bits,
-        keep=keep,
-    )  # fmt: skip
-    openvino_file.save(model, file, metadata)
+    openvino_file.save(_quantized(openvino_file.graph(contents), how), file, contents.metadata)
 
 
-def quantize(
-    model: object,
-    images: Sequence[Tensor],
-    *,
-    ranges: str = RANGES[0],
-    per_channel: bool = True,
-    bits: int = SAFE_BITS,
-    keep: Sequence[str] = (),
-) -> object:
-    """An OpenVINO model in int8.
-
-    Args:
-        images: batches (N, C, H, W) as the model takes them.
-        ranges: one of RANGES.
-        per_channel: a step for each output channel of the weights, else one for all.
-        bits: of the weights.
-        keep: paths of layers that stay in fp32.
-
-    Raises:
-        RefusedError: NNCF cannot.
-    """
+def _quantized(model: object, how: Quantization) -> object:
+    """An OpenVINO model in int8."""
     with _hushed():
         import nncf
         from nncf.quantization.advanced_parameters import OverflowFix, QuantizationParameters
@@ -85,15 +50,15 @@ def quantize(
 
         estimators = {"minmax": Sets.MINMAX, "histogram": Sets.HISTOGRAM}
         advanced = nncf.AdvancedQuantizationParameters(
-            overflow_fix=OverflowFix.ENABLE if bits == SAFE_BITS else OverflowFix.DISABLE,
-            weights_quantization_params=QuantizationParameters(per_channel=per_channel),
+            overflow_fix=OverflowFix.ENABLE if how.settings.weight_bits == SAFE_BITS else OverflowFix.DISABLE,
+            weights_quantization_params=QuantizationParameters(per_channel=how.settings.per_channel),
             disable_bias_correction=True,
-            **({"activations_range_estimator_params": estimators[ranges]} if ranges in estimators else {}),
+            activations_range_estimator_params=estimators[how.ranges],
         )
-        spared = nncf.IgnoredScope(names=_readers(model, keep), validate=False) if keep else None
+        spared = nncf.IgnoredScope(names=_readers(model, how.keep), validate=False) if how.keep else None
         try:
             return nncf.quantize(
-                model, nncf.Dataset([batch.numpy() for batch in images]), subset_size=len(images),
+                model, nncf.Dataset([batch.numpy() for batch in how.images]), subset_size=len(how.images),
                 preset=nncf.QuantizationPreset.MIXED, ignored_scope=spared, advanced_parameters=advanced,
             )  # fmt: skip
         except Exception as error:  # whatever it raises

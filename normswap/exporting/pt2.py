@@ -16,9 +16,8 @@ from torch.nn.utils import parametrize
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import FP16, Given, Runs, reason
-from normswap.exporting.signature import batched, together
+from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.formats import FP16, Runs, reason
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
@@ -35,22 +34,21 @@ NOTES = {
 }
 
 
-def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
-    network = _with_bf16(network) if network.stored != network.dtype else network
-    save(traced(network, x, dynamic=dynamic), file, metadata)
+    network = contents.network
+    save(traced(contents, _with_bf16(network) if network.stored != network.dtype else network), file, contents.metadata)
 
 
-def traced(network: nn.Module, x: Given, *, dynamic: bool) -> ExportedProgram:
-    """The network, or what torchao made of it, as torch.export records it on x.
+def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
+    """The network, or what was made of it, as torch.export records it.
 
     Raises:
         RefusedError: it cannot.
     """
-    shapes = batched(len(together(x))) if dynamic else None
     try:
         with quiet(), torch.no_grad():
-            program = torch.export.export(network, together(x), dynamic_shapes=shapes)
+            program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
     _leave_out_ones(program.graph)

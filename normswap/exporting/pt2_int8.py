@@ -6,17 +6,17 @@ with torchao's passes it multiplies bytes, which saturates on x64 without VNNI; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from normswap.errors import RefusedError
 from normswap.exporting import pt2
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import LEVELS, SAFE_BITS, reason
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.formats import reason
+from normswap.exporting.settings import LEVELS, Quantization
 from normswap.models.weight_files import quiet
 
 NEEDS = ("torchao",)
@@ -30,58 +30,26 @@ def levels(layer: nn.Module, bits: int) -> float:
     return LEVELS[bits]
 
 
-def write_int8(
-    network: Shipped,
-    x: Tensor,
-    file: Path,
-    images: Sequence[Tensor],
-    *,
-    ranges: str,
-    per_channel: bool,
-    bits: int,
-    keep: Sequence[str],
-    dynamic: bool,
-    metadata: Mapping[str, str],
-) -> None:
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """See `formats.Quantizer.write_int8`."""
-    plain = pt2.traced(network, x, dynamic=dynamic)
-    rounded = quantize(plain, images, ranges=ranges, per_channel=per_channel, bits=bits, keep=keep)
-    pt2.save(pt2.traced(rounded, x, dynamic=dynamic), file, metadata)
+    rounded = _quantized(pt2.traced(contents, contents.network), how)
+    pt2.save(pt2.traced(contents, rounded), file, contents.metadata)
 
 
-def quantize(
-    program: ExportedProgram,
-    images: Sequence[Tensor],
-    *,
-    ranges: str = RANGES[0],
-    per_channel: bool = True,
-    bits: int = SAFE_BITS,
-    keep: Sequence[str] = (),
-) -> fx.GraphModule:
-    """A program in fp32 as a module in int8, to be traced again.
-
-    Args:
-        images: batches (N, C, H, W) as the program takes them.
-        ranges: one of RANGES.
-        per_channel: a step for each output channel of the weights, else one for all.
-        bits: of the weights.
-        keep: paths of layers that stay in fp32.
-
-    Raises:
-        RefusedError: torchao cannot.
-    """
+def _quantized(program: ExportedProgram, how: Quantization) -> fx.GraphModule:
+    """A program in fp32 as a module in int8, to be traced again."""
     try:
         with quiet(), torch.no_grad():  # torchao logs as it is imported
             from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
             from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
-            quantizer = X86InductorQuantizer().set_global(_config(ranges, per_channel, LEVELS[bits]))
-            for path in keep:
+            quantizer = X86InductorQuantizer().set_global(_config(how))
+            for path in how.keep:
                 quantizer.set_module_name_qconfig(f"network.{path}", None)
             module = program.module()
             _name_kinds_(module.graph)
             watched = prepare_pt2e(module, quantizer)
-            for batch in images:
+            for batch in how.images:
                 watched(batch)
             done: fx.GraphModule = convert_pt2e(watched)
     except Exception as error:  # whatever it raises
@@ -91,7 +59,7 @@ def quantize(
     return done
 
 
-def _config(ranges: str, per_channel: bool, levels: int) -> object:
+def _config(how: Quantization) -> object:
     """As X86InductorQuantizer's own, but for the weights' levels and steps as small as the numbers: its least step,
     2^-12, would leave nothing of a channel that a gauge has made small."""
     from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
@@ -99,12 +67,13 @@ def _config(ranges: str, per_channel: bool, levels: int) -> object:
 
     observers = {"minmax": MinMaxObserver, "histogram": HistogramObserver}
     activations = QuantizationSpec(
-        torch.uint8, observers[ranges], quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine
+        torch.uint8, observers[how.ranges], quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine
     )
     observer, scheme, axis = (
-        (PerChannelMinMaxObserver, torch.per_channel_symmetric, 0) if per_channel
+        (PerChannelMinMaxObserver, torch.per_channel_symmetric, 0) if how.settings.per_channel
         else (MinMaxObserver, torch.per_tensor_symmetric, None)
     )  # fmt: skip
+    levels = LEVELS[how.settings.weight_bits]
     fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
     weights = QuantizationSpec(
         torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=scheme, ch_axis=axis

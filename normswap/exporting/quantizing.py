@@ -1,64 +1,36 @@
 """int8: the gauge, the runtime's own quantizer, and what came of it, measured where nothing was set by it.
 
-How to quantize is chosen by trial, on the calibration images: the file whose answers are nearest to the network's.
+The gauge is the one in which rounding costs the network least, in PyTorch, on calibration images. How ranges are read
+off these is chosen by trial: the file whose answers are nearest to the network's.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from normswap.errors import VerificationError
-from normswap.exporting import bias_correction, formats, sensitivity
-from normswap.exporting.checks import Figures
-from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import SAFE_BITS, Format, Runs
-from normswap.exporting.weight_rounding import Rounder
-from normswap.graph.inspection import LINEAR
+from normswap.errors import OptionError, VerificationError
+from normswap.exporting import bias_correction, formats, sensitivity, weight_rounding
+from normswap.exporting.checks import Distance, Figures
+from normswap.exporting.equalization import AS_FOLDED, Equalizer, gauges
+from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.formats import Format, Quantizer, Runs
+from normswap.exporting.request import Batches, ExportRequest, labelled
+from normswap.exporting.settings import LEVELS, Int8Settings, Quantization
+from normswap.exporting.weight_grid import WeightGrid
 
-_JUDGED = 256  # calibration images that a trial is judged on
-_BATCH = _RANKED = 64  # images at a time, and those on which layers are rounded alone
-
-
-class Trial(NamedTuple):
-    """One way to quantize.
-
-    Args:
-        gauge: see `equalization`.
-        ranges: how the runtime's tool reads ranges off the images, by its own name for it.
-    """
-
-    gauge: Gauge
-    ranges: str
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the user asks of int8.
-
-    Args:
-        images: (N, C, H, W), to calibrate on, as the file takes them.
-        per_channel: weights with a step per output channel, else one per tensor.
-        weight_bits: one of `formats.LEVELS`.
-        sensitive: so many layers stay in fp32, those that cost most.
-        max_drop: points of top-1 (without labels: of agreement) that the file may lose; None: any.
-    """
-
-    images: Tensor
-    per_channel: bool = True
-    weight_bits: int = SAFE_BITS
-    sensitive: int = 0
-    max_drop: float | None = None
+_WORTH = 0.9  # of the error as folded: what is estimated as nearer than that may be none in the file
+_TRIED = 256  # calibration images that a trial is judged on
+_BATCH = 64  # images at a time, and those on which layers are rounded
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +39,7 @@ class Quantized:
 
     Args:
         calibrated_on: images.
-        gauge, ranges: of the chosen trial; per_channel, weight_bits: of the weights.
+        gauge, ranges: that were chosen; per_channel, weight_bits: of the weights.
         fp32: paths of the layers that stayed in fp32, and what each would have cost alone (relative L2).
         trials: relative L2 error on calibration images by trial.
     """
@@ -81,77 +53,137 @@ class Quantized:
     trials: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """What int8 is set by.
+
+    Args:
+        images: (N, C, H, W), as the source takes them; fed: as the file does.
+        tool: what quantizes.
+    """
+
+    images: Tensor
+    fed: Tensor
+    settings: Int8Settings
+    tool: Quantizer
+
+    @classmethod
+    def of(
+        cls, request: ExportRequest, calibrate: Batches | None, images: Batches | None, settings: Int8Settings | None
+    ) -> Calibration | None:
+        """None where something else than int8 is wanted.
+
+        Args:
+            calibrate: batches of images as the source takes them; images: others, to measure on.
+
+        Raises:
+            OptionError: something is missing, or does not go together.
+        """
+        if request.settings.dtype != "int8":
+            if calibrate is not None or settings is not None:
+                what = f"{request.settings.dtype} is not calibrated"
+                raise OptionError(what, remedy="Choose int8, or leave its options out")
+            return None
+        settings = settings or Int8Settings()
+        if calibrate is None or images is None:
+            what = "images to calibrate on" if calibrate is None else "other images to measure on"
+            raise OptionError(f"int8 needs {what}", remedy="Give --calibrate DATA")
+        if settings.weight_bits not in LEVELS:
+            known = " and ".join(map(str, LEVELS))
+            raise OptionError(f"weights of {settings.weight_bits} bits", f"there are {known}")
+        form = request.signature.form
+        if form.kwargs or form.listed:
+            raise OptionError("int8 is for networks that take images as one tensor, by position", "this one does not")
+        batches = [x for x, _ in labelled(calibrate)]
+        if not batches:
+            raise OptionError("no images to calibrate on")
+        other = next((x for x in batches if tuple(x.shape[1:]) != request.size), None)
+        if other is not None:
+            taken, shown = (",".join(map(str, size)) for size in (request.size, other.shape[1:]))
+            what, remedy = f"images to calibrate on are {shown}", "Resize them, or give input_size"
+            raise OptionError(what, f"the file takes {taken}", remedy)
+        every = torch.cat(batches)
+        return cls(every, request.raw(every), settings, formats.quantizer(request.form.NAME))
+
+    @property
+    def grid(self) -> WeightGrid:
+        """What the tool rounds weights to."""
+        levels = functools.partial(self.tool.levels, bits=self.settings.weight_bits)
+        return WeightGrid(levels, self.settings.per_channel)
+
+
+@dataclass(frozen=True)
+class Equalized:
+    """A network that computes what it did, in a gauge in which int8 costs little.
+
+    Args:
+        batches: what its inner network reads.
+        layers: paths of those that will be rounded; fp32: of those that will not, and what each would cost alone.
+    """
+
+    network: Shipped
+    gauge: str
+    batches: tuple[Tensor, ...]
+    layers: tuple[str, ...]
+    fp32: dict[str, float]
+
+    @classmethod
+    def of(cls, shipped: Shipped, calibration: Calibration) -> Equalized:
+        """The network in the gauge in which rounding all that is to be rounded costs least."""
+        settings, grid = calibration.settings, calibration.grid
+        batches = shipped.prepared(calibration.fed).split(_BATCH)
+        x = batches[0]
+        equalizer = Equalizer(shipped.network, batches, per_channel=settings.per_channel)
+        kinds = calibration.tool.LAYERS
+        able = [path for path, module in equalizer.network.named_modules() if isinstance(module, kinds)]
+        costs = sensitivity.costs(equalizer.network, x, able, grid) if settings.sensitive else {}
+        fp32 = dict([*costs.items()][: settings.sensitive])
+        layers = tuple(path for path in able if path not in fp32)
+        made = {gauge: equalizer.equalized(gauge) for gauge in gauges(per_channel=settings.per_channel)}
+        errors = {gauge: sensitivity.error(network, x, layers, grid) for gauge, network in made.items()}
+        best = min(errors, key=lambda gauge: errors[gauge])
+        gauge = best if errors[best] < _WORTH * errors[AS_FOLDED] else AS_FOLDED
+        equalizer.settle_(made[gauge])
+        return cls(shipped.around(made[gauge]), gauge.name, batches, layers, fp32)
+
+
 def write(
-    shipped: Shipped,
-    x: Tensor,
-    file: Path,
-    form: Format,
-    wish: Wish,
-    *,
-    dynamic: bool,
-    metadata: Mapping[str, str],
-    say: Callable[[str], None],
+    contents: FileContents, file: Path, form: Format, equalized: Equalized, calibration: Calibration, log: Log
 ) -> Quantized:
-    """Write the best of several int8 files of `shipped`, traced on x, to `file`."""
-    tool = formats.quantizer(form.NAME)
-    say("finding the gauge")
-    batches = shipped.prepared(wish.images).split(_BATCH)
-    fed = wish.images.split(_even(len(wish.images)) if dynamic else 1)
-    equalizer = Equalizer(shipped.network, batches, per_channel=wish.per_channel)
-    spared = [
-        path for path, module in equalizer.network.named_modules()
-        if isinstance(module, LINEAR) and not isinstance(module, tool.LAYERS)
-    ]  # fmt: skip
-    levels = functools.partial(tool.levels, bits=wish.weight_bits)
-    kept: dict[str, float] = {}
-    if wish.sensitive:
-        say("rounding each layer alone")
-        ranked = sensitivity.costs(equalizer.network, batches[0][:_RANKED], levels=levels, per_channel=wish.per_channel)
-        able = [(path, cost) for path, cost in ranked.items() if path not in spared]
-        kept = dict(able[: wish.sensitive])
-    say("seeing what the layers read")
-    rounder = Rounder(equalizer.network, batches)
-    made: dict[Gauge, Shipped] = {}
-    best = (float("inf"), Trial(AS_FOLDED, ""))
-    tried: dict[str, float] = {}
+    """Write the best of several int8 files, whose ranges are read off the images in different ways.
+
+    Args:
+        contents: of the file in fp32.
+    """
+    settings, count = calibration.settings, len(calibration.images)
+    log("rounding")
+    contents = replace(contents, network=_rounded(equalized, calibration.grid))
+    images = calibration.fed.split(_even(count) if contents.dynamic else 1)
+    trials: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        aside, chosen = Path(folder) / f"trial{file.suffix}", Path(folder) / f"chosen{file.suffix}"
-
-        def attempt(trial: Trial) -> None:
-            nonlocal best
-            say(f"trying gauge: {trial.gauge.name}, ranges: {trial.ranges}")
-            if trial.gauge not in made:
-                equalized = equalizer.equalized(trial.gauge)
-                twin = equalized.network
-                found = rounder.weights(
-                    twin, equalized.units, levels=levels, per_channel=wish.per_channel, keep=[*kept, *spared]
-                )
-                bias_correction.correct(twin, batches, {path: one.held for path, one in found.items()})
-                for path, one in found.items():
-                    twin.get_parameter(f"{path}.weight").data.copy_(one.given)
-                made.clear()  # one at a time in memory
-                made[trial.gauge] = shipped.around(twin)
-            tool.write_int8(
-                made[trial.gauge], x, aside, fed, ranges=trial.ranges, per_channel=wish.per_channel,
-                bits=wish.weight_bits, keep=[*kept], dynamic=dynamic, metadata=metadata,
-            )  # fmt: skip
-            error = _error(shipped, form.open(aside), fed)
-            tried[f"{trial.gauge.name}, {trial.ranges}"] = error
-            if error < best[0]:
-                best = error, trial
-                _move(aside, chosen, form.PARTS)
-
-        usual, *others = tool.RANGES
-        for gauge in gauges(per_channel=wish.per_channel):
-            attempt(Trial(gauge, usual))
-        for ranges in others:
-            attempt(best[1]._replace(ranges=ranges))
-        _move(chosen, file, form.PARTS)
-    trial = best[1]
+        for ranges in calibration.tool.RANGES:
+            log(f"trying ranges: {ranges}")
+            trial = Path(folder) / ranges / file.name
+            trial.parent.mkdir()
+            how = Quantization(images, ranges, settings, tuple(equalized.fp32))
+            calibration.tool.write_int8(contents, trial, how)
+            trials[ranges] = _error(equalized.network, form.open(trial), images)
+        best = min(trials, key=lambda ranges: trials[ranges])
+        for part in (Path(folder) / best).iterdir():
+            shutil.move(part, file.with_name(part.name))
     return Quantized(
-        len(wish.images), trial.gauge.name, trial.ranges, wish.per_channel, wish.weight_bits, kept,
-        tried,
+        count, equalized.gauge, best, settings.per_channel, settings.weight_bits, equalized.fp32, trials
     )  # fmt: skip
+
+
+def _rounded(equalized: Equalized, grid: WeightGrid) -> Shipped:
+    """The network with weights that the file's tool will round to those that were chosen, and biases that fit these."""
+    network = copy.deepcopy(equalized.network.network)
+    rounded = weight_rounding.weights(network, equalized.batches, equalized.layers, grid)
+    bias_correction.correct(network, equalized.batches, {path: one.held for path, one in rounded.items()})
+    for path, one in rounded.items():
+        network.get_parameter(f"{path}.weight").data.copy_(one.given)
+    return equalized.network.around(network)
 
 
 def demand(figures: Figures, most: float | None) -> float | None:
@@ -161,9 +193,9 @@ def demand(figures: Figures, most: float | None) -> float | None:
         VerificationError: more than `most`, or nobody knows.
     """
     if figures.top1 is not None and figures.source_top1 is not None:
-        what, lost = "top-1", figures.source_top1 - figures.top1
+        what, lost = f"top-1 on {figures.count} images", figures.source_top1 - figures.top1
     elif figures.agreement is not None:
-        what, lost = "agreement", 100 * (1 - figures.agreement)
+        what, lost = f"agreement on {figures.answers} {figures.unit}", 100 * (1 - figures.agreement)
     elif most is None:
         return None
     else:
@@ -173,33 +205,24 @@ def demand(figures: Figures, most: float | None) -> float | None:
         )  # fmt: skip
     if most is not None and not lost <= most:
         raise VerificationError(
-            f"int8 loses {lost:.2f} points of {what} on {figures.count} images, allowed {most:g}",
+            f"int8 loses {lost:.2f} points of {what}, allowed {most:g}",
             remedy="Nothing was written; try --sensitive 4, more --samples, or images more like those it will see",
         )
     return lost
 
 
 @torch.no_grad()
-def _error(shipped: Shipped, runs: Runs, images: Sequence[Tensor]) -> float:
+def _error(network: Shipped, runs: Runs, images: Iterable[Tensor]) -> float:
     """Relative L2 of the file's answers, on the first calibration images."""
-    off = whole = 0.0
-    seen = 0
+    distance, seen = Distance(), 0
     for x in images:
-        expected = shipped(x)
-        off += float((runs(x) - expected).double().square().sum())
-        whole += float(expected.double().square().sum())
+        distance.add(network(x), runs(x))
         seen += len(x)
-        if seen >= _JUDGED:
+        if seen >= _TRIED:
             break
-    return math.sqrt(off / max(whole, 1e-300))
+    return distance.relative
 
 
 def _even(count: int) -> int:
     """The largest batch by which `count` images come out even, as the runtimes' tools want them."""
     return next(size for size in range(min(_BATCH, count), 0, -1) if not count % size)
-
-
-def _move(one: Path, other: Path, parts: Sequence[str]) -> None:
-    shutil.move(one, other)
-    for ending in parts:
-        shutil.move(one.with_suffix(ending), other.with_suffix(ending))

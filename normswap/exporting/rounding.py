@@ -12,25 +12,49 @@ residual branches alone. Measured in tests/lab/benchmarks/export.md.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from normswap.errors import TraceError
-from normswap.graph import inspection
-from normswap.graph.inspection import LINEAR
+from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 
 
 @torch.no_grad()
-def to_bfloat16_(network: nn.Module) -> None:
+def to_bfloat16_(network: nn.Module, anatomy: Callable[[], Anatomy]) -> None:
     """Let the weights of convolutions and linear layers be values of bfloat16; they keep their dtype.
 
     Stem, projections and classifier keep their values, too. Float16 has three bits more, and needs none of this.
+
+    Args:
+        anatomy: of the network, or of one that it is a copy of.
     """
-    kept = main_path(network)
+    kept = main_path(network, anatomy)
     for path, module in network.named_modules():
         if isinstance(module, LINEAR) and path not in kept:
             module.weight.copy_(diffused(module.weight, torch.bfloat16))
+
+
+@torch.no_grad()
+def to_nearest(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy that computes in float32 with weights, and what layers give, rounded to `dtype`, each number for itself.
+
+    This is what the precision costs by itself, to hold a file to; of bfloat16, which is for weights, only those.
+    """
+    twin = copy.deepcopy(network)
+    for tensor in twin.parameters():
+        tensor.copy_(tensor.to(dtype))
+    for module in twin.modules():
+        if dtype == torch.float16 and not list(module.children()):
+            module.register_forward_hook(lambda _module, _args, output: _rounded(output))
+    return twin
+
+
+def _rounded(output: object) -> object:
+    return output.half().float() if isinstance(output, Tensor) and output.is_floating_point() else output
 
 
 def is_bfloat16(tensor: Tensor) -> bool:
@@ -38,13 +62,13 @@ def is_bfloat16(tensor: Tensor) -> bool:
     return tensor.ndim > 1 and tensor.dtype == torch.float32 and torch.equal(tensor.bfloat16().float(), tensor)
 
 
-def main_path(network: nn.Module) -> set[str]:
+def main_path(network: nn.Module, anatomy: Callable[[], Anatomy]) -> set[str]:
     """The convolutions and linear layers that the whole signal passes: all before the first residual block, those on
     skip paths, and the classifier; of a network without blocks, the first and the last.
     """
     linear = [path for path, module in network.named_modules() if isinstance(module, LINEAR)]
     try:
-        seen = inspection.inspect(network)
+        seen = anatomy()
     except TraceError:
         return {*linear[:1], *linear[-1:]}
     traced = seen.traced

@@ -7,16 +7,15 @@ features before the classifier stay what they were.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import rounding
-from normswap.exporting.formats import FP16, Given, Runs
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.formats import FP16, Runs
 from normswap.exporting.signature import Signature
 from normswap.storage import checkpoint
 
@@ -27,15 +26,16 @@ PARTS = ()
 NOTES = {"fp16": FP16}
 
 
-def write(network: nn.Module, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The metadata are in the header."""
-    if metadata.get("dtype") == "bf16":
+    network = contents.network.network
+    if contents.network.stored != contents.network.dtype:
         network = copy.deepcopy(network)
         for parameter in network.parameters():
             if rounding.is_bfloat16(parameter):
                 parameter.data = parameter.data.bfloat16()
     try:
-        checkpoint.write_file(file, network, metadata)
+        checkpoint.write_file(file, network, contents.metadata)
     except SafetensorError as error:  # the disk is full
         raise OSError(str(error)) from None
 

@@ -1,13 +1,13 @@
-"""Which layers int8 costs most: each is rounded alone, its weights and what it reads, and the answers are compared."""
+"""What int8 costs a network, or its layers alone: weights and what they read are rounded, and the answers compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from normswap.exporting.weight_grid import rounded
+from normswap.exporting.weight_grid import WeightGrid
 from normswap.graph.inspection import LINEAR
 from normswap.models.network_input import answer
 
@@ -15,23 +15,25 @@ _STEPS = 255
 
 
 @torch.no_grad()
-def costs(
-    network: nn.Module, x: Tensor, *, levels: Callable[[nn.Module], float], per_channel: bool
-) -> dict[str, float]:
-    """Relative L2 error of the answers to x (N, C, H, W), by the path of the layer that is rounded, largest first."""
+def error(network: nn.Module, x: Tensor, layers: Collection[str], grid: WeightGrid) -> float:
+    """Relative L2 error of the answers to x (N, C, H, W) with these layers rounded, weights and what they read."""
     expected = answer(network(x))
-    found = {}
-    for path, module in network.named_modules():
-        if not isinstance(module, LINEAR):
-            continue
-        weight = module.weight.data
-        handle = module.register_forward_pre_hook(_round_input)
-        try:
-            module.weight.data = rounded(module, levels=levels(module), per_channel=per_channel)
-            found[path] = float((answer(network(x)) - expected).norm() / expected.norm())
-        finally:
-            handle.remove()
+    modules = [module for path, module in network.named_modules() if path in layers and isinstance(module, LINEAR)]
+    weights = [module.weight.data for module in modules]
+    handles = [module.register_forward_pre_hook(_round_input) for module in modules]
+    try:
+        for module in modules:
+            module.weight.data = grid.rounded(module)
+        return float((answer(network(x)) - expected).norm() / expected.norm())
+    finally:
+        for module, weight, handle in zip(modules, weights, handles, strict=True):
             module.weight.data = weight
+            handle.remove()
+
+
+def costs(network: nn.Module, x: Tensor, layers: Collection[str], grid: WeightGrid) -> dict[str, float]:
+    """The same of each layer alone, by path, largest first."""
+    found = {path: error(network, x, [path], grid) for path in layers}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -16,28 +16,31 @@ from torch import Tensor, fx, nn
 
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear, pads
-from normswap.graph import inspection
-from normswap.graph.inspection import LINEAR
+from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Vacant
-from normswap.models.calling import Inputs
 
 _POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d)
 
 
-def absorb(model: nn.Module, inputs: Inputs = None) -> list[str]:
+def has_shifts(model: nn.Module) -> bool:
+    """Whether there is anything to move."""
+    return any(isinstance(module, ChannelBias) and module.sign is None for module in model.modules())
+
+
+def absorb(model: nn.Module, anatomy: Anatomy) -> list[str]:
     """Change a folded network, in place, so that it computes the same without the shifts that can be moved.
 
     Args:
-        inputs: what to look at it with, as in `inspect`.
+        anatomy: of the network, or of one that it is a copy of.
 
     Returns:
         The paths where a shift stood.
     """
-    work = _Absorber(model, inputs)
-    for path, module in list(model.named_modules()):
+    work = _Absorber(model, anatomy)
+    for path, module in anatomy.traced.modules.items():
         if isinstance(module, ChannelBias) and module.sign is None:
             work.take_out(path, module)
     work.carry_out()
@@ -47,9 +50,9 @@ def absorb(model: nn.Module, inputs: Inputs = None) -> list[str]:
 class _Absorber:
     """Collects what is added to each convolution's bias, in float64."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
-        self.draft = Draft(inspection.inspect(model, inputs))
-        self.traced = self.draft.anatomy.traced
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        self.draft = Draft(anatomy)
+        self.traced = anatomy.traced
         self.model = model
         self.added: dict[str, Tensor] = {}
         self.vacant: list[str] = []

@@ -18,7 +18,6 @@ from normswap import __version__, provenance
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import zoo
 from normswap.plan import Body
-from normswap.storage import atomic_write
 
 
 def place(file: Path) -> Path:
@@ -34,6 +33,16 @@ def config(model: nn.Module) -> Body:
         if stem is not None:
             found["input_size"] = (stem.in_channels, *tuple(found["input_size"])[1:])
     return found
+
+
+def preprocessing(model: nn.Module) -> Body:
+    """The record by which images are made for a network."""
+    record = provenance.of(model)
+    return {
+        **(record.pretrained_cfg if record else {}),
+        **config(model),
+        "num_classes": getattr(model, "num_classes", None),
+    }
 
 
 def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool) -> Body:
@@ -98,10 +107,8 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
 
 
 def write(file: Path, body: Body) -> None:
-    """Raises:
-    OutputError: it cannot be written.
-    """
-    atomic_write.text(file, json.dumps(body, indent=2) + "\n")
+    """Put it beside `file`."""
+    place(file).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def read(file: Path) -> Body | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,9 +119,3 @@ def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """The only one, or all of them."""
     found = tuple(values)
     return found[0] if len(found) == 1 else found
-
-
-def batched(count: int) -> tuple[object, ...]:
-    """For torch.export: of so many inputs the first dimension is the same, and free."""
-    batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
-    return (batch, (batch,) * (count - 1)) if count > 1 else (batch,)

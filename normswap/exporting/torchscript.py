@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.formats import FP16, Given, Runs, reason
-from normswap.exporting.signature import together
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.formats import FP16, Runs, reason
 from normswap.models.weight_files import quiet
 
 NAME = "torchscript"
@@ -25,22 +23,22 @@ NOTES = {"fp16": FP16}
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 
 
-def write(network: Shipped, x: Given, file: Path, *, dynamic: bool, metadata: Mapping[str, str]) -> None:
+def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The metadata are extra files of the archive.
 
     A trace takes any number of images anyway, unless the network computes with that number.
     """
     try:
         with quiet(), torch.no_grad():
-            frozen = torch.jit.freeze(torch.jit.trace(network, together(x), check_trace=False))
+            frozen = torch.jit.freeze(torch.jit.trace(contents.network, contents.example, check_trace=False))
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
     _leave_out_ones(frozen.graph)
-    if network.stored != network.dtype:
+    if contents.network.stored != contents.network.dtype:
         _store_bf16(frozen.graph)
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with quiet():
-        torch.jit.save(frozen, held, _extra_files=dict(metadata))
+        torch.jit.save(frozen, held, _extra_files=dict(contents.metadata))
     file.write_bytes(held.getbuffer())
 
 

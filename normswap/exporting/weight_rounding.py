@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from normswap.calibration.least_squares import Kernel, Moments, by_group, naming
 from normswap.calibration.sampling import fits, patches
-from normswap.exporting.weight_grid import rounded, steps
+from normswap.exporting.weight_grid import WeightGrid
 from normswap.graph.inspection import LINEAR
 from normswap.layers.seat import Linearity
 
@@ -69,98 +69,81 @@ class Rounded:
     held: Tensor
 
 
-class Rounder:
-    """What of a network's inputs goes along with what, layer by layer.
+@torch.no_grad()
+def weights(
+    network: nn.Module, batches: Sequence[Tensor], layers: Collection[str], grid: WeightGrid
+) -> dict[str, Rounded]:
+    """The weights of these layers by path; what cannot be seen by patches is rounded each for itself.
 
     Args:
         network: in float32; it is not changed.
-        batches: images (N, C, H, W).
+        batches: images (N, C, H, W) that show what inputs go along with what.
+
+    Raises:
+        SourceError: what reaches a layer overflows when it is squared.
     """
-
-    @torch.no_grad()
-    def __init__(self, network: nn.Module, batches: Iterable[Tensor], *, seed: int = 0) -> None:
-        images = list(batches)
-        count = sum(map(len, images))
-        draw = torch.Generator().manual_seed(seed)
-        seen: dict[str, list[Moments]] = {}
-
-        def look(path: str, layer: Linearity, args: tuple[Tensor, ...], out: Tensor) -> None:
-            fan = layer.weight[0].numel()
-            places = -(-max(_ROWS, _FAN * min(fan, _WIDEST)) // count)
-            rows = by_group(patches(layer, args[0], out, places, draw)[0]).float()
-            parts = rows.tensor_split(-(-fan // _WIDEST), 2)
-            none = rows[:, :, :0]  # there is nothing to aim at
-            if path not in seen:
-                seen[path] = [Moments.like(part, none) for part in parts]
-            for moments, part in zip(seen[path], parts, strict=True):
-                moments.add(part, none)
-                moments.flush()  # of all layers at once, what waits would be more than the sums
-
-        handles = [
-            module.register_forward_hook(functools.partial(look, path))
-            for path, module in network.named_modules() if isinstance(module, LINEAR) and fits(module)
-        ]  # fmt: skip
-        try:
-            for x in images:
-                network(x)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.covariances = {path: [moments.covariances()[0].float() for moments in seen.pop(path)] for path in [*seen]}
-
-    @torch.no_grad()
-    def weights(
-        self,
-        network: nn.Module,
-        units: Mapping[str, Tensor],
-        *,
-        levels: Callable[[nn.Module], float],
-        per_channel: bool,
-        keep: Collection[str] = (),
-    ) -> dict[str, Rounded]:
-        """By path, the weights of each layer; what cannot be seen by patches is rounded each for itself.
-
-        Args:
-            network: what was looked at, but for factors of its channels; it is not changed.
-            units: of input channels by path, the factors (I,) by which they are larger here than they were.
-            levels: of each layer (`weight_grid.rounded`).
-            keep: the paths of layers that are not rounded.
-
-        Raises:
-            SourceError: what reaches a layer overflows when it is squared.
-        """
-        found = {}
-        for path, module in network.named_modules():
-            if not isinstance(module, LINEAR) or path in keep:
-                continue
-            if path in self.covariances:
-                blocks = self._blocks(module, path, units.get(path))
-                with naming(path, "rounded"):
-                    found[path] = _diffused(module, blocks, levels=levels(module), per_channel=per_channel)
-            else:
-                held = rounded(module, levels=levels(module), per_channel=per_channel)
-                found[path] = Rounded(module.weight.detach().clone(), held)
-        return found
-
-    def _blocks(self, module: Linearity, path: str, units: Tensor | None) -> Iterator[_Block]:
-        groups, first = getattr(module, "groups", 1), 0
-        for covariance in self.covariances[path]:
-            last = first + covariance.shape[1]
-            if units is not None:
-                of_patch = units.view(groups, -1).repeat_interleave(module.weight[0, 0].numel(), 1)[:, first:last]
-                covariance = of_patch[:, :, None] * covariance * of_patch[:, None, :]
-            yield _Block.of(covariance.double(), first)
-            first = last
+    seen = _moments(network, batches, layers)
+    found = {}
+    for path, module in network.named_modules():
+        if path not in layers or not isinstance(module, LINEAR):
+            continue
+        if path in seen:
+            with naming(path, "rounded"):
+                blocks = _blocks(seen.pop(path))
+                found[path] = _diffused(module, blocks, grid)
+        else:
+            found[path] = Rounded(module.weight.detach().clone(), grid.rounded(module))
+    return found
 
 
-def _diffused(module: Linearity, blocks: Iterable[_Block], *, levels: float, per_channel: bool) -> Rounded:
+def _moments(network: nn.Module, batches: Sequence[Tensor], layers: Collection[str]) -> dict[str, list[Moments]]:
+    """Those of the patches that layers read, part by part of wide ones."""
+    count = sum(map(len, batches))
+    draw = torch.Generator().manual_seed(0)
+    seen: dict[str, list[Moments]] = {}
+
+    def look(path: str, layer: Linearity, args: tuple[Tensor, ...], out: Tensor) -> None:
+        fan = layer.weight[0].numel()
+        places = -(-max(_ROWS, _FAN * min(fan, _WIDEST)) // count)
+        rows = by_group(patches(layer, args[0], out, places, draw)[0]).float()
+        parts = rows.tensor_split(-(-fan // _WIDEST), 2)
+        none = rows[:, :, :0]  # there is nothing to aim at
+        if path not in seen:
+            seen[path] = [Moments.like(part, none) for part in parts]
+        for moments, part in zip(seen[path], parts, strict=True):
+            moments.add(part, none)
+            moments.flush()  # of all layers at once, what waits would be more than the sums
+
+    handles = [
+        module.register_forward_hook(functools.partial(look, path))
+        for path, module in network.named_modules()
+        if path in layers and isinstance(module, LINEAR) and fits(module)
+    ]
+    try:
+        for x in batches:
+            network(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _blocks(seen: Sequence[Moments]) -> Iterator[_Block]:
+    first = 0
+    for moments in seen:
+        covariance = moments.covariances()[0]
+        yield _Block.of(covariance.double(), first)
+        first += covariance.shape[1]
+
+
+def _diffused(module: Linearity, blocks: Iterable[_Block], grid: WeightGrid) -> Rounded:
     groups, weight = getattr(module, "groups", 1), module.weight.detach()
     shape = (groups, len(weight) // groups, -1)
-    step = steps(module, levels=levels, per_channel=per_channel).double().expand_as(weight).reshape(shape)
-    nearest = rounded(module, levels=levels, per_channel=per_channel).double().reshape(shape)
+    step = grid.steps(module).double().expand_as(weight).reshape(shape)
+    nearest = grid.rounded(module).double().reshape(shape)
     given = weight.double().reshape(shape)
-    largest = given.abs().amax(2, keepdim=True) if per_channel else given.abs().amax()
-    settled, most = given.abs() >= largest, math.floor(levels)  # the largest make the step, and stay
+    largest = given.abs().amax(2, keepdim=True) if grid.per_channel else given.abs().amax()
+    settled, most = given.abs() >= largest, math.floor(grid.levels(module))  # the largest make the step, and stay
     found = nearest.clone()
     for block in blocks:
         at = block.order[:, None].expand(-1, shape[1], -1)

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from normswap.folding import gauge, norm_free
 from normswap.folding.draft import Draft
+from normswap.folding.outcomes import FOLDED_FORWARD, LEFT_SHIFT, NEVER_CALLED, folded_back, left_affine, stays
 from normswap.folding.overwriting import overwritten
 from normswap.folding.passage import (
     Blocked,
@@ -28,14 +29,13 @@ from normswap.folding.passage import (
     read_directly,
 )
 from normswap.folding.producers import makers
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import affine, reparametrized
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import OwnLayer
 from normswap.layers.scalars import Scale
-from normswap.plan import Way
+from normswap.plan import Outcome, Way
 
 
 def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
@@ -65,7 +65,7 @@ def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
             elif outer:
                 draft.refusals[path] = f"it is inside {outer}, which cannot be looked into: {traced.opaque[outer]}"
             else:
-                draft.judge(path, Fate.NEVER_CALLED)
+                draft.settle(path, NEVER_CALLED)
     return draft
 
 
@@ -101,9 +101,9 @@ def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
             return
     if affine.holds_statistics(module):
         draft.seat(path, "ChannelAffine")
-        draft.judge(path, Fate.LEFT_AFFINE, reason=reasons[0])
+        draft.settle(path, left_affine(reasons[0]))
     else:
-        draft.judge(path, Fate.STAYS, reason=reasons[0])
+        draft.settle(path, stays(reasons[0]))
 
 
 def _fold_back(draft: Draft, path: str, module: nn.Module) -> None:
@@ -112,7 +112,7 @@ def _fold_back(draft: Draft, path: str, module: nn.Module) -> None:
     for linear, part in found.items():
         draft.take(linear).add(path, Way.AFTER, part)
     draft.vacate(path)
-    draft.judge(path, Fate.FOLDED_BACK, *found)
+    draft.settle(path, folded_back(*found))
 
 
 def _fold_forward(draft: Draft, path: str, module: nn.Module) -> None:
@@ -131,7 +131,7 @@ def _fold_forward(draft: Draft, path: str, module: nn.Module) -> None:
     for conv_path in convs:
         draft.take(conv_path).add(path, Way.BEFORE)
     draft.vacate(path)
-    draft.judge(path, Fate.FOLDED_FORWARD, *convs)
+    draft.settle(path, Outcome(FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
 
 
 def _move_scale(draft: Draft, path: str, module: nn.Module) -> None:
@@ -147,7 +147,7 @@ def _move_scale(draft: Draft, path: str, module: nn.Module) -> None:
     dtype = next(draft.anatomy.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
     draft.seat(path, "ChannelBias", signed=signed)
-    draft.judge(path, Fate.LEFT_SHIFT, *convs)
+    draft.settle(path, Outcome(LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
 
 
 def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> None:
@@ -168,7 +168,7 @@ def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> None:
     for reader in readers if alpha else ():  # what a gate makes of a dead branch does not matter
         draft.take(reader).in_gain /= alpha
     draft.vacate(path)
-    draft.judge(path, Fate.FOLDED_BACK, conv, reason="through the gate")
+    draft.settle(path, folded_back(conv, reason="through the gate"))
 
 
 def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
@@ -194,4 +194,4 @@ def _fold_stream(draft: Draft, path: str, module: nn.Module) -> None:
     with gauge.attempt(draft):
         gauge.enlarge(draft, above, module.alpha.item(), {calls[0]})
     draft.vacate(path)
-    draft.judge(path, Fate.FOLDED_BACK, "what makes the stream")
+    draft.settle(path, folded_back("what makes the stream"))

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch.nn.functional as F
 from torch import fx, nn
 
-from normswap.folding.verdict import Fate, Verdict
 from normswap.graph import channel_axes
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.channel_axes import Axes
 from normswap.layers import affine
 from normswap.layers.activations import SILENT
 from normswap.layers.placeholders import Vacant
-from normswap.plan import Body, Edit, Take, Then, Way
+from normswap.plan import Body, Edit, Outcome, Take, Then, Way
 
 
 @dataclass
@@ -43,12 +42,12 @@ class Intake:
 
 @dataclass
 class Draft:
-    """Edits in the making, and for every site what happens to it (`verdicts`) or why nothing can (`refusals`)."""
+    """Edits in the making, and for every site what happens to it (`outcomes`) or why nothing can (`refusals`)."""
 
     anatomy: Anatomy
     takes: dict[str, Intake] = field(default_factory=dict)
     seats: dict[str, Edit] = field(default_factory=dict)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scalars: dict[str, Then] = field(default_factory=dict)  # to chain after the newcomer at a path
@@ -72,8 +71,9 @@ class Draft:
         """Whether nothing but an activation will sit at `path`, where `module` sits now."""
         return self.vacated(path) if path in self.seats else isinstance(module, Vacant)
 
-    def judge(self, path: str, fate: Fate, *into: str, reason: str = "", detail: str = "") -> None:
-        self.verdicts[path] = Verdict(fate, into, reason, detail)
+    def settle(self, path: str, outcome: Outcome) -> None:
+        """Say what becomes of the norm at `path`."""
+        self.outcomes[path] = outcome
 
     def axes(self) -> Axes:
         """Where the channels are in each value, found once, when it is first needed."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import fx, nn
 
 from normswap.folding.draft import Draft
+from normswap.folding.outcomes import folded_back
 from normswap.folding.passage import Blocked, check_linear, name, read_directly
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers.layer_scale import scaled_dim
@@ -31,7 +31,7 @@ def move(draft: Draft) -> None:
             continue
         draft.take(linear).add(path, Way.AFTER)
         draft.vacate(path)
-        draft.judge(path, Fate.FOLDED_BACK, linear)
+        draft.settle(path, folded_back(linear))
 
 
 def maker(draft: Draft, module: nn.Module) -> str:

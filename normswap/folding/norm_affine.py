@@ -10,14 +10,14 @@ from __future__ import annotations
 from torch import fx, nn
 
 from normswap.folding.draft import Draft
+from normswap.folding.outcomes import stays
 from normswap.folding.passage import Blocked, check_linear, distinct, name, pads, read_directly
-from normswap.folding.verdict import Fate
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import channel_norm, reparametrized
-from normswap.plan import Way
+from normswap.plan import Outcome, Way
 
 
 def found(anatomy: Anatomy) -> dict[str, nn.Module]:
@@ -27,7 +27,7 @@ def found(anatomy: Anatomy) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in modules.items()
-        if isinstance(module, nn.LayerNorm) or channel_norm.channel_dim(module) is not None
+        if channel_norm.is_at_each_position(module)
         if id(module) in calls and anatomy.takes_part(path)
     }
 
@@ -42,12 +42,13 @@ def move(draft: Draft) -> None:
         try:
             readers = linear_readers(draft, seen, path, norm)
         except Blocked as why:
-            draft.judge(path, Fate.STAYS, detail="with its scale and shift", reason=str(why))
+            draft.settle(path, stays(str(why), " with its scale and shift"))
             continue
         for reader in readers:
             draft.take(reader).add(path, Way.BEFORE)
         draft.seat(path, "BareNorm")
-        draft.judge(path, Fate.MOVED_ON, *readers)
+        into = ", ".join(readers)
+        draft.settle(path, Outcome("scale and shift moved on", f"its scale and shift move to {into}"))
 
 
 def linear_readers(draft: Draft, seen: Axes, path: str, norm: nn.Module) -> list[str]:

@@ -101,7 +101,8 @@ def _complaint(draft: Draft, seen: Axes, user: fx.Node) -> str:
         return f"{_stranger(draft, seen, user)} is added to it, whose channels are not the outputs of a linear layer"
     if user.op == "output":
         return "the model returns it, with its mean"
-    if isinstance(draft.anatomy.traced.module(user), nn.LayerNorm):
+    norm = draft.anatomy.traced.module(user)
+    if norm is not None and channel_norm.is_at_each_position(norm):
         return f"{name(user)} reads it too, which normalizes several tokens or groups of channels by one mean"
     if channel_axes.is_step(draft.anatomy.traced, user):
         return f"{called(user)} takes its channels apart"

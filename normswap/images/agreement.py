@@ -38,3 +38,8 @@ def classify(
 def agreement(one: Tensor, two: Tensor) -> float:
     """The fraction of images with the same answer."""
     return float((one == two).double().mean())
+
+
+def unit(scores: Tensor) -> str:
+    """The word for what each answer in (N, classes, ...) is about: an image, or a place in its map."""
+    return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")

@@ -12,7 +12,7 @@ import io
 import lzma
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,15 @@ class Loader:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def only(self, rows: Sequence[int]) -> Loader:
+        """The same of these images; no other is read."""
+        old = self.batches
+        some: DataLoader[object] = DataLoader(
+            Subset(old.dataset, rows), old.batch_size, num_workers=old.num_workers, collate_fn=old.collate_fn,
+            generator=old.generator,
+        )  # fmt: skip
+        return Loader(some, self.origin, len(rows))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         left = self.limit

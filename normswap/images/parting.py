@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor
 
 from normswap.errors import OptionError
 from normswap.images.datasets import Loader
 
-_MOST = 512  # images of the first part, unless a number is given
+_FIRST = 512  # images of the first part, unless a number is given
 
 
-class Part:
-    """The images of a loader that were drawn for this part; each pass reads them again."""
-
-    def __init__(self, loader: Loader, mine: Tensor) -> None:
-        self.loader, self.mine, self.count = loader, mine, int(mine.sum())
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        done = 0
-        for images, labels in self.loader:
-            rows = self.mine[done : done + len(images)]
-            done += len(images)
-            if rows.any():
-                yield images[rows], labels[rows]
-
-
-def part(loader: Loader, first: int | None, *, seed: int = 0) -> tuple[Part, Part]:
-    """`first` images, drawn by `seed`, and the others; without a number half of them, at most 512.
+def part(loader: Loader, first: int | None, *, most: int | None = None, seed: int = 0) -> tuple[Loader, Loader]:
+    """`first` images, drawn by `seed`, and `most` others, or all; without a number half of them, at most 512.
 
     Raises:
         OptionError: none are left for the second part, or the loader cannot tell how many it has.
@@ -41,6 +23,6 @@ def part(loader: Loader, first: int | None, *, seed: int = 0) -> tuple[Part, Par
         why = f"{wanted} to calibrate on leave none to measure on"
         raise OptionError(f"{loader.origin} has {loader.count} images", why, "Give more of them, or lower --samples")
     drawn = torch.randperm(loader.count, generator=torch.Generator().manual_seed(seed))
-    mine = torch.zeros(loader.count, dtype=torch.bool)
-    mine[drawn[: min(loader.count // 2, _MOST) if first is None else first]] = True
-    return Part(loader, mine), Part(loader, ~mine)
+    count = min(loader.count // 2, _FIRST) if first is None else first
+    one, other = drawn[:count], drawn[count:][:most]
+    return loader.only(sorted(one.tolist())), loader.only(sorted(other.tolist()))

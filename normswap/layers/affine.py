@@ -8,76 +8,73 @@ can be measured (`unknown_norms`): any other forward may compute anything, and i
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
-from timm.layers import norm_act, split_batchnorm
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torchvision.ops.misc import FrozenBatchNorm2d
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.errors import RefusedError
-from normswap.layers import channel_norm, layer_scale, unknown_norms
-from normswap.layers.known_norms import known
+from normswap.layers import channel_norm, known_norms, layer_scale, unknown_norms
+from normswap.layers.known_norms import Pair, Read, Statistics
 from normswap.layers.own import OwnLayer
 from normswap.provenance import output_moments
-
-_BATCHNORM_FORWARDS = {
-    _BatchNorm.forward,
-    nn.SyncBatchNorm.forward,
-    FrozenBatchNorm2d.forward,
-    norm_act.BatchNormAct2d.forward,
-    norm_act.SyncBatchNormAct.forward,
-    norm_act.FrozenBatchNormAct2d.forward,
-    split_batchnorm.SplitBatchNorm2d.forward,
-}
-_FROZEN = (FrozenBatchNorm2d, norm_act.FrozenBatchNormAct2d)
-_FUSED = (
-    norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d, norm_act.GroupNormAct,
-    norm_act.LayerNormAct2d,
-)  # fmt: skip
-_OTHER_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether `module` normalizes with population statistics in eval mode."""
-    return isinstance(module, (_BatchNorm, *_FROZEN)) or _looks_like_one(module)
+    kind = known_norms.kind_of(module)
+    return kind is not None and kind.statistics is Statistics.POPULATION
 
 
 def is_frozen(module: nn.Module) -> bool:
     """Whether `module` is a BatchNorm whose four tensors never change, also in training mode."""
-    return isinstance(module, _FROZEN) or (
-        _looks_like_one(module) and not module._parameters and not isinstance(module, _BatchNorm)
-    )
-
-
-def _looks_like_one(module: nn.Module) -> bool:
-    return not isinstance(module, OwnLayer) and unknown_norms.has_the_tensors(module)
+    return is_batchnorm(module) and not isinstance(module, _BatchNorm) and not module._parameters
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` is any kind of normalization layer."""
-    return is_batchnorm(module) or isinstance(module, _OTHER_NORMS) or known(module) is not None
+    return known_norms.kind_of(module) is not None
 
 
 def is_affine(module: nn.Module) -> bool:
     """Whether `module` is a per-channel affine map in eval mode, be it a norm or one of normswap's own layers."""
-    return is_batchnorm(module) or _own(module) is not None or _vouched(module)
+    return is_affine_norm(module) or _own(module) is not None
+
+
+def is_affine_norm(module: nn.Module) -> bool:
+    """Whether `module` is a norm that is a per-channel affine map in eval mode."""
+    return is_batchnorm(module) or _registered_map(module) is not None
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether somebody registered how the map of `module` is read, so that it may be no BatchNorm in training."""
+    return _registered_map(module) is not None
+
+
+def has_moments(module: nn.Module) -> bool:
+    """Whether `module` is a norm that keeps mean and variance of what it reads."""
+    return is_batchnorm(module) and (_moments(module) is not None or getattr(module, "running_mean", None) is not None)
 
 
 def holds_statistics(module: nn.Module) -> bool:
     """Whether an affine module is a norm, or one lives on in it, so that it may become a plain scale and shift."""
     own = _own(module)
-    return own.HOLDS_STATISTICS if own is not None else is_batchnorm(module) or _vouched(module)
+    return own.HOLDS_STATISTICS if own is not None else is_affine_norm(module)
 
 
 def _own(module: nn.Module) -> OwnLayer | None:
     return module if isinstance(module, OwnLayer) and module.AFFINE else None
 
 
-def _vouched(module: nn.Module) -> bool:
-    found = known(module)
-    return found is not None and found.read is not None
+def _registered_map(module: nn.Module) -> Read | None:
+    kind = known_norms.kind_of(module)
+    return None if kind is None else kind.affine
+
+
+def _moments(module: nn.Module) -> Read | None:
+    kind = known_norms.kind_of(module)
+    return None if kind is None else kind.moments
 
 
 def channels(module: nn.Module) -> int:
@@ -93,13 +90,13 @@ def refusal(module: nn.Module) -> str | None:
     """Why the eval-mode affine map of this norm cannot be read, or None when it can."""
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"
-    if _own(module) is not None or _vouched(module):
+    if _own(module) is not None or _registered_map(module) is not None:
         return None
     if isinstance(module, OwnLayer) and module.NORMALIZES:
         return f"{type(module).__name__} bends what it reads"
     if not is_batchnorm(module):
         return f"{type(module).__name__} computes its statistics per sample"
-    if known(module) is None and not _was_read(module):
+    if not known_norms.is_believed(module):
         name = type(module).__name__
         if "forward" in vars(module) or unknown_norms.eps(module) is None:
             why = f"{name} has a forward of its own, which is not that of a BatchNorm"
@@ -109,23 +106,18 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def _was_read(module: nn.Module) -> bool:
-    own = isinstance(module, OwnLayer)
-    return (own or type(module).forward in _BATCHNORM_FORWARDS) and "forward" not in vars(module)
-
-
-def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor]:
+def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     """s and t of y = s * x + t, each of shape (C,) or (1,), float64; of a LayerNorm or RMSNorm, gamma and beta.
 
     Args:
         module: one for which `refusal` is None, or `channel_norm.refusal`.
         unit_gamma: read a BatchNorm as if gamma were 1 and beta 0 (the plain standardization).
     """
-    own, vouched = _own(module), known(module)
+    own, registered = _own(module), _registered_map(module)
     if own is not None:
         return own.as_affine()
-    if vouched is not None and vouched.read is not None:
-        scale, shift = vouched.read(module)
+    if registered is not None and not unit_gamma:
+        scale, shift = registered(module)
         return scale.detach().double(), shift.detach().double()
     if channel_norm.channel_dim(module) is not None:
         return channel_norm.read(module)
@@ -133,7 +125,7 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
         gamma = layer_scale.gamma(module)
         return gamma, torch.zeros_like(gamma)
     norm: Any = module
-    mean, var = norm.running_mean.double(), norm.running_var.double()
+    mean, var = statistics(norm)
     scale = torch.rsqrt(var + epsilon(norm))
     if unit_gamma:
         return scale, -mean * scale
@@ -143,11 +135,18 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> tuple[Tensor, Tensor
     return scale, shift if norm.bias is None else shift + norm.bias.detach().double()
 
 
+def statistics(norm: nn.Module) -> Pair:
+    """Mean and variance per channel, (C,) float64, of what a norm reads, for which `has_moments` is true."""
+    moments, one = _moments(norm), cast(Any, norm)
+    mean, var = (one.running_mean, one.running_var) if moments is None else moments(norm)
+    return mean.detach().double(), var.detach().double()
+
+
 def epsilon(norm: nn.Module) -> float:
     """What a BatchNorm for which `refusal` is None adds to the variance; some name it nowhere but in their forward."""
-    one: Any = norm
-    found: Any = one.eps if _was_read(norm) or known(norm) is not None else unknown_norms.eps(norm)
-    return found
+    named = known_norms.is_believed(norm)
+    found: Any = getattr(norm, "eps", 1e-5) if named else unknown_norms.eps(norm)
+    return float(found)
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +166,8 @@ def activation(module: nn.Module) -> nn.Module | None:
     """What a fused norm+act module applies after its affine map (dropout, then activation), or None."""
     if isinstance(module, OwnLayer):
         return getattr(module, "act", None)
-    if not isinstance(module, _FUSED):
+    kind = known_norms.kind_of(module)
+    if kind is None or not kind.activation:
         return None
     parts = [part for part in (getattr(module, "drop", None), getattr(module, "act", None)) if part is not None]
     parts = [part for part in parts if not isinstance(part, nn.Identity)]
@@ -179,19 +179,62 @@ def copied_activation(module: nn.Module) -> nn.Module | None:
     return copy.deepcopy(activation(module))
 
 
-def moments(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Mean and deviation per channel of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy, section 3)."""
+def moments(module: nn.Module) -> Pair:
+    """Mean and deviation per channel of a norm's output: of a BatchNorm beta and |gamma| (Ioffe & Szegedy, section 3).
+
+    Args:
+        module: one for which `has_moments` is true.
+    """
     norm: Any = module
-    return output_moments(norm.running_mean, norm.weight, norm.bias)
+    if _registered_map(module) is None:
+        return output_moments(norm.running_mean, norm.weight, norm.bias)
+    (mean, var), (scale, shift) = statistics(module), read(module)
+    return scale * mean + shift, scale.abs() * var.sqrt()
 
 
-def set_shift(norm: nn.Module, shift: Tensor, scale: Tensor, part: slice = slice(None)) -> None:
-    """Set the beta of a BatchNorm, in place, so that its t is `shift`, in a part of its channels.
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of what a record keeps of a norm that gives way: its tensors, and what its class says of its statistics.
+
+    Nothing of what is no affine norm.
+    """
+    if not is_affine_norm(module):
+        return {}
+    kept = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    if _registered_map(module) is not None and has_moments(module):
+        (mean, var), (out_mean, out_std) = statistics(module), moments(module)
+        kept = {"running_mean": mean, "running_var": var, **kept, "output_mean": out_mean, "output_std": out_std}
+    return {name: tensor.detach().clone() for name, tensor in kept.items()}
+
+
+def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None:
+    """Set the beta of a norm, in place, so that its t is `shift`, in a part of its channels.
 
     Raises:
-        RefusedError: it has no beta.
+        RefusedError: it has no beta, or that is no shift.
     """
-    one: Any = norm
-    if one.bias is None:
+    beta = getattr(norm, "bias", None)
+    if not isinstance(beta, Tensor):
         raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
-    one.bias[part].copy_(shift + one.running_mean.double()[part] * scale)
+    beta[part].copy_(beta.double()[part] + shift - read(norm)[1][part])
+    _check_read(norm, "beta", read(norm)[1][part], shift)
+
+
+def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
+    """Set the gamma and beta of a norm, in place, so that its s and t are these.
+
+    Raises:
+        RefusedError: it has none, or they are no scale and shift.
+    """
+    gamma = getattr(norm, "weight", None)
+    if not isinstance(gamma, Tensor):
+        raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")
+    gamma.fill_(1)
+    gamma.copy_(scale / read(norm)[0])
+    _check_read(norm, "gamma", read(norm)[0], scale)
+    set_shift(norm, shift)
+
+
+def _check_read(norm: nn.Module, name: str, now: Tensor, wanted: Tensor) -> None:
+    """See that a class which somebody registered has taken up a value as a BatchNorm does."""
+    if _registered_map(norm) is not None and not torch.allclose(now, wanted.to(now), rtol=1e-4, atol=1e-5):
+        raise RefusedError("cannot unfold", f"the {name} of a {type(norm).__name__} does not set its map alone")

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from timm import layers as timm_layers
 from torch import Tensor, nn
 
+from normswap.layers.known_norms import KINDS, Statistics, at_each_position, is_believed, kind_of
 from normswap.layers.seat import Seat
 
 
@@ -36,26 +36,20 @@ class ShiftedRMSNorm(nn.RMSNorm):
         return f"{super().extra_repr()}, shift={self.bias is not None}, dim={self.dim}"
 
 
-_LAYERNORMS = {nn.LayerNorm.forward: -1, timm_layers.LayerNorm.forward: -1, timm_layers.LayerNorm2d.forward: 1}
-_RMSNORMS = {
-    nn.RMSNorm.forward: -1,
-    timm_layers.RmsNorm.forward: -1,
-    timm_layers.RmsNorm2d.forward: 1,
-    ShiftedRMSNorm.forward: -1,
-}
+KINDS[ShiftedRMSNorm] = at_each_position(-1, centres=False)
 _SEEN: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # what was measured
-_SINGLE = (timm_layers.LayerNormFp32, timm_layers.LayerNorm2dFp32)
 
 
 def channel_dim(module: nn.Module) -> int | None:
     """Along which dimension a LayerNorm or RMSNorm normalizes: -1 or 1; None for any other module."""
-    kind = type(module)
-    dim = {**_LAYERNORMS, **_RMSNORMS}.get(kind.forward)
-    if dim is None and isinstance(module, nn.LayerNorm) and not isinstance(module, _SINGLE):
-        dim = _measured(module)
-    if dim is None or "forward" in vars(module) or len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+    kind = kind_of(module)
+    if kind is None or kind.statistics is not Statistics.POSITION or kind.single or "forward" in vars(module):
         return None
-    return module.dim if isinstance(module, ShiftedRMSNorm) else dim
+    if not is_believed(module):
+        return _measured(module) if isinstance(module, nn.LayerNorm) else None
+    if kind.activation or len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+        return None
+    return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
 
 
 @torch.no_grad()
@@ -90,11 +84,18 @@ def is_layernorm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
     return isinstance(module, nn.LayerNorm) and channel_dim(module) is not None
 
 
+def is_at_each_position(module: nn.Module) -> bool:
+    """Whether `module` is a LayerNorm or RMSNorm, of whatever kind."""
+    kind = kind_of(module)
+    return kind is not None and kind.statistics is Statistics.POSITION
+
+
 def refusal(module: nn.Module) -> str | None:
     """Why the gamma and beta of this LayerNorm or RMSNorm cannot be touched, or None when they can."""
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which see its output"
-    if isinstance(module, _SINGLE):
+    kind = kind_of(module)
+    if kind is not None and kind.single:
         return "it computes in float32 whatever the network's precision is"
     if channel_dim(module) is None:
         return f"{type(module).__name__} has a forward of its own, or normalizes more than the channels"

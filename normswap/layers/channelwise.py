@@ -18,6 +18,7 @@ class ChannelAffine(Seat, OwnLayer):
     """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can take it in."""
 
     AFFINE = PER_CHANNEL = SCALES = True
+    FATE = "affine"
     ROLES = {"weight": GAMMA, "bias": "beta"}
 
     def __init__(self, weight: Tensor, bias: Tensor, act: nn.Module | None = None) -> None:
@@ -48,8 +49,7 @@ class ChannelAffine(Seat, OwnLayer):
         scale, shift = affine.read(old)
         if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
             return
-        old.weight.copy_(now.weight.double() * torch.sqrt(old.running_var.double() + affine.epsilon(old)))
-        affine.set_shift(old, now.bias.double(), now.weight.double())
+        affine.set_map(old, now.weight.double(), now.bias.double())
 
 
 class ChannelBias(Seat, OwnLayer):
@@ -59,6 +59,7 @@ class ChannelBias(Seat, OwnLayer):
     """
 
     AFFINE = PER_CHANNEL = True
+    FATE = "bias"
     ROLES = {"bias": "beta"}
     sign: Tensor | None
 
@@ -86,6 +87,6 @@ class ChannelBias(Seat, OwnLayer):
     def invert(cls, old: Any, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
-        magnitude, sign, shift = affine.split(old, old.weight.dtype)
+        magnitude, _, shift = affine.split(old, now.bias.dtype)
         if not torch.equal(shift.to(now.bias), now.bias):
-            affine.set_shift(old, magnitude * now.bias.double(), magnitude * sign)
+            affine.set_shift(old, magnitude * now.bias.double())

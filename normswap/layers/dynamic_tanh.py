@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
-from normswap.layers.known_norms import register_norm
+from normswap.layers.known_norms import KINDS, NormKind, Statistics
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
 from normswap.layers.per_sample import led, rescaled
 from normswap.layers.seat import Seat
@@ -27,7 +27,7 @@ class DynamicTanh(Seat, OwnLayer):
     """y = act(weight * tanh(alpha * x) + bias), alpha one number, weight and bias per channel; all of them learn."""
 
     NORMALIZES = True
-    ROLES = {"alpha": "alpha", "weight": GAMMA, "bias": "beta"}
+    ROLES = {"alpha": "tanh_alpha", "weight": GAMMA, "bias": "beta"}
 
     def __init__(self, weight: Tensor, bias: Tensor, alpha: float, act: nn.Module | None = None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class DynamicTanh(Seat, OwnLayer):
         return led(scale, offset, new) if lead else new
 
 
-register_norm(DynamicTanh, per_sample=True)
+KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)
 
 
 class Whitened(Seat):
@@ -84,5 +84,6 @@ def gain(alpha: float) -> float:
 def _parts(norm: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale and offset to x^, and gamma and beta, of a BatchNorm, (C,) float64."""
     slope, shift = affine.read(norm)
-    mean, std = norm.running_mean.double(), (norm.running_var.double() + affine.epsilon(norm)).sqrt()
+    mean, var = affine.statistics(norm)
+    std = (var + affine.epsilon(norm)).sqrt()
     return 1 / std, -mean / std, slope * std, shift + slope * mean

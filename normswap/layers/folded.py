@@ -82,7 +82,7 @@ class Folded(Seat):
             scale, shift = (value[part] for value in affine.read(norm))
             offset = 0 if old.bias is None else scale * old.bias.double()
             if not torch.equal((offset + shift).to(now.bias), now.bias):
-                affine.set_shift(norm, now.bias.double() - offset, scale, part)
+                affine.set_shift(norm, now.bias.double() - offset, part)
 
 
 def _take_in(weight: Tensor, bias: Tensor, module: nn.Module, take: Take, dtype: torch.dtype) -> Tensor:

@@ -1,42 +1,113 @@
-"""Norms of other people's that somebody vouches for: `normswap.register_norm`, and the entry points `normswap.norms`.
+"""The norms that are known: one table, a record for each class. What a norm is, and what can be done with it, is asked
+here and nowhere else; `normswap.register_norm` and the entry points `normswap.norms` add rows for other people's.
 
-A class that nobody vouches for is refused by path: a norm with a forward of its own may compute anything.
+A subclass counts as its nearest class in the table; what it computes is believed if its `forward` is that class's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias, TypeVar
 
+from timm import layers as timm_layers
+from timm.layers import norm as timm_norm
+from timm.layers import norm_act, split_batchnorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap import plugins
 from normswap.errors import OptionError
+from normswap.layers import unknown_norms
+from normswap.layers.own import OwnLayer
 
-Read: TypeAlias = Callable[[Any], tuple[Tensor, Tensor]]
-Kind = TypeVar("Kind", bound=type[nn.Module])
+Pair: TypeAlias = tuple[Tensor, Tensor]
+Read: TypeAlias = Callable[[Any], Pair]  # of a module of the class that it is registered for
+NormClass = TypeVar("NormClass", bound=type[nn.Module])
+
+
+class Statistics(Enum):
+    """Where a norm takes its statistics from in eval mode."""
+
+    POPULATION = "kept from training"
+    SAMPLE = "of each sample"
+    POSITION = "of the channels at each position"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is vouched for.
+class NormKind:
+    """What is known of a class of norms.
 
     Args:
-        read: s and t of y = s * x + t per channel in eval mode, each (C,); None where the class computes what
-            BatchNorm computes, or takes its statistics per sample.
-        per_sample: its statistics are each sample's own, over channels in dimension 1.
+        statistics: where they are from.
+        dim: the dimension of its channels: 1, or -1; None where it is not known.
+        centres: it takes the mean off.
+        activation: it applies its `drop` and `act` to the result.
+        single: it computes in float32 whatever the network's precision is.
+        affine: s and t of y = s * x + t per channel in eval mode, each (C,); None: as its class says.
+        moments: mean and variance per channel, (C,), of what it reads; None: its running statistics.
     """
 
-    read: Read | None = None
-    per_sample: bool = False
+    statistics: Statistics
+    dim: int | None = 1
+    centres: bool = True
+    activation: bool = False
+    single: bool = False
+    affine: Read | None = None
+    moments: Read | None = None
 
 
-_KNOWN: dict[type[nn.Module], Known] = {}
+_BATCH, _BATCH_ACT = NormKind(Statistics.POPULATION), NormKind(Statistics.POPULATION, activation=True)
+_SAMPLE, _SAMPLE_ACT = NormKind(Statistics.SAMPLE), NormKind(Statistics.SAMPLE, activation=True)
 
 
-def register_norm(kind: Kind, *, affine: Read | None = None, per_sample: bool = False) -> Kind:
+def at_each_position(dim: int, *, centres: bool = True, activation: bool = False, single: bool = False) -> NormKind:
+    """The record of a LayerNorm over the channels in dimension `dim`, or (`centres=False`) of an RMSNorm."""
+    return NormKind(Statistics.POSITION, dim, centres, activation, single)
+
+
+KINDS: dict[type[nn.Module], NormKind] = {
+    _BatchNorm: _BATCH,
+    nn.SyncBatchNorm: _BATCH,
+    FrozenBatchNorm2d: _BATCH,
+    norm_act.BatchNormAct2d: _BATCH_ACT,
+    norm_act.SyncBatchNormAct: _BATCH_ACT,
+    norm_act.FrozenBatchNormAct2d: _BATCH_ACT,
+    split_batchnorm.SplitBatchNorm2d: _BATCH,
+    nn.GroupNorm: _SAMPLE,
+    _InstanceNorm: _SAMPLE,
+    timm_norm.GroupNorm: _SAMPLE,
+    timm_norm.GroupNorm1: _SAMPLE,
+    norm_act.GroupNormAct: _SAMPLE_ACT,
+    norm_act.GroupNorm1Act: _SAMPLE_ACT,
+    nn.LocalResponseNorm: NormKind(Statistics.SAMPLE, dim=None),
+    nn.LayerNorm: at_each_position(-1),
+    timm_layers.LayerNorm: at_each_position(-1),
+    timm_layers.LayerNorm2d: at_each_position(1),
+    timm_layers.LayerNormFp32: at_each_position(-1, single=True),
+    timm_layers.LayerNorm2dFp32: at_each_position(1, single=True),
+    norm_act.LayerNormAct: at_each_position(-1, activation=True),
+    norm_act.LayerNormAct2d: at_each_position(1, activation=True),
+    nn.RMSNorm: at_each_position(-1, centres=False),
+    timm_layers.RmsNorm: at_each_position(-1, centres=False),
+    timm_layers.RmsNorm2d: at_each_position(1, centres=False),
+    timm_norm.RmsNormFp32: at_each_position(-1, centres=False, single=True),
+    timm_norm.RmsNorm2dFp32: at_each_position(1, centres=False, single=True),
+    norm_act.RmsNormAct: at_each_position(-1, centres=False, activation=True),
+    norm_act.RmsNormAct2d: at_each_position(1, centres=False, activation=True),
+    timm_norm.SimpleNorm: at_each_position(-1, centres=False),
+    timm_norm.SimpleNorm2d: at_each_position(1, centres=False),
+}
+_REGISTERED: dict[type[nn.Module], NormKind] = {}
+
+
+def register_norm(
+    kind: NormClass, *, affine: Read | None = None, statistics: Read | None = None, per_sample: bool = False
+) -> NormClass:
     """Vouch for a class of norms of your own.
 
     Without an option, `kind` is a subclass of BatchNorm whose forward computes, in eval mode, what BatchNorm computes.
@@ -44,24 +115,52 @@ def register_norm(kind: Kind, *, affine: Read | None = None, per_sample: bool = 
     Args:
         kind: the class itself; a subclass of it is not meant.
         affine: it computes y = s * x + t per channel in eval mode, and `affine(module)` gives s and t, each (C,).
+        statistics: `statistics(module)` gives mean and variance per channel of what it reads, each (C,), as they were
+            in training; another norm can then take its place. A subclass of BatchNorm has them.
         per_sample: it normalizes by statistics of each sample, over channels in dimension 1.
 
     Returns:
         `kind`, so that this can decorate a class.
 
     Raises:
-        OptionError: both options, or neither for a class that is no BatchNorm.
+        OptionError: options that exclude each other, or none for a class that is no BatchNorm.
     """
-    if affine is not None and per_sample:
+    if per_sample and (affine is not None or statistics is not None):
         raise OptionError(f"{kind.__name__} is either affine or takes statistics per sample", "not both")
     if affine is None and not per_sample and not issubclass(kind, _BatchNorm):
         remedy = "Say how it reads: affine=lambda module: (scale, shift), or per_sample=True"
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
-    _KNOWN[kind] = Known(affine, per_sample)
+    kept = Statistics.POPULATION if statistics is not None or issubclass(kind, _BatchNorm) else Statistics.NONE
+    source = Statistics.SAMPLE if per_sample else kept
+    _REGISTERED[kind] = NormKind(source, affine=affine, moments=statistics)
     return kind
 
 
-def known(module: nn.Module) -> Known | None:
-    """What is vouched for about the class of `module`, if its forward is still that of the class."""
+def kind_of(module: nn.Module) -> NormKind | None:
+    """The record of the norm that `module` is; None if it is no norm."""
+    registered = _registered(module)
+    if registered is not None:
+        return registered
+    nearest = _nearest(type(module))
+    if nearest is not None:
+        return KINDS[nearest]
+    return _BATCH if not isinstance(module, OwnLayer) and unknown_norms.has_the_tensors(module) else None
+
+
+def is_believed(module: nn.Module) -> bool:
+    """Whether a norm computes what its record says: its forward is one that a person has read."""
+    if "forward" in vars(module):
+        return False
+    nearest = _nearest(type(module))
+    read = nearest is not None and type(module).forward is nearest.forward
+    return read or isinstance(module, OwnLayer) or _registered(module) is not None
+
+
+def _registered(module: nn.Module) -> NormKind | None:
     plugins.load("normswap.norms")
-    return None if "forward" in vars(module) else _KNOWN.get(type(module))
+    return None if "forward" in vars(module) else _REGISTERED.get(type(module))
+
+
+def _nearest(kind: type[nn.Module]) -> type[nn.Module] | None:
+    classes: Sequence[type] = kind.__mro__
+    return next((one for one in classes if one in KINDS), None)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
-from normswap.layers import affine
+from normswap.layers import affine, site_norm
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain
@@ -45,12 +45,13 @@ class GroupNorm(Seat):
         steady, flips, leans: see `Gauge`; the convolution before, a `Steadied`, brings the channels into it.
         lead: a `ChannelAffine` in front of the norm does.
         """
-        mean, var = old.running_mean.double(), old.running_var.double()
+        mean, var = affine.statistics(old)
         scale, shift = affine.read(old)
         channels = mean.numel()
         act = affine.copied_activation(old)
         eps = affine.epsilon(old)
-        settings: Any = {"eps": eps, "dtype": old.running_mean.dtype, "device": old.running_mean.device}
+        own = site_norm.typed(old, like)
+        settings: Any = {"eps": eps, "dtype": own.dtype, "device": own.device}
         if act is None:
             new: Any = nn.GroupNorm(groups, channels, **settings)
         else:
@@ -62,9 +63,9 @@ class GroupNorm(Seat):
         new.weight.copy_(gauge.sign * scale * (v + eps).sqrt())
         new.bias.copy_(shift + gauge.sign * scale * (m - gauge.offset))
         for name in ("weight", "bias"):
-            own = getattr(old, name, None)
-            if isinstance(own, nn.Parameter):
-                getattr(new, name).requires_grad_(own.requires_grad)
+            value = getattr(old, name, None)
+            if isinstance(value, nn.Parameter):
+                getattr(new, name).requires_grad_(value.requires_grad)
         return led(gauge.sign, gauge.offset, new) if lead else new
 
 
@@ -82,11 +83,11 @@ class Recentred(Seat):
 
     @classmethod
     def replacing(cls, old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
-        new = copy.deepcopy(old)
+        new = site_norm.as_batchnorm(old, like)
         if not rest:
             return new
         gauge = Gauge.of(old, groups, **rest)
-        new.running_mean.copy_(gauge.sign * old.running_mean.double() + gauge.offset)
+        new.running_mean.copy_(gauge.sign * affine.statistics(old)[0] + gauge.offset)
         if new.weight is None:
             new.affine, ones = True, torch.ones_like(new.running_var)
             new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
@@ -112,7 +113,7 @@ class Gauge:
         norm: the BatchNorm.
         flips, leans: a '+' or '-' per channel: its sign, and its constant's. Empty: as it is.
         """
-        mean, var = norm.running_mean.double(), norm.running_var.double()
+        mean, var = affine.statistics(norm)
         if not leans:
             return cls(torch.ones_like(mean), torch.zeros_like(mean))
         sign, lean = (_numbers(signs).to(mean) for signs in (flips, leans))

@@ -16,6 +16,8 @@ from normswap.layers.seat import Seat
 class Vacant(Seat, OwnLayer):
     """Where a norm stood: passes its input on, through the activation the norm carried, if any."""
 
+    FATE = "gone"
+
     def __init__(self, act: nn.Module | None = None) -> None:
         super().__init__()
         self.act = act

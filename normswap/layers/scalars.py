@@ -21,7 +21,7 @@ class Scale(Seat, OwnLayer):
     (appendix F); addition commutes, so it stands here.
     """
 
-    AFFINE = True
+    AFFINE, FATE = True, "scalar"
     ROLES = {"alpha": "alpha", "bias": "scalar_bias"}
     alpha: Tensor
 

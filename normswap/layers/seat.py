@@ -23,12 +23,14 @@ class Seat:
     NAMES: (old, new) names of tensors that live on under another name in the same seat.
     TENSORS: sits in the seat of a parameter.
     KEEPS_NORM: a norm stands in the seat afterwards.
+    FATE: how a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or `replaced`.
     """
 
     CASTS: ClassVar[bool] = False
     NAMES: ClassVar[Mapping[str, str]] = {}
     TENSORS: ClassVar[bool] = False
     KEEPS_NORM: ClassVar[bool] = False
+    FATE: ClassVar[str] = "replaced"
 
     def __init_subclass__(cls, **rest: object) -> None:
         super().__init_subclass__(**rest)

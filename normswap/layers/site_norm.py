@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,21 +73,27 @@ class SiteNorm(Seat, OwnLayer, _BatchNorm):
         y = s x + t (the identity, or what a ChannelBias or ChannelAffine in the seat computes) is the norm with
         gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
         """
-        act, like = affine.copied_activation(old), _typed(old, like)
-        if mean is None or std is None:
-            momentum = getattr(old, "momentum", 0.1)
-            eps = affine.epsilon(old)
-            new: Any = cls(len(old.running_mean), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
+        act, like = affine.copied_activation(old), typed(old, like)
+        known = mean is None or std is None
+        given = torch.tensor((mean or (), std or ()), dtype=torch.float64)
+        seen, var = affine.statistics(old) if known else (given[0], given[1].square())
+        eps, momentum = (affine.epsilon(old), getattr(old, "momentum", 0.1)) if known else (1e-5, 0.1)
+        new: Any = cls(len(seen), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
+        if known and not affine.is_registered(old):
             _copy(old, new)
             return new
-        new = cls(len(mean), eps=1e-5, momentum=0.1, ghost=ghost, act=act).to(like)
-        new.running_var.copy_(torch.tensor(std, dtype=torch.float64).square())
-        new.running_mean.copy_(torch.tensor(mean, dtype=torch.float64))
-        own = isinstance(old, OwnLayer) and old.PER_CHANNEL
-        scale, shift = affine.read(old) if own else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
+        new.running_mean.copy_(seen)
+        new.running_var.copy_(var)
+        has_map = known or (isinstance(old, OwnLayer) and old.PER_CHANNEL)
+        scale, shift = affine.read(old) if has_map else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
         new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
         new.bias.copy_(shift + scale * new.running_mean.double())
         return new
+
+
+def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
+    """A copy of a BatchNorm; of a norm that somebody registered, the BatchNorm that computes what it does."""
+    return SiteNorm.replacing(old, like=like) if affine.is_registered(old) else copy.deepcopy(old)
 
 
 class EmptyNorm(Seat):
@@ -96,7 +103,7 @@ class EmptyNorm(Seat):
 
     @classmethod
     def replacing(cls, old: Any, *, like: Tensor) -> SiteNorm:
-        like, act = _typed(old, like), affine.copied_activation(old)
+        like, act = typed(old, like), affine.copied_activation(old)
         new = SiteNorm(affine.channels(old), eps=getattr(old, "eps", 1e-5), momentum=0.1, ghost=0, act=act).to(like)
         for name in ("weight", "bias"):
             if getattr(old, name, None) is not None:
@@ -182,8 +189,10 @@ class Tuned(Seat):
         return new
 
 
-def _typed(old: nn.Module, like: Tensor) -> Tensor:
-    """Frozen norms may have another dtype than the network, e.g. float32 beside half."""
+def typed(old: nn.Module, like: Tensor) -> Tensor:
+    """An empty tensor of the dtype and device of `old`: frozen norms may be in float32 in a network in half."""
+    if like.dtype == torch.float64:
+        return like
     own = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), like)
     return own.detach().flatten()[:0]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from normswap.analysis.signal_propagation import Point
 from normswap.plan import Arch, Body
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 ROLES = ("stem", "other", "last", "down", "head")
 COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}  # of their classes in the page's style
@@ -14,7 +14,7 @@ ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
 
 
 @dataclass(frozen=True)
-class Fate:
+class Disc:
     """What may become of a norm: how its disc is marked, and what that means."""
 
     mark: str
@@ -22,12 +22,12 @@ class Fate:
 
 
 FATES = {
-    "gone": Fate("empty", "folded away"),
-    "scalar": Fate(ALPHA, f"folded away, a scalar {ALPHA} in its seat"),
-    "bias": Fate("b", "a shift per channel stays"),
-    "affine": Fate("a", "scale and shift stay"),
-    "replaced": Fate("r", "replaced by another layer"),
-    "kept": Fate("full", "kept"),
+    "gone": Disc("empty", "folded away"),
+    "scalar": Disc(ALPHA, f"folded away, a scalar {ALPHA} in its seat"),
+    "bias": Disc("b", "a shift per channel stays"),
+    "affine": Disc("a", "scale and shift stay"),
+    "replaced": Disc("r", "replaced by another layer"),
+    "kept": Disc("full", "kept"),
 }
 
 

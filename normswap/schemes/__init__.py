@@ -1,4 +1,4 @@
-"""The schemes: every file is one, every keyword of its `plan` an option; `normswap.register_scheme` adds more.
+"""The schemes: every file is one, its options are records in `parts/options.py`; `normswap.register_scheme` adds more.
 
 A scheme's file has a docstring (first line: the help text; then the algebra and what is lost), a function
 `plan(anatomy, *, options) -> Draft`, and `SCHEME`, a record that says all else about it. What `--for` adds stands in
@@ -12,13 +12,14 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from normswap import plugins
 from normswap.errors import OptionError
 from normswap.plan import Step
+from normswap.schemes.parts.options import OPTIONS, Option
 
 Options: TypeAlias = dict[str, Any]
 EVERY = ("only", "skip")  # options of every scheme: see `graph.selection`
@@ -41,6 +42,9 @@ class Scheme:
         on_branches: it seats something at the end of residual branches, which must not end in a factor of their own.
         may_do_nothing: a plan without edits is one, too.
         decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
+        options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
+            `plan` with their defaults.
+        at_a_glance: values of options with which `plan` runs no network: enough to see whether it is possible.
         doc: its docstring.
         name: as the command line spells it.
     """
@@ -55,6 +59,8 @@ class Scheme:
     on_branches: bool = False
     may_do_nothing: bool = False
     decay: str = "kim2022"
+    options: tuple[Option, ...] = ()
+    at_a_glance: Mapping[str, Any] = field(default_factory=dict)
     doc: str | None = None
     name: str = ""
 
@@ -64,10 +70,9 @@ class Scheme:
         return inspect.cleandoc(self.doc or self.name).split("\n")[0]
 
     @property
-    def options(self) -> Options:
-        """Its options with their defaults, read off the signature of `plan`."""
-        parameters = inspect.signature(self.plan).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    def defaults(self) -> Options:
+        """Its options with their defaults."""
+        return {option.name: option.default for option in self.options}
 
     def is_exact(self, options: Options) -> bool:
         """Whether the function is kept with these options, which are complete."""
@@ -91,8 +96,17 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     """
     if name in (*_files(_TARGETS), *_files(_PURPOSES), *_registered, "unfold"):
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
-    _registered[name] = replace(scheme, name=name, doc=scheme.doc or scheme.plan.__doc__)
+    options = scheme.options or tuple(_of_signature(scheme.plan))
+    _registered[name] = replace(scheme, name=name, options=options, doc=scheme.doc or scheme.plan.__doc__)
     return _registered[name]
+
+
+def _of_signature(plan: Callable[..., Any]) -> Iterator[Option]:
+    """The keywords of a plan as options of the type of their defaults."""
+    for keyword in inspect.signature(plan).parameters.values():
+        if keyword.kind is keyword.KEYWORD_ONLY:
+            kind = type(keyword.default)
+            yield Option(keyword.name, kind if kind in (int, float, bool) else str, keyword.default)
 
 
 def names() -> list[str]:
@@ -121,7 +135,8 @@ def get(name: str) -> Scheme:
         if name in _files(folder):
             module = importlib.import_module(f"{folder}.{name.replace('-', '_')}")
             scheme: Scheme = module.SCHEME
-            return replace(scheme, name=name, doc=module.__doc__)
+            options = OPTIONS.get(name) or tuple(_of_signature(scheme.plan))
+            return replace(scheme, name=name, options=options, doc=module.__doc__)
     if name not in names():
         raise _unknown(name)
     return _registered[name]
@@ -156,14 +171,37 @@ def resolve(name: str, given: Options) -> Options:
     """All options of the scheme: its defaults, overruled by what is given.
 
     Raises:
-        OptionError: an option the scheme does not have.
+        OptionError: an option the scheme does not have, or a value that it may not have.
     """
-    known = get(name).options
+    scheme = get(name)
+    known = scheme.defaults
     unknown = sorted(set(given) - {*known, *EVERY})
     if unknown:
         has = f"its options are {_listed(known)}" if known else "it takes no options"
         raise OptionError(f"scheme '{name}' has no option {_listed(unknown)}", has)
+    for option in scheme.options:
+        if option.name in given:
+            option.check(given[option.name])
     return {**known, **given}
+
+
+def all_options() -> dict[str, tuple[Option, list[str]]]:
+    """Every option by name, with the schemes that have it."""
+    names_of: dict[str, tuple[Option, list[str]]] = {}
+    plugins.load("normswap.schemes")
+    for name, options in {**OPTIONS, **{name: scheme.options for name, scheme in _registered.items()}}.items():
+        for option in options:
+            names_of.setdefault(option.name, (option, []))[1].append(name)
+    return names_of
+
+
+def changed(scheme: str, options: Options) -> Options:
+    """The options that are not the scheme's defaults; all of them, if nobody knows the scheme any more."""
+    try:
+        known = get(scheme).defaults
+    except OptionError:
+        known = {}
+    return {name: value for name, value in options.items() if name not in known or known[name] != value}
 
 
 def own(options: Options) -> Options:

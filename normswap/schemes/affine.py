@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
+from normswap.folding.outcomes import left_affine
 from normswap.graph.inspection import Anatomy
 from normswap.layers.channelwise import ChannelAffine
 from normswap.schemes import Scheme
@@ -26,7 +26,7 @@ def plan(anatomy: Anatomy) -> Draft:
 
 def _keep_the_map(draft: Draft, path: str, module: nn.Module) -> None:
     draft.seat(path, ChannelAffine.__name__)
-    draft.judge(path, Fate.LEFT_AFFINE, reason="its own map")
+    draft.settle(path, left_affine("its own map"))
 
 
 SCHEME = Scheme(plan, paper="Touvron et al. 2021, ResMLP, arXiv:2105.03404, section 2 (Aff)")

@@ -8,35 +8,28 @@ the convolutions keep their values. Ghost batches: Hoffer et al. 2017, arXiv:170
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from torch import nn
 
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
+from normswap.plan import Outcome
 from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
 
 
-def plan(anatomy: Anatomy, *, ghost_batch: Annotated[int, "N"] = 0) -> Draft:
-    """Args:
-    ghost_batch: how many samples share their statistics in training; 0: the whole batch.
-    """
-    if isinstance(ghost_batch, bool) or not isinstance(ghost_batch, int) or ghost_batch < 0:
-        raise OptionError(f"--ghost-batch {ghost_batch} is not a whole number >= 0")
+def plan(anatomy: Anatomy, *, ghost_batch: int) -> Draft:
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
     def keep(draft: Draft, path: str, module: nn.Module) -> None:
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not affine.is_frozen(module):
-            draft.judge(path, Fate.KEPT)
+        if same and not affine.is_frozen(module) and not affine.is_registered(module):
+            draft.settle(path, Outcome("kept", "kept"))
         else:
             draft.seat(path, "SiteNorm", **ghost)
-            draft.judge(path, Fate.GHOST, detail=f"{ghost_batch or 'all'} samples")
+            sentence = f"statistics over {ghost_batch or 'all'} samples"
+            draft.settle(path, Outcome("statistics over some samples", sentence))
 
     return dress_in_norms(anatomy, "SiteNorm", keep, **ghost)
 

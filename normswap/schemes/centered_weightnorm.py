@@ -8,8 +8,6 @@ keep`, exact).
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
@@ -19,16 +17,7 @@ from normswap.schemes.parts.zero_sum_filters import kept as pattern
 from normswap.schemes.parts.zero_sum_filters import standardize
 
 
-def plan(
-    anatomy: Anatomy,
-    *,
-    mean: Annotated[str, "fit|keep"] = "fit",
-    stem: Annotated[str, "fit|keep"] = "keep",
-    depthwise: Annotated[str, "fit|keep"] = "keep",
-) -> Draft:
-    """Args:
-    mean, stem, depthwise: as in `nf`.
-    """
+def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> Draft:
     return standardize(undress(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 

@@ -10,38 +10,31 @@ stable without a norm; the smaller `--bend`, the less.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
 from torch import nn
 
 from normswap.calibration.sequential_fit import Progress, refit
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
-from normswap.plan import Edit, Step
+from normswap.plan import Edit, Outcome, Step
 from normswap.schemes import Scheme
 from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
 
 
-def plan(anatomy: Anatomy, *, bend: Annotated[float, "ALPHA"] = 0.25) -> Draft:
-    """Args:
-    bend: the alpha that every layer starts with; its input has deviation 1.
-
-    Raises:
-        OptionError: it is not above 0, or more than 4.
-        RefusedError: there is no BatchNorm.
+def plan(anatomy: Anatomy, *, bend: float) -> Draft:
+    """Raises:
+    RefusedError: there is no BatchNorm.
     """
-    if isinstance(bend, bool) or not isinstance(bend, float | int) or not 0 < bend <= 4:
-        raise OptionError(f"--bend {bend} is not a number above 0 and up to 4")
     draft, seats = batchnorm_seats(anatomy, "Dynamic Tanh")
     for path, module in seats:
         conv = conv_before(draft, module)
         if conv is not None:
             draft.seats[conv] = Edit(conv, Whitened.__name__, {}, (path,))
         draft.seat(path, DynamicTanh.__name__, alpha=float(bend), **({"lead": True} if conv is None else {}))
-        draft.judge(path, Fate.BENT, detail="" if conv else "behind a scale and shift")
+        sentence = "becomes a Dynamic Tanh" + ("" if conv else " behind a scale and shift")
+        draft.settle(path, Outcome("Dynamic Tanh", sentence))
     return draft
 
 

@@ -8,21 +8,13 @@ other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.fixup_scalars import add_scalars
 
 
-def plan(anatomy: Anatomy, *, init: Annotated[str, "keep|fixup"] = "keep") -> Draft:
-    """Args:
-    init: `keep` the weights, or `fixup`, the paper's reset.
-    """
-    if init not in ("keep", "fixup"):
-        raise OptionError(f"--init {init!r} is neither 'keep' nor 'fixup'")
+def plan(anatomy: Anatomy, *, init: str) -> Draft:
     return add_scalars(anatomy, fresh=init == "fixup")
 
 

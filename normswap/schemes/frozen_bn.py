@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import nn
 
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
+from normswap.plan import Outcome
 from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
 
@@ -23,12 +23,12 @@ def plan(anatomy: Anatomy) -> Draft:
 
 def _freeze(draft: Draft, path: str, module: nn.Module) -> None:
     if affine.is_frozen(module):
-        draft.judge(path, Fate.FROZEN, detail="already")
+        draft.settle(path, Outcome("frozen", "frozen already"))
     elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
         draft.refusals[path] = f"there is no frozen {type(module).__name__}; `--to tune` keeps its statistics"
     else:
         draft.seat(path, "FrozenNorm")
-        draft.judge(path, Fate.FROZEN)
+        draft.settle(path, Outcome("frozen", "frozen"))
 
 
 SCHEME = Scheme(

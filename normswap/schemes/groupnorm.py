@@ -12,7 +12,6 @@ less is lost; nothing is tied to the batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
 
 from torch import nn
 
@@ -27,24 +26,8 @@ from normswap.schemes.parts.per_sample_norms import recentred as pattern
 from normswap.schemes.parts.steady_gauge import regauge
 
 
-def plan(
-    anatomy: Anatomy,
-    *,
-    groups: Annotated[int, "N"] = 1,
-    group_size: Annotated[int, "N"] = 0,
-    steady: Annotated[float, "SHARE"] = 0.9,
-) -> Draft:
-    """Args:
-    groups: of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so.
-    group_size: instead: so many channels to a group (robot policies take 16); 0: `groups` says it.
-    steady: the share of a group's variance that is the same in every sample, by constants of one size in its channels.
-        The more, the less a sample's statistics move its output: keeps more, normalizes less: one of d times the usual
-        deviation is divided by sqrt(SHARE + (1 - SHARE) d^2) times the usual. 0: the plain norm.
-    """
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise OptionError(f"--groups {groups} is not a whole number >= 1")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 0:
-        raise OptionError(f"--group-size {group_size} is not a whole number >= 0")
+def plan(anatomy: Anatomy, *, groups: int, group_size: int, steady: float) -> Draft:
+    """A sample's value of d times the usual deviation is divided by sqrt(steady + (1 - steady) d^2) times the usual."""
     if group_size and groups != 1:
         raise OptionError("--groups and --group-size", "each says how many groups there are", "Give one of them")
     return dress_per_sample(anatomy, lambda channels: max(channels // group_size, 1) if group_size else groups, steady)
@@ -67,4 +50,5 @@ SCHEME = Scheme(
     fit=fit,
     pattern=pattern,
     starts_from="batchnorm",
+    at_a_glance={"steady": 0.0},
 )

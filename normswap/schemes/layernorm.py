@@ -6,8 +6,6 @@ per sample the one that keeps most of the accuracy.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
@@ -15,10 +13,7 @@ from normswap.schemes.groupnorm import fit, pattern
 from normswap.schemes.parts.per_sample_norms import dress_per_sample
 
 
-def plan(anatomy: Anatomy, *, steady: Annotated[float, "SHARE"] = 0.9) -> Draft:
-    """Args:
-    steady: as in `groupnorm`.
-    """
+def plan(anatomy: Anatomy, *, steady: float) -> Draft:
     return dress_per_sample(anatomy, lambda channels: 1, steady)
 
 

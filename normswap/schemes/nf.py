@@ -12,8 +12,6 @@ brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--de
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
@@ -24,18 +22,7 @@ from normswap.schemes.parts.zero_sum_filters import kept as pattern
 from normswap.schemes.parts.zero_sum_filters import standardize
 
 
-def plan(
-    anatomy: Anatomy,
-    *,
-    mean: Annotated[str, "fit|keep"] = "fit",
-    stem: Annotated[str, "fit|keep"] = "keep",
-    depthwise: Annotated[str, "fit|keep"] = "keep",
-) -> Draft:
-    """Args:
-    mean: `fit` or `keep` the filters' means.
-    stem: the same for the convolution that reads the image; without them it is blind to brightness and colour.
-    depthwise: the same for filters that read one channel, which without a mean lose its level.
-    """
+def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> Draft:
     draft = scale_branches(anatomy, None) if anatomy.blocks else undress(anatomy)
     return standardize(draft, mean=mean, stem=stem, depthwise=depthwise)
 

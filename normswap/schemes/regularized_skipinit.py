@@ -6,8 +6,6 @@ on ImageNet and 0.6 on CIFAR. In eval mode nothing changes, so the conversion is
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
@@ -15,16 +13,7 @@ from normswap.schemes.parts.branch_scale import drop_before_classifier, scale_br
 from normswap.schemes.skipinit import initial
 
 
-def plan(
-    anatomy: Anatomy,
-    *,
-    alpha: Annotated[str | float, "match|inv-sqrt-depth|NUMBER"] = "match",
-    dropout: Annotated[float, "P"] = 0.2,
-) -> Draft:
-    """Args:
-    alpha: as in `skipinit`.
-    dropout: probability of dropping a feature before the classifier, in [0, 1).
-    """
+def plan(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> Draft:
     draft = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(draft, dropout)
 

@@ -17,12 +17,11 @@ from normswap.folding import norm_affine, residual_stream
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked
-from normswap.folding.verdict import Fate
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm
-from normswap.plan import Way
+from normswap.plan import Outcome, Way
 from normswap.schemes import Scheme
 
 
@@ -64,18 +63,22 @@ def _replace(
             f"{path} reads the features after {residual_stream.called(values[0])}: these lose their mean, too"
         )
     draft.seat(path, "RMSNorm")
-    draft.judge(path, Fate.RMSNORM)
+    draft.settle(path, _becomes_one())
     if getattr(norm, "bias", None) is None:
         return
     try:
         readers = norm_affine.linear_readers(draft, seen, path, norm)
     except Blocked as why:
         draft.seat(path, "RMSNorm", shift=True)
-        draft.judge(path, Fate.RMSNORM, reason=f"its shift stays: {why}")
+        draft.settle(path, _becomes_one(f"its shift stays: {why}"))
     else:
         for reader in readers:
             draft.take(reader).add(path, Way.BEFORE_SHIFT)
-        draft.judge(path, Fate.RMSNORM, *readers, reason=f"its shift moves to {', '.join(readers)}")
+        draft.settle(path, _becomes_one(f"its shift moves to {', '.join(readers)}"))
+
+
+def _becomes_one(reason: str = "") -> Outcome:
+    return Outcome("RMSNorm", "becomes an RMSNorm", reason)
 
 
 SCHEME = Scheme(

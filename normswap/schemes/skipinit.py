@@ -11,39 +11,24 @@ branches' last convolutions, and the dropout goes.
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import drop_no_more, scale_branches
 
 
-def plan(anatomy: Anatomy, *, alpha: Annotated[str | float, "match|inv-sqrt-depth|NUMBER"] = "match") -> Draft:
-    """Args:
-    alpha: `match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
-    """
+def plan(anatomy: Anatomy, *, alpha: str | float) -> Draft:
     return drop_no_more(scale_branches(anatomy, initial(alpha, len(anatomy.blocks))))
 
 
 def initial(alpha: str | float, depth: int) -> float | None:
-    """The value every alpha starts from, or None to match the network.
-
-    Raises:
-        OptionError: neither a rule nor a finite number.
-    """
+    """The value every alpha starts from, or None to match the network."""
     if alpha == "match":
         return None
     if alpha == "inv-sqrt-depth":
         return 1 / math.sqrt(max(depth, 1))
-    try:
-        value = float(alpha)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise OptionError(f"--alpha {alpha!r} is neither 'match', 'inv-sqrt-depth' nor a finite number")
-    return value
+    return float(alpha)
 
 
 SCHEME = Scheme(

@@ -11,11 +11,11 @@ from torch import nn
 
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
+from normswap.folding.outcomes import KEEPS_STATISTICS
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.layers.placeholders import Vacant
-from normswap.plan import Way
+from normswap.plan import Outcome, Way
 from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_sites import dress_in_norms
 
@@ -33,13 +33,13 @@ def plan(anatomy: Anatomy) -> Draft:
         take.layer, take.extra = "Tuned", dict(seat.args)
         take.add(path, Way.NORM)
         draft.vacate(path)
-        draft.judge(path, Fate.SCALES_WEIGHT, conv)
+        draft.settle(path, Outcome("scale a weight", f"scales the weight of {conv}"))
     return draft
 
 
 def _keep_in_its_seat(draft: Draft, path: str, module: nn.Module) -> None:
     draft.seat(path, "EvalNorm")
-    draft.judge(path, Fate.KEEPS_STATISTICS)
+    draft.settle(path, KEEPS_STATISTICS)
 
 
 def _folding(anatomy: Anatomy) -> dict[str, str]:

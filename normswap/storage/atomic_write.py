@@ -7,17 +7,20 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from normswap.errors import OutputError
 
 
-def whole(file: Path, write: Callable[[Path], object], parts: Sequence[str] = ()) -> Path:
-    """Let `write` fill a file of the same name in a temporary directory beside `file`, then put it in its place.
+@contextmanager
+def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
+    """Give a place for a file of the same name, in a temporary directory beside `file`, to put in its place at the end.
 
     Args:
-        parts: endings of further files that `write` makes, which get their places first.
+        beside: names of further files that are written there, and that belong to it. A process that is killed leaves
+            all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
     Raises:
         OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
@@ -25,14 +28,52 @@ def whole(file: Path, write: Callable[[Path], object], parts: Sequence[str] = ()
     try:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
             aside = Path(folder) / file.name
-            write(aside)
-            for ending in (*parts, file.suffix):
-                made = aside.with_suffix(ending)
-                made.chmod(0o666 & ~umask())  # some writers make it private
-                made.replace(file.with_suffix(ending))
+            yield aside
+            made = [aside.with_name(name) for name in (*beside, file.name)]
+            for one in made:
+                one.chmod(0o666 & ~umask())  # some writers make it private
+            if beside:
+                _exchange(made, file.parent, Path(folder) / "old")
+            else:
+                os.replace(aside, file)
     except OSError as error:
         raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
+
+
+def whole(file: Path, write: Callable[[Path], object]) -> Path:
+    """The same, filled by `write`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with writing(file) as aside:
+        write(aside)
     return file
+
+
+def _exchange(made: Sequence[Path], folder: Path, old: Path) -> None:
+    """Move files to `folder`, the last one last; those of their names go to `old` before, the last one first.
+
+    Raises:
+        OSError: it cannot be done; the old files are back.
+    """
+    old.mkdir()
+    removed: list[str] = []
+    placed: list[str] = []
+    try:
+        for one in reversed(made):
+            if (folder / one.name).exists():
+                os.replace(folder / one.name, old / one.name)
+                removed.append(one.name)
+        for one in made:
+            os.replace(one, folder / one.name)
+            placed.append(one.name)
+    except OSError:
+        for name in reversed(placed):
+            (folder / name).unlink()
+        for name in reversed(removed):
+            os.replace(old / name, folder / name)
+        raise
 
 
 def text(file: Path, content: str) -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from normswap import schemes
 from normswap.models import kinds
 from normswap.plan import Body
 from normswap.provenance import Provenance
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 _MARK = "<!-- written by normswap -->"
 _PLACE = '"path/to/this/directory"'
@@ -15,7 +16,7 @@ _LIBRARY = "library_name: "
 
 def render(record: Provenance, report: Report | None) -> str:
     """Markdown: what this is, what was done, what was measured, how to use it."""
-    steps = [f"{step.scheme}{_options(step.options)}" for step in record.plan.steps]
+    steps = [f"{step.scheme}{_options(schemes.changed(step.scheme, step.options))}" for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
     builder = "pytorch" if foreign or record.arch is None else record.arch.builder

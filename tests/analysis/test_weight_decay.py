@@ -155,7 +155,7 @@ CONVERTED = [
     ("resnet18", "layernorm", {"steady": 0}, TABLE["resnet18"]),
     ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
     # an alpha in every seat; the convolutions before take in means
-    ("resnet18", "dyt", {}, TABLE["resnet18"] | {"bias": 21, "alpha": 20}),
+    ("resnet18", "dyt", {}, TABLE["resnet18"] | {"bias": 21, "tanh_alpha": 20}),
     # gamma stays; beta goes into the biases of qkv and fc1, but that of the last norm
     ("vit_tiny_patch16_224", "rmsnorm", {}, TABLE["vit_tiny_patch16_224"] | {"beta": 1}),
     # gamma goes, too

@@ -491,7 +491,7 @@ def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert args["stages.0.blocks.0.norm1"]["lead"]
     assert "lead" not in args["stages.0.blocks.0.norm2"]
     assert all({"+", "-"} == set(a["flips"]) == set(a["leans"]) for a in args.values())
-    assert str(sketch.verdicts["norm"]).endswith("behind a scale and shift")
+    assert str(sketch.outcomes["norm"]).endswith("behind a scale and shift")
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     recentred = applying.apply_step(model, per_sample_norms.recentred(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12

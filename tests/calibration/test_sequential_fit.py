@@ -12,7 +12,7 @@ import zoo_networks
 from lived import distance, run
 from torch import Tensor, nn
 
-from normswap.calibration import least_squares, sequential_fit
+from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
 from normswap.layers.per_sample import Gauge
@@ -22,6 +22,25 @@ from normswap.surgery import applying, conversion
 
 CHANNELS = 4
 Array = Any
+
+
+def test_offsets_are_drawn_where_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two draws of a layer, of what it gives and of what is added to that, show the same places, not all of them."""
+    drawn: list[Tensor] = []
+
+    def spying(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        twin = torch.Generator().set_state(generator.get_state())
+        grid = torch.arange(y[0, 0].numel(), dtype=y.dtype).view(1, 1, *y.shape[2:]).expand_as(y)
+        drawn.append(sampling.patches(layer, x, grid, count, twin)[1])
+        assert drawn[-1].shape[2] < grid[0, 0].numel()
+        return sampling.patches(layer, x, y, count, generator)
+
+    monkeypatch.setattr(sequential_fit, "patches", spying)
+    monkeypatch.setattr(sequential_fit, "PLACES", 8)
+    model, images = source(skip=False, relu=True), [torch.randn(8, CHANNELS, 6, 6).double()]
+    sequential_fit.refit(model, copy.deepcopy(model), images, only=lambda path, _: path == "conv", mirror=False)
+    assert len(drawn) == 2
+    assert torch.equal(*drawn)
 
 
 class Sum(nn.Module):

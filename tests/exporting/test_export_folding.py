@@ -6,6 +6,7 @@ All in float64 against the unfused forward, or against (p - mean) / std written 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_a_preactivation_network_keeps_nothing(name: str) -> None:
         len(left(folded)) == len(inspection.inspect(model).blocks) + 1
     )  # before each block, and before the classifier
     absorbed = copy.deepcopy(folded)
-    assert shift_absorption.absorb(absorbed) == left(folded)
+    assert shift_absorption.absorb(absorbed, inspection.inspect(folded)) == left(folded)
     assert left(absorbed) == []
     assert distance(run(model, x), run(absorbed, x)) <= 1e-12
     assert distance(run(folded.get_submodule("stem"), x), run(absorbed.get_submodule("stem"), x)) > 1e-3
@@ -64,7 +65,7 @@ def test_a_shift_with_a_sign_stays() -> None:
     model, x = v2(positive=False)
     folded = export_folding.undressed(model, SIZE)
     before = left(folded)
-    gone = shift_absorption.absorb(folded)
+    gone = shift_absorption.absorb(folded, inspection.inspect(folded))
     signed = [path for path in before if folded.get_submodule(path).__class__ is ChannelBias]
     assert left(folded) == signed
     assert [path for path in before if path not in gone] == signed
@@ -99,16 +100,21 @@ def test_other_readers_of_the_stream_take_the_shift_off(other: nn.Module, absorb
     model: nn.Module = Net(_stream, **parts).double().eval()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     expected = run(model, x)
-    assert shift_absorption.absorb(model) == (["bias"] if absorbed else [])
+    assert shift_absorption.absorb(model, inspection.inspect(model)) == (["bias"] if absorbed else [])
     assert distance(expected, run(model, x)) <= 1e-13
 
 
 def test_an_inplace_activation_does_not_overwrite_the_stream() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), ChannelBias(torch.ones(4), None, nn.ReLU(inplace=True)))
-    shift_absorption.absorb(model)
+    shift_absorption.absorb(model, inspection.inspect(model))
     vacant: Any = model[1]
     assert isinstance(vacant, Vacant)
     assert vacant.act.inplace is False
+
+
+def streamlined(folded: nn.Module, model: nn.Module, x: Tensor) -> nn.Module:
+    anatomy = functools.partial(inspection.inspect, folded)
+    return export_folding.streamlined(folded, anatomy, model, Example((x,)), torch.float32)
 
 
 def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
@@ -117,10 +123,10 @@ def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
     model.float()
     x = x.float()
     folded = export_folding.undressed(model, SIZE)
-    assert export_folding.streamlined(folded, model, Example((x,)), torch.float32) is folded
+    assert streamlined(folded, model, x) is folded
     model.stages[1].blocks[1].norm1.weight.data[0] = 1.0  # type: ignore[union-attr, index]
     folded = export_folding.undressed(model, SIZE)
-    assert export_folding.streamlined(folded, model, Example((x,)), torch.float32) is not folded
+    assert streamlined(folded, model, x) is not folded
 
 
 # --- mean and std -----------------------------------------------------------------------------------------------------
@@ -151,7 +157,7 @@ def test_mean_and_std_go_in_as_far_as_is_exact(name: str) -> None:
     model = nn.Sequential(copy.deepcopy(stem), nn.ReLU(), nn.Flatten()).double().eval()
     pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
     expected = run(model, (pixels - MEAN) / STD)
-    before = input_normalization.bake(model, MEAN, STD)
+    before = input_normalization.bake(model, functools.partial(inspection.inspect, model), MEAN, STD)
     assert ((before.scale is not None), (before.shift is not None)) == (scale, shift)
     assert note in before.note
     x = pixels if before.scale is None else pixels * before.scale
@@ -165,7 +171,7 @@ def test_padding_is_why_a_subtraction_stays(monkeypatch: pytest.MonkeyPatch) -> 
     pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
     expected = run(model, (pixels - MEAN) / STD)
     monkeypatch.setattr(input_normalization, "pads", lambda conv: False)
-    assert input_normalization.bake(model, MEAN, STD).shift is None
+    assert input_normalization.bake(model, functools.partial(inspection.inspect, model), MEAN, STD).shift is None
     assert distance(expected, run(model, pixels)) > 1e-2
 
 
@@ -201,9 +207,10 @@ MAIN_PATH: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 def test_the_main_path_keeps_its_weights(name: str) -> None:
     make, expected = MAIN_PATH[name]
     model = make()
-    assert rounding.main_path(model) == expected
+    anatomy = functools.partial(inspection.inspect, model)
+    assert rounding.main_path(model, anatomy) == expected
     before = {path: value.clone() for path, value in model.state_dict().items()}
-    rounding.to_bfloat16_(model)
+    rounding.to_bfloat16_(model, anatomy)
     after = model.state_dict()
     changed = {path for path, value in before.items() if not torch.equal(value, after[path])}
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
@@ -216,4 +223,5 @@ def test_the_main_path_of_what_cannot_be_traced() -> None:
         return m.three(m.two(m.one(x))) if x.sum() > 0 else m.three(m.one(x))
 
     parts = {name: nn.Conv2d(3, 3, 1) for name in ("one", "two", "three")}
-    assert rounding.main_path(Net(forward, **parts)) == {"one", "three"}
+    model = Net(forward, **parts)
+    assert rounding.main_path(model, functools.partial(inspection.inspect, model)) == {"one", "three"}

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
 from normswap.exporting import formats, sidecar
+from normswap.exporting.exported_module import FileContents
+from normswap.graph import inspection, recording
 from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.reporting import demo
@@ -148,12 +152,12 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param("pt2", marks=pytest.mark.slow), "torchscript"]
+    "form", [pytest.param("pt2", marks=pytest.mark.slow), "torchscript", "onnx-data"]
 )  # ONNX: test_onnx_holds_what_a_caller_needs
 def test_a_dynamic_batch(form: str, tmp_path: Path) -> None:
     model, x = network("resnetv2_18")
     file = tmp_path / f"net.{ENDINGS[form]}"
-    assert normswap.export(model, file, input_size=(3, 64, 64), dynamic_batch=True).dynamic_batch
+    assert normswap.export(model, file, input_size=(3, 64, 64), dynamic_batch=True, format=form).dynamic_batch
     runs = formats.get(form).open(file)
     assert distance(run(model, x), torch.cat([runs(part) for part in x.split(3)])) <= 1e-5
 
@@ -244,6 +248,42 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
         assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize": True}, {"dtype": "bf16"}, {"dtype": "int8"}])
+@pytest.mark.parametrize("name", ["resnet10t", "resnetv2_18"])
+def test_a_network_is_recorded_once(
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source, the folded one where something asks for it, and the one that int8 is made of."""
+    seen: list[nn.Module] = []
+    record = recording.record
+    monkeypatch.setattr(inspection, "record", lambda model, given: seen.append(model) or record(model, given))
+    model, x = network(name)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data.abs_().add_(0.2)  # shifts without a sign can be moved
+    if options.get("dtype") == "int8":
+        options = {**options, "calibrate": x, "images": x}
+    normswap.export(model, tmp_path / "net.onnx", input_size=(3, 64, 64), **options)
+    assert len({id(one) for one in seen}) == len(seen)
+    folded = name == "resnetv2_18" or options.get("normalize") or options.get("dtype") == "bf16"
+    assert len(seen) == 1 + bool(folded) + (options.get("dtype") == "int8")
+
+
+def test_how_many_images_and_how_long_is_said(tmp_path: Path) -> None:
+    class Images:
+        count = 10
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.randn(10, 3, 64, 64).split(5))
+
+    lines: list[str] = []
+    options: dict[str, Any] = {"input_size": (3, 64, 64), "dynamic_batch": True, "images": Images()}
+    normswap.export(network()[0], tmp_path / "net.ts", log=lines.append, **options)
+    assert lines[:3] == ["folding", "exporting to torchscript", "checking on 10 images"]
+    assert re.fullmatch(r"checking on 10 images, about \d+ s", lines[3])
+    assert len(lines) == 4
+
+
 # --- a wrong file is caught -------------------------------------------------------------------------------------------
 
 
@@ -256,10 +296,10 @@ def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, mo
     module = formats.get(form)
     write: Callable[..., None] = module.write
 
-    def corrupt(net: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def corrupt(contents: FileContents, place: Path) -> None:
         with torch.no_grad():
-            next(p for p in net.parameters() if p.ndim == 4).mul_(1.001)
-        write(net, *args, **kwargs)
+            next(p for p in contents.network.parameters() if p.ndim == 4).mul_(1.001)
+        write(contents, place)
 
     monkeypatch.setattr(module, "write", corrupt)
     with pytest.raises(VerificationError, match="computes something else"):
@@ -278,8 +318,8 @@ def test_a_file_that_is_damaged_on_its_way_to_the_disk_gets_no_name(
 
     write = onnx_file.write
 
-    def damage(net: Any, x: Tensor, file: Path, **kwargs: Any) -> None:
-        write(net, x, file, **kwargs)
+    def damage(contents: FileContents, file: Path) -> None:
+        write(contents, file)
         proto = onnx.load(file)
         weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
         weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
@@ -408,6 +448,29 @@ def test_weights_lie_beside_the_graph(tmp_path: Path) -> None:
     for one in (file, data):
         one.rename(tmp_path / "elsewhere" / one.name)
     check(model, tmp_path / "elsewhere" / "net.onnx", x)
+
+
+def test_all_that_belongs_to_a_file_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and what is to be done first, too: the old graph goes before them, the new one comes after them."""
+    model, _ = network()
+    file, moved, replace = tmp_path / "net.onnx", list[tuple[str, bool]](), os.replace
+
+    def move(source: Any, target: Any) -> None:
+        if tmp_path in (Path(source).parent, Path(target).parent):
+            moved.append((Path(target).name, Path(target).parent == tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", move)
+    options: dict[str, Any] = {"input_size": (3, 64, 64), "format": "onnx-data"}
+    normswap.export(model, file, **options)
+    parts = {"net.onnx.data", "net.onnx.preprocess.json"}
+    assert {name for name, _ in moved[:-1]} == parts
+    assert moved[-1] == ("net.onnx", True)
+    moved.clear()
+    normswap.export(model, file, force=True, **options)
+    assert moved[0] == ("net.onnx", False)
+    assert {name for name, comes in moved if not comes} == {"net.onnx", *parts}
+    assert moved[-1] == ("net.onnx", True)
 
 
 @pytest.mark.slow

@@ -19,10 +19,11 @@ from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
 import normswap
+from normswap import Int8Settings
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
-from normswap.exporting import formats, pt2, quantizing
-from normswap.exporting.equalization import AS_FOLDED
+from normswap.exporting import export_folding, formats, pt2, quantizing
+from normswap.exporting.equalization import AS_FOLDED, Equalizer
 from normswap.images import datasets, parting
 from normswap.storage.checkpoint import open_model
 
@@ -41,8 +42,17 @@ def pictures(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
 
 
+SETTINGS = ("per_channel", "weight_bits", "sensitive", "max_drop")
+
+
+def settled(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of int8 as a record."""
+    chosen = {name: options.pop(name) for name in SETTINGS if name in options}
+    return {**options, **({"int8": Int8Settings(**chosen)} if chosen else {})}
+
+
 def made(file: Path, **options: Any) -> Any:
-    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dynamic_batch": True, **options}
+    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dynamic_batch": True, **settled(options)}
     return normswap.export(small(), file, dtype="int8", input_size=(3, 16, 16), **given)
 
 
@@ -102,7 +112,7 @@ def test_weights_have_the_bits_that_are_asked_for(ending: str, bits: int, levels
     ({"weight_bits": 8, "dtype": "fp32", "calibrate": None}, "fp32 is not calibrated"),
 ])  # fmt: skip
 def test_bits_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dtype": "int8", **options}
+    given = {"calibrate": pictures(32), "images": pictures(64, 1), "dtype": "int8", **settled({**options})}
     with pytest.raises(OptionError, match=said):
         normswap.export(small(), tmp_path / "net.onnx", input_size=(3, 16, 16), **given)
     assert not any(tmp_path.iterdir())
@@ -150,7 +160,8 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     assert json.loads(extra["preprocess"])["input"]["batch"] is None
     body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
     assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
-    assert {name.partition(", ")[2] for name in body["trials"]} == {"minmax", "histogram"}
+    assert set(body["trials"]) == {"minmax", "histogram"}
+    assert body["ranges"] == min(body["trials"], key=body["trials"].get)
     assert len(set(body["trials"].values())) == len(body["trials"])
 
 
@@ -211,7 +222,7 @@ def test_what_the_quantizer_leaves_is_not_corrected(tmp_path: Path, monkeypatch:
     assert torch.equal(state["network.2.bias"], network[2].bias)
     assert torch.equal(state["network.2.weight"], network[2].weight)
     assert not torch.equal(state["network.0.bias"], network[0].bias)
-    done = normswap.export(network, file, dtype="int8", sensitive=3, force=True, **options)
+    done = normswap.export(network, file, dtype="int8", int8=Int8Settings(sensitive=3), force=True, **options)
     assert set(done.quantized.fp32) == {"0", "6"}
 
 
@@ -292,6 +303,39 @@ def test_what_loses_too_much_is_not_written(form: str, tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_nothing_changes_the_network_after_the_proof(
+    per_channel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong by the time that bounds are let go is seen on the calibration images, before int8 hides it."""
+    settle = Equalizer.settle_
+
+    def wrong(self: Equalizer, network: nn.Module) -> None:
+        settle(self, network)
+        with torch.no_grad():
+            next(p for p in network.parameters() if p.ndim == 4).mul_(1.001)
+
+    monkeypatch.setattr(Equalizer, "settle_", wrong)
+    with pytest.raises(VerificationError, match="the folded network computes something else"):
+        made(tmp_path / "net.onnx", per_channel=per_channel)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_hides_no_wrong_network(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undressed = export_folding.undressed
+
+    def wrong(*args: Any, **kwargs: Any) -> nn.Module:
+        network = undressed(*args, **kwargs)
+        with torch.no_grad():
+            network[0].weight.mul_(1.0005)
+        return network
+
+    monkeypatch.setattr(export_folding, "undressed", wrong)
+    with pytest.raises(VerificationError, match="the folded network computes something else"):
+        normswap.export(small(), tmp_path / "net.ts", dtype=dtype, input_size=(3, 16, 16))
+
+
 BAD: list[tuple[str, dict[str, Any], type[NormswapError], str]] = [
     ("net.onnx", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"images": None}, OptionError, "int8 needs other images to measure on"),
@@ -349,6 +393,20 @@ def test_the_two_parts_share_no_image() -> None:
     rows = [images.flatten(1) for part in (one, two) for images, _ in part]
     assert len(torch.cat(rows).unique(dim=0)) == len(torch.cat([x for x, _ in loader]).flatten(1).unique(dim=0))
     assert len({int(label) for _, labels in one for label in labels}) == 10
+
+
+def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = datasets.make_loader(open_model(str(DATA)), TAR, batch_size=64, workers=0)
+    read: list[int] = []
+    item = type(loader.batches.dataset).__getitem__
+    monkeypatch.setattr(
+        type(loader.batches.dataset), "__getitem__", lambda self, index: read.append(index) or item(self, index)
+    )
+    one, two = parting.part(loader, 100, most=50)
+    assert (one.count, two.count) == (100, 50)
+    for part in (one, two):
+        assert sum(len(images) for images, _ in part) == part.count
+    assert len(set(read)) == len(read) == 150
 
 
 @pytest.mark.long

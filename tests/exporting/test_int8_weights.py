@@ -14,11 +14,12 @@ from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, fx, nn
 
 import normswap
-from normswap.exporting import formats, pt2, quantizing
-from normswap.exporting.equalization import gauges
-from normswap.exporting.exported_module import Shipped
-from normswap.exporting.weight_grid import rounded
-from normswap.exporting.weight_rounding import Rounder
+from normswap.exporting import formats, pt2, quantizing, sensitivity, weight_rounding
+from normswap.exporting.equalization import AS_FOLDED, gauges
+from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.settings import Int8Settings, Quantization
+from normswap.exporting.weight_grid import WeightGrid
+from normswap.graph.inspection import LINEAR
 from normswap.layers.seat import Linearity
 
 
@@ -95,18 +96,17 @@ def test_weights_are_rounded_as_the_file_does(
     file, x = tmp_path / f"net.{ending}", torch.randn(16, 3, 24, 24)
     tool, model = formats.quantizer(formats.choose(file, None).NAME), network(ending)
     layers: list[Linearity] = [m for m in model.modules() if isinstance(m, tool.LAYERS)]  # type: ignore[misc]
-    levels = functools.partial(tool.levels, bits=bits)
+    grid = WeightGrid(functools.partial(tool.levels, bits=bits), per_channel)
     if sharing:
-        for path, one in Rounder(model, [x]).weights(model, {}, levels=levels, per_channel=per_channel).items():
+        paths = [path for path, module in model.named_modules() if isinstance(module, LINEAR)]
+        for path, one in weight_rounding.weights(model, [x], paths, grid).items():
             model.get_parameter(f"{path}.weight").data.copy_(one.given)
-    tool.write_int8(
-        Shipped(model).eval().requires_grad_(False), x, file, [x], ranges=tool.RANGES[0], per_channel=per_channel,
-        bits=bits, keep=[], dynamic=True, metadata={},
-    )  # fmt: skip
+    contents = FileContents(Shipped(model), (x,), dynamic=True)
+    tool.write_int8(contents, file, Quantization([x], tool.RANGES[0], Int8Settings(per_channel, bits)))
     held = HELD[ending](file)
     assert len(held) == len(layers) == 7
     for layer, values in zip(layers, held, strict=True):
-        expected = rounded(layer, levels=levels(layer), per_channel=per_channel).double()
+        expected = grid.rounded(layer).double()
         found = torch.as_tensor(np.reshape(values, expected.shape))
         off = (found - expected).abs() > 1e-4 * expected.abs().amax() / 127
         rows: Tensor = off.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else off
@@ -114,23 +114,28 @@ def test_weights_are_rounded_as_the_file_does(
         assert int(rows.flatten(1).sum(1).max()) <= (bits == 7 and ending == "xml")
 
 
-def test_an_export_holds_what_the_rounder_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the units of the gauge that the network is in then."""
+def test_an_export_holds_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a gauge that is not that of the folded network."""
     found: list[dict[str, Any]] = []
-    asked: list[dict[str, Tensor]] = []
+    weights = weight_rounding.weights
 
-    class Watched(Rounder):
-        def weights(self, network: nn.Module, units: Any, **how: Any) -> Any:
-            asked.append(units)
-            found.append(super().weights(network, units, **how))
-            return found[-1]
+    def watched(*args: Any) -> Any:
+        found.append(weights(*args))
+        return found[-1]
 
-    monkeypatch.setattr(quantizing, "Rounder", Watched)
-    monkeypatch.setattr(quantizing, "gauges", lambda *, per_channel: [gauges(per_channel=per_channel)[1]])
+    monkeypatch.setattr(weight_rounding, "weights", watched)
+    monkeypatch.setattr(quantizing, "_WORTH", 1e9)
+    monkeypatch.setattr(quantizing, "gauges", lambda *, per_channel: [AS_FOLDED, gauges(per_channel=per_channel)[1]])
+    monkeypatch.setattr(sensitivity, "error", lambda *args: next(errors))
+    errors = iter([1.0, 0.5])
     file, x = tmp_path / "net.pt2", torch.randn(16, 3, 24, 24)
     options = {"calibrate": x, "images": x, "input_size": (3, 24, 24), "dynamic_batch": True}
-    normswap.export(network("pt2"), file, dtype="int8", **options)
-    assert set(asked[-1]) == set(found[-1])
-    assert any(bool((units != 1).any()) for units in asked[-1].values())
-    for one, values in zip(found[-1].values(), in_pt2(file), strict=True):
+    done = normswap.export(network("pt2"), file, dtype="int8", **options)
+    assert done.quantized is not None
+    assert done.quantized.gauge == "weights"
+    (only,) = found
+    for one, values in zip(only.values(), in_pt2(file), strict=True):
         assert torch.allclose(one.held.double(), torch.as_tensor(values), rtol=1e-5)
+    plain = [module.weight.detach() for module in network("pt2").modules() if isinstance(module, LINEAR)]
+    assert any(float((one.held - weight).norm() / weight.norm()) > 0.05
+               for one, weight in zip(only.values(), plain, strict=True))  # fmt: skip

@@ -186,7 +186,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_what_cannot_be_is_said(case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_prepare", lambda _: pytest.fail("folded before it was refused"))
+    monkeypatch.setattr(exporter, "_prepared", lambda *_: pytest.fail("folded before it was refused"))
     make, options, message = REFUSED[case]
     file = tmp_path / ("a.safetensors" if options.get("format") == "safetensors" else "a.onnx")
     with pytest.raises(NormswapError, match=message) as caught:

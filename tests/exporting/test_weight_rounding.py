@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from normswap.calibration.natural_noise import pink
 from normswap.errors import SourceError
 from normswap.exporting import weight_rounding
-from normswap.exporting.weight_grid import rounded, steps
-from normswap.exporting.weight_rounding import Rounded, Rounder
+from normswap.exporting.weight_grid import WeightGrid
+from normswap.exporting.weight_rounding import Rounded
 from normswap.layers.seat import Linearity
 
 LEVELS = 8.0
@@ -27,9 +27,11 @@ def images(count: int = 16) -> Tensor:
 
 
 def found(layer: nn.Module, x: Tensor, *, levels: float = LEVELS, per_channel: bool = True) -> Rounded:
-    network = nn.Sequential(layer)
-    rounder = Rounder(network, x.split(4))
-    return rounder.weights(network, {}, levels=lambda _: levels, per_channel=per_channel)["0"]
+    return weight_rounding.weights(nn.Sequential(layer), x.split(4), ["0"], grid(levels, per_channel))["0"]
+
+
+def grid(levels: float = LEVELS, per_channel: bool = True) -> WeightGrid:
+    return WeightGrid(lambda _: levels, per_channel)
 
 
 def error(layer: Linearity, weight: Tensor, x: Tensor) -> float:
@@ -67,7 +69,7 @@ def test_less_is_lost_than_by_rounding_each_for_itself(kind: str, per_channel: b
     torch.manual_seed(0)
     layer, x = LAYERS[kind](), images(32)
     one = found(layer, x[:16], per_channel=per_channel)
-    nearest = error(layer, rounded(layer, levels=LEVELS, per_channel=per_channel), x[16:])
+    nearest = error(layer, grid(per_channel=per_channel).rounded(layer), x[16:])
     assert error(layer, one.held, x[16:]) < 0.75 * nearest
 
 
@@ -77,15 +79,15 @@ def test_the_tool_finds_the_weights_again(levels: float, per_channel: bool) -> N
     """What is given lies on the tool's own grid, whose step is as it was."""
     torch.manual_seed(0)
     layer = conv(groups=2)
-    before = steps(layer, levels=levels, per_channel=per_channel)
+    before = grid(levels, per_channel).steps(layer)
     one = found(layer, images(), levels=levels, per_channel=per_channel)
     with torch.no_grad():
         layer.weight.copy_(one.given)
-    assert torch.equal(steps(layer, levels=levels, per_channel=per_channel), before)
-    assert torch.allclose(rounded(layer, levels=levels, per_channel=per_channel), one.held, atol=1e-6)
+    assert torch.equal(grid(levels, per_channel).steps(layer), before)
+    assert torch.allclose(grid(levels, per_channel).rounded(layer), one.held, atol=1e-6)
     numbers = one.held / before
     assert float((numbers - numbers.round()).abs().max()) < 1e-4
-    assert not torch.allclose(one.held, rounded(conv(groups=2), levels=levels, per_channel=per_channel))
+    assert not torch.allclose(one.held, grid(levels, per_channel).rounded(conv(groups=2)))
 
 
 def gptq(weight: Tensor, covariance: Tensor, step: Tensor, levels: float) -> Tensor:
@@ -114,7 +116,7 @@ def test_it_is_gptq(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.Conv2d(C, 2 * C, 3, bias=False), images(8)
     rows = F.unfold(x, 3).transpose(1, 2).flatten(0, 1).double()
     covariance = (rows - rows.mean(0)).T @ (rows - rows.mean(0)) / len(rows)
-    step = steps(layer, levels=LEVELS, per_channel=True).flatten()
+    step = grid().steps(layer).flatten()
     expected = [
         gptq(layer.weight.detach().flatten(1)[:, own], covariance[own][:, own], step, LEVELS)
         for own in torch.arange(9 * C).tensor_split(parts)
@@ -122,39 +124,17 @@ def test_it_is_gptq(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(found(layer, x).held.flatten(1).double(), torch.cat(expected, 1), atol=1e-5)
 
 
-def test_channels_that_were_scaled_are_rounded_in_their_own_units() -> None:
-    """As good as if the scaled network had been looked at; without the factors, it is not."""
-    torch.manual_seed(0)
-    x, factors = images(32), torch.logspace(-0.5, 0.5, C)
-    plain = nn.Sequential(conv()).eval()
-    scaled = nn.Sequential(conv()).eval()
-    with torch.no_grad():
-        scaled[0].weight.copy_(plain[0].weight / factors.view(1, -1, 1, 1))  # type: ignore[union-attr,operator]
-    seen = x * factors.view(1, -1, 1, 1)
-
-    def lost(rounder: Rounder, units: dict[str, Tensor]) -> float:
-        one = rounder.weights(scaled, units, levels=lambda _: 16, per_channel=True)["0"]
-        return error(scaled[0], one.held, seen[16:])  # type: ignore[arg-type]
-
-    there = lost(Rounder(scaled, [seen[:16]]), {})
-    here = Rounder(plain, [x[:16]])
-    assert lost(here, {"0": factors}) == pytest.approx(there, rel=1e-3)
-    assert lost(here, {}) > 1.5 * there
-
-
 def test_layers_that_stay_and_those_without_patches() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(conv(), nn.ConvTranspose2d(C, 6, 2), nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect"))
-    rounder = Rounder(network, [images(4)])
-    one = rounder.weights(network, {}, levels=lambda _: LEVELS, per_channel=True, keep=["0"])
+    one = weight_rounding.weights(network, [images(4)], ["1", "2"], grid())
     assert list(one) == ["1", "2"]
     for path, layer in (("1", network[1]), ("2", network[2])):
         assert torch.equal(one[path].given, layer.weight.detach())  # type: ignore[arg-type]
-        assert torch.equal(one[path].held, rounded(layer, levels=LEVELS, per_channel=True))  # type: ignore[arg-type]
+        assert torch.equal(one[path].held, grid().rounded(layer))  # type: ignore[arg-type]
 
 
 def test_what_overflows_is_named() -> None:
     network = nn.Sequential(conv())
-    rounder = Rounder(network, [images(4) * 1e22])
     with pytest.raises(SourceError, match="0 cannot be rounded: the covariance is not finite"):
-        rounder.weights(network, {}, levels=lambda _: LEVELS, per_channel=True)
+        weight_rounding.weights(network, [images(4) * 1e22], ["0"], grid())

@@ -43,7 +43,7 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
             assert re.search(pattern.removeprefix(REFUSED), draft.refusals.pop(path))
             assert path not in {edit.path for edit in planned.edits}
         else:
-            assert re.search(pattern, str(draft.verdicts[path])), draft.verdicts[path]
+            assert re.search(pattern, str(draft.outcomes[path])), draft.outcomes[path]
     assert draft.refusals == {}
     result = applying.apply_step(model, planned)
     assert distance(reference, outputs(result, x)) <= EXACT

@@ -62,7 +62,7 @@ def with_affine(model: nn.Module) -> list[str]:
 def folded(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     planned, sketch = step(model, "folded")
     assert sketch.refusals == {}
-    return applying.apply_step(model, planned), sketch.verdicts
+    return applying.apply_step(model, planned), sketch.outcomes
 
 
 @pytest.mark.parametrize("name", STAY)
@@ -118,7 +118,7 @@ def test_convert_and_restore() -> None:
     model, _ = small("convnext")
     done = normswap.convert(model.float(), "folded", size=(3, 64, 64))
     assert done.report.passed
-    assert str(done.verdicts["stages.0.blocks.0.norm"]) == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
+    assert str(done.outcomes["stages.0.blocks.0.norm"]) == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
     back = normswap.convert(done.model, "unfold", size=(3, 64, 64))
     assert with_affine(back.model) == with_affine(model)
 
@@ -212,23 +212,23 @@ def test_stays_because(name: str) -> None:
     planned, sketch = step(model, "folded")
     assert planned.edits == ()
     assert sketch.refusals == {}
-    for verdict in map(str, sketch.verdicts.values()):
+    for verdict in map(str, sketch.outcomes.values()):
         assert verdict.startswith("stays with its scale and shift: ")
         assert why in verdict
-    assert sketch.verdicts
+    assert sketch.outcomes
 
 
 def test_hooks_are_not_lost() -> None:
     model, _ = net(MOVES["a linear layer"][0])
     model.get_submodule("one").register_forward_hook(lambda *args: None)
-    assert "forward hooks" in str(step(model, "folded")[1].verdicts["one"])
+    assert "forward hooks" in str(step(model, "folded")[1].outcomes["one"])
 
 
 def test_a_network_that_does_not_run_at_the_size_it_says() -> None:
     """It is recorded at one that it takes."""
     model, _ = net(MOVES["a linear layer"][0])
     model.pretrained_cfg = {"input_size": (3, 2, 2)}  # type: ignore[assignment]
-    assert str(step(model, "folded")[1].verdicts["one"]).startswith("its scale and shift move")
+    assert str(step(model, "folded")[1].outcomes["one"]).startswith("its scale and shift move")
 
 
 def test_a_wrong_take_is_noticed() -> None:

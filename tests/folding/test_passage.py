@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.plan import Step, Take, Way
 from normswap.surgery import applying, unfolding
+from normswap.surgery.network import Network
 
 Body = Callable[[Any, Tensor], Any]
 
@@ -104,7 +105,7 @@ def test_folds(name: str) -> None:
     body, parts, into = FOLDS[name]
     model, x = made(body, parts)
     planned, draft = step(model, "folded")
-    assert {path: str(said) for path, said in draft.verdicts.items()} == {"bn": f"folds into {into}"}
+    assert {path: str(said) for path, said in draft.outcomes.items()} == {"bn": f"folds into {into}"}
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
@@ -115,8 +116,8 @@ def test_stays(name: str) -> None:
     body, parts, why = STAYS[name]
     model, x = made(body, parts)
     planned, draft = step(model, "folded")
-    assert re.search(why, str(draft.verdicts["bn"])), draft.verdicts["bn"]
-    assert str(draft.verdicts["bn"]).startswith("keeps scale and shift: ")
+    assert re.search(why, str(draft.outcomes["bn"])), draft.outcomes["bn"]
+    assert str(draft.outcomes["bn"]).startswith("keeps scale and shift: ")
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) < 1e-13
 
 
@@ -146,7 +147,7 @@ def test_there_and_back(arch: str, args: dict[str, Any], size: int, tmp_path: Pa
         for module in again.modules():
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 module.bias += 0.01
-    back = unfolding.unfold(again, x)
+    back = unfolding.unfold(Network(again, x)).module
     assert batchnorms(back) == batchnorms(model)
     assert distance(run(done.model, x), run(back, x)) > 1e-3
     assert distance(run(again, x), run(back, x)) < 1e-10

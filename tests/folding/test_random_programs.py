@@ -16,7 +16,7 @@ from lived import batchnorms, distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError
-from normswap.folding.verdict import Fate
+from normswap.folding.outcomes import NEVER_CALLED
 from normswap.layers.scalars import Scale
 from normswap.surgery import applying
 
@@ -111,7 +111,7 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     assert not draft.refusals
     result = applying.apply_step(model, planned)
     assert distance(reference, run(result, x.clone())) <= 1e-10
-    assert batchnorms(result) == [path for path, why in draft.verdicts.items() if why.fate is Fate.NEVER_CALLED]
+    assert batchnorms(result) == [path for path, why in draft.outcomes.items() if why == NEVER_CALLED]
 
 
 NAMED_TWICE: list[Instruction] = [

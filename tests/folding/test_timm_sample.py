@@ -179,7 +179,7 @@ def test_what_a_module_that_looks_at_values_calls(name: str) -> None:
     planned, draft = step(model, "folded")
     assert draft.refusals == {}
     assert [
-        str(verdict)[: len(want)] for verdict, want in zip(draft.verdicts.values(), expected, strict=True)
+        str(verdict)[: len(want)] for verdict, want in zip(draft.outcomes.values(), expected, strict=True)
     ] == expected
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
@@ -200,5 +200,5 @@ def test_a_scalar_behind_a_branch_that_looks_at_values() -> None:
     model, x = around(Residual(Secretive(Pair())))
     done = convert(model, "skipinit", inputs=x)
     assert batchnorms(done.model) == []
-    assert str(done.verdicts["1.branch.part.bn"]) == "folds into 1.branch.part.conv"
+    assert str(done.outcomes["1.branch.part.bn"]) == "folds into 1.branch.part.conv"
     assert distance(run(model, x), run(done.model, x)) < 1e-12

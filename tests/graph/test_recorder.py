@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
 from lived import batchnorms, distance, lived_in, run, step
 from tiny import ONE, C, bn, conv, net
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import normswap
 from normswap.copying import twin
 from normswap.errors import NormswapError, TraceError
-from normswap.graph import inspection
+from normswap.graph import inspection, recording
 from normswap.graph.spelling import after
 from normswap.graph.widening import Widening
 from normswap.layers import affine, unknown_norms
@@ -169,7 +169,7 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     planned, draft = step(model, "folded")
     for path, pattern in case.expect.items():
-        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else str(draft.verdicts[path])
+        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else str(draft.outcomes[path])
         assert re.search(pattern.removeprefix(REFUSED), said), said
     assert draft.refusals == {}
     result = applying.apply_step(model, planned)
@@ -206,7 +206,7 @@ def test_rearranging_by_name() -> None:
 
     model, x = build(Case("einops", net(body, **ONE), {}))
     planned, draft = step(model, "folded")
-    assert str(draft.verdicts["bn"]) == "folds into conv"
+    assert str(draft.outcomes["bn"]) == "folds into conv"
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= EXACT
 
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_copied() -> None:
     x = torch.randn(2, C, 8, 8, dtype=torch.float64)
     done: Any = normswap.convert(model, "folded", inputs=x)
     assert "last" not in model.kept or model.kept["last"].shape == x.shape  # only what verification ran, on the model
-    assert {path: str(said) for path, said in done.verdicts.items()} == {"bn": "folds into conv"}
+    assert {path: str(said) for path, said in done.outcomes.items()} == {"bn": "folds into conv"}
     assert done.model.conv is done.model.modules[0]
     assert distance(run(model, x), run(done.model, x)) <= EXACT
 
@@ -279,8 +279,8 @@ def test_scripted_parts_are_refused_by_path() -> None:
     seen = inspection.inspect(nn.Sequential(conv(), bn(), inner))
     assert [path for path, _ in seen.refusals] == ["2"]
     _, draft = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
-    assert str(draft.verdicts["1"]) == "folds into 0"
-    assert set(draft.verdicts) == {"1"}
+    assert str(draft.outcomes["1"]) == "folds into 0"
+    assert set(draft.outcomes) == {"1"}
 
 
 class Single(nn.Module):
@@ -392,7 +392,7 @@ def test_frozen_norms_of_any_library(eps: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(conv(), Frozen(eps=eps), nn.ReLU(), conv(1), Frozen(eps=eps)).double()
     done = normswap.convert(model, "folded")
-    assert set(done.verdicts) == {"1", "4"}
+    assert set(done.outcomes) == {"1", "4"}
     assert not any(affine.is_batchnorm(module) for module in done.model.modules())
 
 
@@ -437,3 +437,30 @@ def test_a_twin_runs_as_in_evaluation_and_the_network_stays_as_it_was() -> None:
     model = nn.Sequential(nn.Sequential(conv(), nn.Dropout()), bn()).train()
     assert not any(module.training for module in twin(model).modules())
     assert all(module.training for module in model.modules())
+
+
+class Recurrent(nn.Module):
+    """A norm reads the last hidden state of an LSTM, which lies two steps deep in what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 4, num_layers=2, batch_first=True), nn.Linear(4, 5)
+        self.bn = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (hidden, _) = self.lstm(x)
+        return self.bn(self.head(hidden[-1]))
+
+
+def test_results_in_results_are_fetched_step_by_step() -> None:
+    """The record, run by torch.fx, gives what the network gives; and the norm folds."""
+    torch.manual_seed(0)
+    model = lived_in(Recurrent(), torch.randn(8, 7, 6, dtype=torch.float64))
+    x = torch.randn(3, 7, 6, dtype=torch.float64)
+    traced = recording.record(model, x)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}) or next(n for n in reversed(graph.nodes) if n.op != "output"))
+    assert torch.equal(fx.GraphModule(model, graph)(x), run(model, x))
+    done = normswap.convert(model, "folded", inputs=x)
+    assert not batchnorms(done.model)
+    assert distance(run(model, x), run(done.model, x)) <= EXACT

@@ -16,9 +16,10 @@ from reports import NETWORKS, check, source
 from safetensors.torch import load_file
 
 import normswap
+from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OutputError, SourceError
-from normswap.plan import Arch
+from normswap.plan import Arch, Plan
 from normswap.reporting import page, report
 from normswap.reporting.records import Facts, StepFact
 from normswap.storage.checkpoint import open_model
@@ -110,7 +111,7 @@ def test_every_norm_has_a_fate(case: tuple[Path, Path, Facts, str]) -> None:
     for norm in listed:
         assert type(modules[norm.path]).__name__ in seated[norm.fate]
         assert norm.said != "stays as it is"
-        assert re.match(r"(folded|statistics|scale|a|an) ", norm.said), norm.said  # words, not the plan's own terms
+        assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), norm.said  # words, not the plan's own terms
 
 
 def test_signal_of_source_and_result(made: Any) -> None:
@@ -299,3 +300,13 @@ def test_nothing_is_left_where_writing_fails(made: Any, tmp_path: Path, monkeypa
 def test_not_a_directory(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no directory"):
         report.collect(tmp_path / "none")
+
+
+def test_a_plan_without_outcomes_is_told_by_its_edits(made: Any) -> None:
+    folder, facts = made["v1-skipinit"][1:3]
+    record = provenance.of(normswap.load(folder))
+    assert record is not None
+    bare = Plan(tuple(replace(step, outcomes={}) for step in record.plan.steps))
+    norms = report._norms(normswap.inspect(open_model(str(made["v1-skipinit"][0]))), bare)
+    assert {path: norm.fate for path, norm in norms.items()} == {norm.path: norm.fate for norm in facts.norms}
+    assert norms["layer1.0.bn1"].said == "goes into layer1.0.conv1; gives way to a Vacant"

@@ -183,7 +183,7 @@ def test_the_plan_counts(arch: str, row: Row) -> None:
     """Planned = seated = gone; every read is a module; verdicts name every norm."""
     own = case(arch, row)
     _, draft = step(own.source, row.scheme, **row.options)
-    assert set(draft.verdicts) == set(batchnorms(own.source))
+    assert set(draft.outcomes) == set(batchnorms(own.source))
     assert len({edit.path for edit in own.step.edits}) == len(own.step.edits)
     assert set(batchnorms(own.source)) <= {edit.path for edit in own.step.edits}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -86,32 +87,91 @@ def test_the_swap_leaves_the_new_directory_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_comes_after_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process killed between the two leaves no graph without its weights; and a full disk neither of them."""
-    file, rename = tmp_path / "net.xml", Path.replace
+NET = ("net.bin", "net.xml.json", "net.xml")
 
-    def write(aside: Path) -> None:
-        assert aside.name == file.name, "a graph may name its weights' file"
-        for one in (aside, aside.with_suffix(".bin")):
-            one.touch(mode=0o600)
 
-    def killed(source: Path, target: Path) -> None:
-        if target == file:
-            raise Killed
-        rename(source, target)
+def write(version: str, aside: Path) -> None:
+    assert aside.name == "net.xml", "a graph may name its weights' file"
+    for name in NET:
+        place = aside.with_name(name)
+        place.touch(mode=0o600)
+        place.write_text(f"{version} {name}")
 
-    monkeypatch.setattr(Path, "replace", killed)
-    with pytest.raises(Killed):
-        atomic_write.whole(file, write, (".bin",))
-    assert [path.name for path in tmp_path.iterdir()] == ["net.bin"]
-    monkeypatch.setattr(Path, "replace", rename)
-    assert atomic_write.whole(file, write, (".bin",)) == file
-    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("net.bin", "net.xml"), 0o666 & ~atomic_write.umask()
-    )
-    with pytest.raises(OutputError, match=r"cannot write .*net\.xml: No such file"):
-        atomic_write.whole(file, write, (".other",))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.bin", "net.xml"]
+
+def export(folder: Path, version: str) -> None:
+    with atomic_write.writing(folder / "net.xml", NET[:-1]) as aside:
+        write(version, aside)
+
+
+def versions(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text().split()[0] for name in NET if (folder / name).exists()}
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("at", range(7))
+def test_a_process_killed_at_any_rename_leaves_no_mixture(
+    at: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of its own, ended without a word: under the name is nothing, or what belongs together, whole."""
+    if replaces:
+        export(tmp_path, "old")
+    renames, replace = itertools.count(), os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if next(renames) == at:
+            os._exit(9)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    child = os.fork()
+    if not child:
+        export(tmp_path, "new")
+        os._exit(0)
+    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert died is (at < (6 if replaces else 3))
+    found = versions(tmp_path)
+    if "net.xml" in found:
+        assert found == dict.fromkeys(NET, "new" if not died else "old")
+    elif replaces:
+        kept = {path.name: path.read_text().split()[0] for path in tmp_path.rglob("old/*")}
+        assert {**found, **kept} == dict.fromkeys(NET, "old"), "the old ones are still somewhere"
+    monkeypatch.undo()
+    export(tmp_path, "next")
+    assert versions(tmp_path) == dict.fromkeys(NET, "next")
+    assert all((tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write.umask() for name in NET)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("at", range(6))
+def test_where_a_file_cannot_come_the_old_ones_are_back(
+    at: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if replaces:
+        export(tmp_path, "old")
+    renames, replace = itertools.count(), os.replace
+
+    def fails(source: Any, target: Any) -> None:
+        if next(renames) == at:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    if at >= 3 and not replaces:
+        export(tmp_path, "new")
+        return
+    with pytest.raises(OutputError, match=r"cannot write .*net\.xml: No space left"):
+        export(tmp_path, "new")
+    assert versions(tmp_path) == (dict.fromkeys(NET, "old") if replaces else {})
+    assert {path.name for path in tmp_path.iterdir()} == (set(NET) if replaces else set())
+
+
+def test_a_file_that_a_writer_forgot_is_said(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutputError, match=r"cannot write .*net\.xml: No such file"),
+        atomic_write.writing(tmp_path / "net.xml", ("net.other",)) as aside,
+    ):
+        write("new", aside)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

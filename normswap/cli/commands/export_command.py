@@ -16,6 +16,7 @@ from normswap.cli.printing import show
 from normswap.cli.tables import size
 from normswap.errors import OptionError
 from normswap.exporting import formats
+from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings
 from normswap.plan import Body
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ORDER = 90
 _FEW = 64
+_MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 0.3 points then
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Int8:
         typer.Option(
             metavar="PATH", show_default=False,
             help="For int8: images to set it by, as --data names them. What it costs is measured on --data, or else "
-            "on the other images of PATH.",
+            "on other images of PATH, at most 2,000.",
         ),
     ] = None  # fmt: skip
     per_tensor: Annotated[
@@ -62,10 +64,10 @@ class Int8:
     weight_bits: Annotated[
         int,
         typer.Option(
-            min=min(formats.LEVELS), max=max(formats.LEVELS), metavar="|".join(map(str, formats.LEVELS)),
+            min=min(LEVELS), max=max(LEVELS), metavar="|".join(map(str, LEVELS)),
             help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
         ),
-    ] = formats.SAFE_BITS  # fmt: skip
+    ] = SAFE_BITS  # fmt: skip
     sensitive: Annotated[
         int, typer.Option(min=0, metavar="N", help="For int8: keep the N layers in fp32 that it costs most.")
     ] = 0
@@ -77,12 +79,18 @@ class Int8:
         ),
     ] = None  # fmt: skip
 
+    @property
+    def settings(self) -> Int8Settings | None:
+        """None where all is as it is without."""
+        settings = Int8Settings(not self.per_tensor, self.weight_bits, self.sensitive, self.max_drop)
+        return None if self.calibrate is None and settings == Int8Settings() else settings
+
     def parts(self, images: Checked, config: Mapping[str, object]) -> tuple[Any, Any]:
         """What to calibrate on, and what to measure on."""
         from normswap.images.parting import part
 
         some = replace(images, data=self.calibrate, samples=None, split="train").loader(config)
-        calibrate, others = part(some, images.samples)
+        calibrate, others = part(some, images.samples, most=_MEASURED)
         return calibrate, others if images.data is None else replace(images, samples=None).loader(config)
 
 
@@ -131,30 +139,30 @@ def run(
     those; what it costs is measured on others, printed and written into FILE.preprocess.json.
 
     The keys of --json: source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures
-    (relative_l2, largest, agreement, count, tolerance, inputs, source_top1, top1), nodes (counts by kind), plain_nodes
-    (null without --count-plain), bytes, notes, seconds and quantized (null but for int8: calibrated_on, gauge, ranges,
-    per_channel, weight_bits, fp32, trials).
+    (relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output), nodes (counts
+    by kind), plain_nodes (null without --count-plain), bytes, notes, seconds and quantized (null but for int8:
+    calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials).
     """
+    settings = FileSettings(
+        format, dtype, dynamic_batch, normalize=normalize, softmax=softmax, force=force, count_plain=count_plain
+    )  # fmt: skip
     with progress.working("starting"):
-        from normswap.exporting import exporter
+        from normswap.exporting import exporter, sidecar
 
-        exporter.claim(output, format, dtype, force=force)
+        exporter.claim(output, settings)
         if (dtype == "int8") != (int8.calibrate is not None):
             what = (
                 "--precision int8 needs --calibrate DATA" if dtype == "int8" else "--calibrate is for --precision int8"
             )
             raise OptionError(what)
     net = opening.open(model)
-    with progress.stages() as say:
-        config = exporter.preprocessing(net)
+    with progress.stages(plain=dtype == "int8") as log:
+        config = sidecar.preprocessing(net)
         calibrate, loader = None, None if images.data is None else images.checks(config)
         if int8.calibrate is not None:
             calibrate, loader = int8.parts(images, config)
         done = exporter.export(
-            net, output, format=format, dtype=dtype, dynamic_batch=dynamic_batch,
-            normalize=normalize, softmax=softmax, images=loader, calibrate=calibrate, per_channel=not int8.per_tensor,
-            weight_bits=int8.weight_bits, sensitive=int8.sensitive, max_drop=int8.max_drop, force=force,
-            count_plain=count_plain, say=say,
+            net, output, images=loader, calibrate=calibrate, int8=int8.settings, log=log, **vars(settings)
         )  # fmt: skip
     show({"source": model, **asdict(done)}, json, _say)
     return 0
@@ -190,7 +198,9 @@ def _allowed(body: Body) -> str:
 def _same(figures: Body) -> str:
     if figures["agreement"] is None:
         return ""
-    return f"{round(figures['agreement'] * figures['count'])} of {figures['count']} ({figures['inputs']})"
+    answers, unit = figures["answers"], figures["unit"]
+    of = "" if unit == "images" else f" {unit} of {figures['count']} images"
+    return f"{round(figures['agreement'] * answers)} of {answers}{of} ({figures['inputs']})"
 
 
 def _top1(figures: Body) -> str:

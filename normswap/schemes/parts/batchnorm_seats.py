@@ -29,6 +29,8 @@ def batchnorm_seats(anatomy: Anatomy, newcomer: str) -> tuple[Draft, Iterator[tu
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
     if not norms:
         remedy = "Where BatchNorm was folded away, `--to unfold` or `--to batchnorm` brings it back"
+        kind = next((type(m).__name__ for m in modules.values() if affine.is_registered(m)), None)
+        remedy = f"Say what it reads: normswap.register_norm({kind}, affine=..., statistics=...)" if kind else remedy
         raise RefusedError(f"no BatchNorm to put a {newcomer} in the seat of", remedy=remedy)
     draft = undress(anatomy, leave=norms)
     return draft, _readable(draft, norms)

@@ -11,7 +11,7 @@ import torch
 from numpy.polynomial import hermite_e
 from torch import Tensor, fx, nn
 
-from normswap.errors import OptionError, RefusedError
+from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear, last_linear
@@ -55,7 +55,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             _divide(draft, *last_linear(draft, block.branch, block.total), deviation)
             alpha = deviation if value is None else value
         else:
-            draft.notes.append(f"{block.path} keeps the scalar bias: {draft.verdicts[block.tail]}")
+            draft.notes.append(f"{block.path} keeps the scalar bias: {draft.outcomes[block.tail]}")
             draft.seats.pop(block.tail, None)
             continue
         seat_scale(draft, block.tail, alpha, with_bias)
@@ -94,11 +94,8 @@ def drop_before_classifier(draft: Draft, p: float) -> Draft:
     """Dropout with probability `p` before the classifier: where there is a seat for it, else in the classifier's own.
 
     Raises:
-        OptionError: p is not in [0, 1).
         RefusedError: the classifier cannot be found, or is no linear layer that stays as it is.
     """
-    if not 0 <= p < 1:
-        raise OptionError(f"--dropout {p} is not in [0, 1)")
     seat, classifier = draft.anatomy.dropout, draft.anatomy.classifier
     if classifier is not None and not draft.anatomy.takes_part(classifier):
         draft.notes.append(f"no dropout: {classifier} is to stay as it is")
@@ -246,7 +243,7 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 def site_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
     """Mean and deviation of the norm that `node` calls, or that once stood in its seat; before the activation."""
     module = anatomy.traced.module(node)
-    if module is not None and affine.is_batchnorm(module):
+    if module is not None and affine.has_moments(module):
         return affine.moments(module)
     record = anatomy.provenance
     seats = (str(node.target), *reversed(node.meta["inside"]))

@@ -53,7 +53,7 @@ def _scale(draft: Draft, block: Block, a: float, b: float, owed: dict[fx.Node, f
         raise Blocked("its branch ends in a function of the block itself, where no module can sit")
     tail = modules[block.tail]
     if isinstance(tail, Scale) and tail.bias is not None and block.tail not in draft.seats:
-        raise Blocked(f"it has a scalar that {draft.verdicts.get(block.tail, 'stays')}")
+        raise Blocked(f"it has a scalar that {draft.outcomes.get(block.tail, 'stays')}")
     if a == 1:
         enlarge(draft, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
+from normswap.folding.outcomes import KEEPS_STATISTICS
 from normswap.folding.passage import read_directly
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain, Vacant
-from normswap.plan import Body, Way
+from normswap.plan import Body, Outcome, Way
 
 Wish = Callable[[Draft, str, nn.Module], None]
 
@@ -86,15 +86,15 @@ def _restore(draft: Draft, site: str, layer: str, args: Body) -> None:
         return
     vacant = draft.empty(path, old)
     if not vacant and not _stands_for_a_norm(old):
-        draft.notes.append(f"{path} stays a {type(old).__name__}: {draft.verdicts.get(path, 'it is in use')}")
+        draft.notes.append(f"{path} stays a {type(old).__name__}: {draft.outcomes.get(path, 'it is in use')}")
         return
     if affine.holds_statistics(old) and not vacant:
         draft.seat(path, layer, **args)
-        draft.judge(path, Fate.KEEPS_STATISTICS)
+        draft.settle(path, KEEPS_STATISTICS)
         return
     mean, std = moments(draft.anatomy, site, at_input=not vacant)
     draft.seat(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
-    draft.judge(path, Fate.FROM_RECORD)
+    draft.settle(path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept"))
 
 
 def _stands_for_a_norm(module: nn.Module | None) -> bool:

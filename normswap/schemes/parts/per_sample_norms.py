@@ -7,12 +7,10 @@ from dataclasses import asdict
 
 from torch import nn
 
-from normswap.errors import OptionError
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
-from normswap.plan import Body, Edit, Step
+from normswap.plan import Body, Edit, Outcome, Step
 from normswap.schemes.parts import steady_signs
 from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
 from normswap.schemes.parts.steady_signs import Signs
@@ -30,11 +28,8 @@ def dress_per_sample(
         channelwise: groups of one channel are what is wanted.
 
     Raises:
-        OptionError: steady is not in [0, 1).
         RefusedError: the network has no BatchNorm, or a group would have one element, which the norm would erase.
     """
-    if not isinstance(steady, float | int) or not 0 <= steady < 1:
-        raise OptionError(f"--steady {steady} is not in [0, 1)")
     modules = anatomy.traced.modules
     draft, seats = batchnorm_seats(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
@@ -79,7 +74,7 @@ def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | Non
         args = {**args, "lead": True}
         detail += ", behind a scale and shift"
     draft.seat(path, "GroupNorm", **args)
-    draft.judge(path, Fate.PER_SAMPLE, detail=detail)
+    draft.settle(path, Outcome("statistics per sample", f"statistics per sample {detail}"))
 
 
 def recentred(step: Step) -> Step:

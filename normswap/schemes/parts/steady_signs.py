@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from normswap.calibration.natural_noise import pink
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced
+from normswap.layers import affine
 from normswap.models.modes import evaluating
 
 COUNT, BATCH = 64, 32  # images of noise
@@ -53,7 +53,7 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
     """
     modules = anatomy.traced.modules
     seen = _observe(anatomy.traced, {path: modules[path] for path in groups})
-    return {path: _signs(*seen[path], modules[path].running_var, groups[path], steady) for path in seen}
+    return {path: _signs(*seen[path], affine.statistics(modules[path])[1], groups[path], steady) for path in seen}
 
 
 Seen = tuple[Tensor, Tensor]
@@ -66,10 +66,10 @@ def _observe(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
     found: dict[str, list[Seen]] = {}
 
     def spy(path: str) -> Callable[..., None]:
-        def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
+        def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].flatten(2) if args[0].ndim > 2 else args[0].unsqueeze(2)
             mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-            centre = norm.running_mean.double()
+            centre = affine.statistics(norm)[0]
             energy = (square - 2 * centre * mean + centre.square()).clamp_min(0)
             found.setdefault(path, []).append(((mean - centre).cpu(), energy.cpu()))
 
@@ -103,9 +103,9 @@ def _sizes(traced: Traced) -> list[list[int]]:
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
 
 
-def _signs(means: Tensor, squares: Tensor, var: Any, groups: int, steady: float) -> Signs:
+def _signs(means: Tensor, squares: Tensor, var: Tensor, groups: int, steady: float) -> Signs:
     # in NumPy: many small steps, for which PyTorch takes several times as long
-    x, energy, known = means.numpy(), squares.numpy(), var.double().cpu().numpy()
+    x, energy, known = means.numpy(), squares.numpy(), var.cpu().numpy()
     scale = np.sqrt(known / energy.mean(0).clip(1e-30))  # noise is not what the network was trained on
     x, energy = x * scale, energy * scale**2
     x = (x - x.mean(0)) / len(x) ** 0.5

@@ -16,13 +16,12 @@ from torch.nn.utils import parametrizations, parametrize
 
 from normswap.folding.draft import Draft
 from normswap.folding.overwriting import overwrites, shares
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
-from normswap.plan import Edit, Then
+from normswap.plan import Edit, Outcome, Then
 
 
 def plan_federated(anatomy: Anatomy) -> Draft:
@@ -54,7 +53,7 @@ def plan_opacus(anatomy: Anatomy) -> Draft:
 
 def _learn_sign(draft: Draft, path: str) -> None:
     draft.seat(path, "ChannelAffine")
-    draft.judge(path, Fate.LEARNS, reason="its signs become a scale")
+    draft.settle(path, Outcome("learn", "learns", "its signs become a scale"))
 
 
 def _seat_out_of_place(draft: Draft, path: str) -> None:
@@ -87,7 +86,7 @@ def _refuse_buffers(draft: Draft, path: str, module: nn.Module) -> None:
         draft.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
     elif parametrize.is_parametrized(module) and not learns(module):
         draft.seat(path, "WithBias")  # else Opacus would hook the parametrization, which sees no samples
-        draft.judge(path, Fate.LEARNS, reason="it gets a bias")
+        draft.settle(path, Outcome("learn", "learns", "it gets a bias"))
 
 
 def _copy_before(draft: Draft, node: fx.Node) -> None:

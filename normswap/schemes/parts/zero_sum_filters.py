@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration.sequential_fit import Progress, refit
-from normswap.errors import OptionError, RefusedError
+from normswap.errors import RefusedError
 from normswap.folding.draft import Draft
 from normswap.folding.passage import Blocked, check_linear
 from normswap.layers import reparametrized
@@ -33,10 +33,8 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
             and there is no other channel that it could be had from.
 
     Raises:
-        OptionError: something else than `keep` and `fit`.
         RefusedError: there is nothing to standardize.
     """
-    _check(mean=mean, stem=stem, depthwise=depthwise)
     kept = 0
     traced = draft.anatomy.traced
     plain = tuple(f"{block.gate}." for block in draft.anatomy.blocks if block.gate)
@@ -74,15 +72,6 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
     if kept:
         draft.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
     return draft
-
-
-def _check(**options: str) -> None:
-    """Raises:
-    OptionError: neither `fit` nor `keep`.
-    """
-    for name, value in options.items():
-        if value not in ("fit", "keep"):
-            raise OptionError(f"--{name} {value!r} is neither 'fit' nor 'keep'")
 
 
 def kept(step: Step) -> Step:

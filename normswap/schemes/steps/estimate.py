@@ -9,9 +9,8 @@ from torch import nn
 from normswap.calibration.norm_estimate import fit_norms, fits
 from normswap.calibration.sequential_fit import Progress
 from normswap.folding.draft import Draft
-from normswap.folding.verdict import Fate
 from normswap.graph.inspection import Anatomy
-from normswap.plan import Step
+from normswap.plan import Outcome, Step
 from normswap.schemes import Scheme
 
 
@@ -21,7 +20,7 @@ def plan(anatomy: Anatomy) -> Draft:
     for norm in anatomy.norms:
         if anatomy.takes_part(norm.path) and fits(anatomy, norm.path):
             draft.seat(norm.path, "EmptyNorm")
-            draft.judge(norm.path, Fate.ESTIMATED)
+            draft.settle(norm.path, Outcome("estimated", "becomes what it does on average"))
     return draft
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import first_line
 from normswap.exporting import formats
-from normswap.exporting.exported_module import Shipped
+from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
@@ -153,8 +153,7 @@ def _nfnet(name: str) -> Row:
     onnx = formats.get("onnx")
     with tempfile.TemporaryDirectory() as folder:
         plain, ours = (Path(folder) / f"{which}.onnx" for which in ("plain", "ours"))
-        shipped = Shipped(source).eval()
-        onnx.write(shipped, torch.zeros(2, *x.shape[1:]), plain, dynamic=True, metadata={})
+        onnx.write(FileContents(Shipped(source), (torch.zeros(2, *x.shape[1:]),), dynamic=True), plain)
         normswap.export(source, ours, input_size=x.shape[1:], images=x, dynamic_batch=True)
         for which, file in (("exported plainly", plain), ("ours", ours)):
             row[which] = onnx.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))

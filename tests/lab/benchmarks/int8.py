@@ -154,8 +154,8 @@ def _share(right: Tensor) -> float:
 
 def ours(case: Case, file: Path, per_channel: bool, bits: int) -> Row:
     done = normswap.export(
-        case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1], per_channel=per_channel,
-        weight_bits=bits, dynamic_batch=True, force=True,
+        case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1],
+        int8=normswap.Int8Settings(per_channel, bits), dynamic_batch=True, force=True,
     )  # fmt: skip
     assert done.quantized is not None
     return {"gauge": done.quantized.gauge, "trials": done.quantized.trials}

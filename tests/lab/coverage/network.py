@@ -15,18 +15,18 @@ from torch.fx.experimental import optimization
 
 from normswap import schemes
 from normswap.errors import RefusedError, TraceError
-from normswap.folding.verdict import Fate
+from normswap.folding.outcomes import FOLDED_BACK, FOLDED_FORWARD, LEFT_AFFINE, LEFT_SHIFT, NEVER_CALLED
 from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.surgery import applying
 
 EXACT = 1e-8  # relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by 1e-10
 WAYS = {
-    Fate.FOLDED_BACK: "back",
-    Fate.FOLDED_FORWARD: "forward",
-    Fate.LEFT_SHIFT: "moved",
-    Fate.LEFT_AFFINE: "affine",
-    Fate.NEVER_CALLED: "unused",
+    FOLDED_BACK: "back",
+    FOLDED_FORWARD: "forward",
+    LEFT_SHIFT: "moved",
+    LEFT_AFFINE: "affine",
+    NEVER_CALLED.counted: "unused",
 }
 IMAGES, MORE = 2, 8  # images that the statistics are measured on; more where maps of 1 x 1 make them degenerate
 NOISY = 1e-11  # how far a network may stray when its input changes by 1e-15, before more images are used
@@ -95,8 +95,8 @@ def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
         draft = FOLDED.plan(inspection.inspect(model))
     except (TraceError, RefusedError) as error:
         return None, {"status": "refused", "refused": len(batchnorms(model)), "why": str(error)[:300]}
-    ways = Counter(WAYS[verdict.fate] for verdict in draft.verdicts.values() if verdict.fate in WAYS)
-    reasons = Counter(verdict.reason for verdict in draft.verdicts.values() if verdict.fate is Fate.LEFT_AFFINE)
+    ways = Counter(WAYS[one.counted] for one in draft.outcomes.values() if one.counted in WAYS)
+    reasons = Counter(one.reason for one in draft.outcomes.values() if one.counted == LEFT_AFFINE)
     row: dict[str, Any] = {**ways, "kept": [f"{n} x {why}"[:120] for why, n in reasons.most_common(3)]}
     if draft.refusals:
         path, why = next(iter(draft.refusals.items()))

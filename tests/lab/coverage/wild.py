@@ -36,7 +36,7 @@ from torch import Tensor, nn  # noqa: E402
 from wild_table import table  # noqa: E402
 
 from normswap.errors import NormswapError  # noqa: E402
-from normswap.folding.verdict import Fate  # noqa: E402
+from normswap.folding.outcomes import NEVER_CALLED  # noqa: E402
 from normswap.graph import inspection  # noqa: E402
 from normswap.graph.inspection import Anatomy  # noqa: E402
 from normswap.graph.widening import Widening  # noqa: E402
@@ -123,7 +123,7 @@ def check(name: str) -> Row:
     result = applying.apply_step(model, step)
     row["seconds"] = round(time.perf_counter() - begin, 1)
     row["error"] = error(reference, run(result, fresh))
-    unused = sum(verdict.fate is Fate.NEVER_CALLED for verdict in draft.verdicts.values())
+    unused = sum(outcome == NEVER_CALLED for outcome in draft.outcomes.values())
     row |= {"left": len(norms(result)) - unused, "unused": unused, "remarks": seen.traced.remarks}
     row["affines"] = sum(isinstance(m, ChannelAffine | ChannelBias) for m in result.modules())
     row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"

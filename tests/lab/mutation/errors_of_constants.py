@@ -58,15 +58,15 @@ ERRORS = (
     Planted(
         "norms that stay lose their momentum",
         "normswap/layers/site_norm.py",
-        'momentum = getattr(old, "momentum", 0.1)',
-        "momentum = 0.1",
+        'getattr(old, "momentum", 0.1)',
+        "0.1",
         PAPERS,
     ),
     Planted(
         "norms that stay lose their eps",
         "normswap/layers/site_norm.py",
-        "eps = affine.epsilon(old)",
-        "eps = 1e-5",
+        "(affine.epsilon(old), getattr",
+        "(1e-5, getattr",
         PAPERS,
     ),
     Planted(
@@ -79,15 +79,15 @@ ERRORS = (
     Planted(
         "norms put back have another momentum",
         "normswap/layers/site_norm.py",
-        "new = cls(len(mean), eps=1e-5, momentum=0.1",
-        "new = cls(len(mean), eps=1e-5, momentum=0.01",
+        "else (1e-5, 0.1)",
+        "else (1e-5, 0.01)",
         PAPERS,
     ),
     Planted(
         "norms put back have another eps",
         "normswap/layers/site_norm.py",
-        "new = cls(len(mean), eps=1e-5, momentum=0.1",
-        "new = cls(len(mean), eps=1e-3, momentum=0.1",
+        "else (1e-5, 0.1)",
+        "else (1e-3, 0.1)",
         PAPERS,
     ),
     Planted(

@@ -35,4 +35,9 @@ ERRORS = (
     Planted("the constants' square is v steady", NORMS, "steady / (1 - steady)).sqrt()", "steady).sqrt()", TARGETS),
     Planted("the constants' square is v steady, on images", GAUGE, "float(energy.mean()) * steady / (1 - steady)",
             "float(energy.mean()) * steady", TARGETS),
+    Planted("offsets are drawn at other places than the values", FIT, "generator.set_state(draw)", "pass", TARGETS),
+    Planted("a smaller batch in between is left out", "normswap/calibration/population.py", "if left_out:", "if False:",
+            ("tests/calibration/test_population.py",)),
+    Planted("of results in results one step is lost", "normswap/graph/recorder.py", "mark.keys = tuple(rest)",
+            "mark.keys = ()", ("tests/graph/test_recorder.py",)),
 )  # fmt: skip

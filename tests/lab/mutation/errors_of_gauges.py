@@ -38,7 +38,7 @@ ERRORS = (
     Planted("means are not compared", MADE, "((mean * scale + shift).square() + off.square())", "off.square()", IMAGES),
     Planted("deviations are not compared", MADE, "((mean * scale + shift).square() + off.square())",
             "(mean * scale + shift).square()", IMAGES),
-    Planted("eps counts as deviation", MADE, "norm.running_var.to(var).sqrt() * scale", "1", IMAGES),
+    Planted("eps counts as deviation", MADE, "affine.statistics(norm)[1].to(var).sqrt() * scale", "1", IMAGES),
     Planted("statistics of each image", MADE, "(0, *range(2, x.ndim))", "tuple(range(2, x.ndim))", IMAGES),
     Planted("every batch is the same", MADE, "seed * len(counts) + i", "seed", IMAGES),
     Planted("in training mode", MADE, "with evaluating(model), _without", "with _without", IMAGES),
@@ -51,5 +51,5 @@ ERRORS = (
     Planted("how often answers agree on made images is told", "normswap/surgery/held_out.py", "agreement=None, of=",
             "of=", IMAGES),
     Planted("each step of a plan makes its own", "normswap/cli/commands/convert_command.py",
-            'given["calibrate"] = stand_ins(', "stand_ins(", IMAGES),
+            "images, progress = network.images", "images, progress = network.calibrate", IMAGES),
 )  # fmt: skip

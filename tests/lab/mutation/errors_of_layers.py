@@ -11,7 +11,7 @@ ROUNDER, SHARED = "normswap/exporting/weight_rounding.py", ("tests/exporting/tes
 GRIDS = ("tests/exporting/test_int8_weights.py",)
 NAMES, PROGRAMS = "normswap/folding/overwriting.py", ("tests/folding/test_random_programs.py",)
 RIGHT, ANSWERS = "normswap/surgery/right_answers.py", ("tests/surgery/test_right_answers.py",)
-ORDER, INPUTS = "normswap/exporting/order.py", ("tests/exporting/test_signature.py",)
+REQUEST, INPUTS = "normswap/exporting/request.py", ("tests/exporting/test_signature.py",)
 
 ERRORS = (
     Planted("gamma is that of a straight line", TANH, "(gain(alpha) * gamma)", "(gamma / alpha)", TESTS),
@@ -21,14 +21,14 @@ ERRORS = (
             "rescaled(old, scale / scale, offset)", TESTS),
     Planted("the convolution keeps its mean", TANH, "rescaled(old, scale, offset)",
             "rescaled(old, scale, 0 * offset)", TESTS),
-    Planted("eps is no part of the deviation", TANH, "(norm.running_var.double() + affine.epsilon(norm)).sqrt()",
-            "norm.running_var.double().sqrt()", TESTS),
+    Planted("eps is no part of the deviation", TANH, "std = (var + affine.epsilon(norm)).sqrt()",
+            "std = var.sqrt()", TESTS),
     Planted("the scale in front is the deviation", TANH, "return 1 / std, ", "return std, ", TESTS),
     Planted("what a BatchNorm carried is lost", TANH, "beta.to(like), alpha, affine.copied_activation(old))",
             "beta.to(like), alpha)", TESTS),
     Planted("the pattern is bent", TANH, "ChannelAffine(gamma.to", "ChannelAffine(gamma.tanh().to", TESTS),
     Planted("gamma and beta are not fitted", FIT, "if normalizes(module):\n", "if False:\n", TESTS),
-    Planted("no norm of this kind is a source", TANH, "register_norm(DynamicTanh, per_sample=True)", "", TESTS),
+    Planted("no norm of this kind is a source", TANH, "KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)", "", TESTS),
     Planted("NNCF's integers are those of others", OPENVINO, "63.5 if", "64 if", GRIDS),
     Planted("depthwise layers have 7 bits", OPENVINO, " and not depthwise else", " else", GRIDS),
     Planted("every grouped layer has 8 bits", OPENVINO, " == layer.in_channels", "",
@@ -42,20 +42,17 @@ ERRORS = (
     Planted("the largest weight moves", ROUNDER, "given.abs() >= largest", "given.abs() > largest", SHARED),
     Planted("the tool is given what it will hold", ROUNDER, "torch.where(settled, given, found), found)",
             "found, found)", SHARED),
-    Planted("factors are left out", ROUNDER, "if units is not None:", "if False:", SHARED),
-    Planted("factors count once", ROUNDER, "covariance * of_patch[:, None, :]", "covariance", SHARED),
     Planted("inputs are not about their mean", "normswap/calibration/least_squares.py",
             "own = self.xx / self.count - x[:, :, None] * x[:, None, :]", "own = self.xx / self.count", SHARED),
-    Planted("layers that stay are rounded", ROUNDER, " or path in keep:", ":", SHARED),
+    Planted("layers that stay are rounded", ROUNDER, "if path not in layers or not", "if not", SHARED),
     Planted("what overflows is not named", ROUNDER, 'with naming(path, "rounded"):', "if True:", SHARED),
-    Planted("units are those of what is written", "normswap/exporting/equalization.py",
-            "factors[one.reads] for one in self", "factors[one.writes] for one in self",
-            ("tests/folding/test_channel_factors.py",)),
     Planted("the second part of a patch is the first", ROUNDER, "rising.flip(1) + first", "rising.flip(1)", SHARED),
     Planted("the tool gets the weights as they were", "normswap/exporting/quantizing.py", ".data.copy_(one.given)",
             ".data.mul_(1)", GRIDS),
-    Planted("weights are rounded in units of another gauge", "normswap/exporting/quantizing.py",
-            "twin, equalized.units, ", "twin, {}, ", GRIDS),
+    Planted("the gauge in which int8 costs most is taken", "normswap/exporting/quantizing.py",
+            "best = min(errors", "best = max(errors", GRIDS),
+    Planted("weights are those of the folded network", "normswap/exporting/quantizing.py",
+            "return cls(shipped.around(made[gauge])", "return cls(shipped.around(made[AS_FOLDED])", GRIDS),
     Planted("biases stay as they were", "normswap/exporting/bias_correction.py",
             "module.weight - weight)", "0 * module.weight)", ("tests/folding/test_channel_factors.py",)),
     Planted("scores are rounded", "normswap/exporting/onnx_int8.py", '["Gemm"]', "[]", ("tests/exporting/test_int8.py",)),
@@ -79,5 +76,6 @@ ERRORS = (
     Planted("scalars are seated before the biases", "normswap/schemes/parts/fixup_scalars.py",
             "_shift_layers(draft)\n    _seat_scales(draft)", "_seat_scales(draft)\n    _shift_layers(draft)",
             ("tests/schemes/test_exact_schemes.py::test_a_branch_that_ends_in_its_convolution",)),
-    Planted("everything in the file, of int8, too", ORDER, 'or self.dtype == "int8" or', "or", INPUTS),
+    Planted("everything in the file, of int8, too", REQUEST,
+            'settings.dtype == "int8" or settings', "settings", INPUTS),
 )  # fmt: skip

@@ -84,15 +84,22 @@ ERRORS = (
     Planted(
         "a graph comes before its weights",
         "normswap/storage/atomic_write.py",
-        "(*parts, file.suffix)",
-        "(file.suffix, *parts)",
+        "(*beside, file.name)]",
+        "(file.name, *beside)]",
+        FILES,
+    ),
+    Planted(
+        "new weights come while the old graph is there",
+        "normswap/storage/atomic_write.py",
+        "for one in reversed(made):",
+        "for one in made:",
         FILES,
     ),
     Planted(
         "a file stays as private as its writer made it",
         "normswap/storage/atomic_write.py",
-        "                made.chmod(0o666 & ~umask())  # some writers make it private\n",
-        "",
+        "one.chmod(0o666 & ~umask())",
+        "pass",
         FILES,
     ),
     Planted(
@@ -107,6 +114,13 @@ ERRORS = (
         "normswap/exporting/onnx_data_file.py",
         "location=file.with_suffix(PARTS[0]).name",
         "location=file.with_suffix(PARTS[0]).name, size_threshold=2**20",
+        ("tests/exporting/test_exporter.py",),
+    ),
+    Planted(
+        "weights beside the graph are for one image",
+        "normswap/exporting/onnx_data_file.py",
+        "onnx_file.graph(contents)",
+        "onnx_file.graph(type(contents)(contents.network, contents.example))",
         ("tests/exporting/test_exporter.py",),
     ),
     Planted(

@@ -40,7 +40,6 @@ NOTICED = (
             "tests/schemes/test_every_scheme.py::test_exact_or_measurably_different[ecaresnet50t-instancenorm]"),
     Noticed("schemes/parts/branch_scale.py", '{"bias": False}',
             "tests/schemes/test_branch_scale.py::test_scalars_that_are_there_get_a_bias"),
-    Noticed("schemes/parts/declared.py", "len(words) == 2", "tests/cli/test_scheme_options.py::test_options_have_kinds"),
     Noticed("graph/tracing.py", "if len(sources) == 2 or is_mul",
             "tests/graph/test_inspection.py::test_what_carries_the_signal"),
     Noticed("graph/recorder.py", "version(tensor) or memory(tensor)",

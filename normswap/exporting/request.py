@@ -1,0 +1,173 @@
+"""An export that can be carried out, with all that is to be known of it before any work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from normswap.errors import OptionError
+from normswap.exporting import checks, formats, sidecar
+from normswap.exporting.formats import Format
+from normswap.exporting.settings import FileSettings
+from normswap.exporting.signature import NoAnswerError, Signature
+from normswap.models import calling
+from normswap.models.calling import Example, Inputs
+from normswap.surgery.carrying_out import Conversion
+
+Batches = Iterable[object] | Tensor
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What `export` was asked for.
+
+    Args:
+        source: a copy on the CPU, in float32 and eval mode.
+        size: (C, H, W) of the images, or of the first of the inputs.
+        config: the preprocessing of images.
+        inputs: calls that everything goes in and comes out of; none where images go in and one answer comes out.
+        imaged: these inputs are images, of which the network gives more than an answer.
+    """
+
+    source: nn.Module
+    file: Path
+    form: Format
+    settings: FileSettings
+    size: tuple[int, ...]
+    config: sidecar.Body
+    signature: Signature
+    inputs: tuple[Example, ...] = ()
+    imaged: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module | Conversion, file: Path, inputs: Inputs, settings: FileSettings) -> ExportRequest:
+        """The request that `export` got, if it can be carried out.
+
+        Raises:
+            OptionError: as `export`.
+        """
+        form = formats.choose(file, settings.format)
+        if inputs is not None:
+            _require_plain(form, settings)
+        if not form.GRAPH and (settings.normalize or settings.softmax):
+            option = "normalize" if settings.normalize else "softmax"
+            raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
+        settings = replace(settings, dynamic_batch=settings.dynamic_batch or not form.GRAPH)
+        source = copy.deepcopy(model.model if isinstance(model, Conversion) else model).cpu().float().eval()
+        config = sidecar.config(source)
+        if inputs is not None:
+            calls = tuple(one.like(source) for one in calling.batches(inputs))
+            whole = _everything(source, calls[0], settings.dynamic_batch)
+            return cls(source, file, form, settings, calls[0].size, config, whole, calls)
+        size = tuple(config["input_size"] if settings.input_size is None else settings.input_size)
+        if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
+            raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
+        classes = getattr(source, "num_classes", None)
+        if settings.softmax and classes == 0:
+            raise OptionError("the network has no classifier", "a softmax needs classes")
+        output = "probabilities" if settings.softmax else "features" if classes == 0 else "logits"
+        return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
+
+    @property
+    def traced_on(self) -> tuple[Tensor, ...]:
+        """What goes in while the file is made: torch.export takes a dimension of 1 for a constant."""
+        count = 2 if self.settings.dynamic_batch else 1
+        return tuple(self.inputs[0].first(count).tensors()) if self.inputs else (torch.zeros(count, *self.size),)
+
+    @property
+    def example(self) -> Example:
+        """A call to look at the network with."""
+        return self.inputs[0] if self.inputs else self.signature.form.of(self.pictures(count=4))
+
+    @property
+    def normalization(self) -> tuple[Tensor, Tensor]:
+        """mean and std (C, 1, 1) of the images that the source takes."""
+        mean, std = (
+            torch.tensor(list(self.config[key]), dtype=torch.float64).expand(self.size[0]).reshape(-1, 1, 1).float()
+            for key in ("mean", "std")
+        )
+        return mean, std
+
+    def pictures(self, count: int = 16) -> Tensor:
+        """Smooth noise (count, C, H, W), as the source takes images."""
+        channels, height, width = self.size
+        return checks.pictures((channels, height, width), *self.normalization, count=count)
+
+    def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
+        """The request, and what the network gives, by name; where that is no answer the request is for all of it.
+
+        Raises:
+            OptionError: the network does not run, or something asks for one answer.
+        """
+        settings = self.settings
+        try:
+            return self, self.signature.answers(self.source, self.traced_on)
+        except NoAnswerError:
+            special = settings.dtype == "int8" or settings.normalize or settings.softmax
+            if self.inputs or not self.form.GRAPH or special:
+                raise
+        whole = _everything(self.source, self.example, settings.dynamic_batch)
+        request = replace(self, signature=whole, inputs=(self.example,), imaged=True)
+        return request, whole.answers(self.source, request.traced_on)
+
+    def raw(self, images: Tensor) -> Tensor:
+        """From images as the source takes them to images as the file does."""
+        if not self.settings.normalize:
+            return images
+        mean, std = self.normalization
+        return images * std + mean
+
+    def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
+        """What the file must compute; `rounded`, what its precision costs."""
+        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded)
+
+    def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
+        """What the file is checked on, and what reports call that: images, or the inputs, or smooth noise."""
+        noise = "smooth noise, seed 0" if images is None else ""
+        if self.inputs:
+            described = noise if noise and self.imaged else "given inputs"
+            return self._calls(self.inputs if images is None else images), described
+        pairs = labelled(self.pictures() if images is None else images)
+        return checks.split(pairs, None if self.settings.dynamic_batch else 1), noise or "given images"
+
+    def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
+        """What goes into the file, call by call; a sample at a time where their number is not free."""
+        for batch in batches:
+            example = self.signature.form.read(batch)[0].like(self.source)
+            for one in [example] if self.settings.dynamic_batch else example.each():
+                yield tuple(one.tensors()), None
+
+
+def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Batches of images, with their labels where they have some."""
+    for batch in [images] if isinstance(images, Tensor) else images:
+        x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
+        yield x.float(), labels
+
+
+def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
+    """Every tensor of the example in, every one that the network gives out."""
+    whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
+    if dynamic_batch and (example.first(2).count != 2 or example.listed):
+        raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
+    return whole
+
+
+def _require_plain(form: Format, settings: FileSettings) -> None:
+    """Raises:
+    OptionError: what is only for images in and an answer out.
+    """
+    if settings.dtype == "int8":
+        raise OptionError("int8 is for images in and one answer out", "inputs= says something else", "Leave it out")
+    if not form.GRAPH:
+        remedy = "Convert to 'folded' and save that with `normswap.save`"
+        raise OptionError(f"{form.NAME} holds tensors, no inputs or outputs", remedy=remedy)
+    special: Mapping[str, object] = {name: getattr(settings, name) for name in ("input_size", "normalize", "softmax")}
+    for name, value in special.items():
+        if value:
+            raise OptionError(f"{name} is for images in and one answer out", "inputs= says what goes in, as it is")

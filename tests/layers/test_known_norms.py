@@ -1,0 +1,225 @@
+"""A norm that somebody registered is converted as a BatchNorm is; every norm of the table is listed and has a role."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lived import distance, lived_in
+from timm.layers import GroupNormAct, RmsNorm, RmsNorm2d
+from timm.layers.norm import RmsNormFp32, SimpleNorm
+from torch import Tensor, nn
+
+import normswap
+from normswap import provenance
+from normswap.analysis.weight_decay import roles
+from normswap.errors import RefusedError
+from normswap.layers import affine, known_norms
+from normswap.plan import Arch
+from normswap.provenance import Provenance
+
+
+class Whitener(nn.Module):
+    """y = gain (x - centre) / spread + bias, with tensors of names that no BatchNorm has."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(channels) + 0.5), nn.Parameter(torch.randn(channels))
+        self.register_buffer("centre", torch.randn(channels))
+        self.register_buffer("spread", torch.rand(channels) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = self.map()
+        return x * scale.view(1, -1, 1, 1).to(x) + shift.view(1, -1, 1, 1).to(x)
+
+    def map(self) -> tuple[Tensor, Tensor]:
+        scale = self.weight.double() / self.spread.double()
+        return scale, self.bias.double() - self.centre.double() * scale
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), Whitener(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), Whitener(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())) + x).relu()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), Whitener(8)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.norm(self.stem(x)).relu()).mean((2, 3)))
+
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A network of such norms, registered, on the statistics that it sees."""
+    monkeypatch.setattr(known_norms, "_REGISTERED", {})
+    normswap.register_norm(Whitener, affine=Whitener.map, statistics=lambda norm: (norm.centre, norm.spread.square()))
+    torch.manual_seed(0)
+    model = Net().eval()
+
+    def settle(norm: Whitener, args: tuple[Tensor, ...]) -> None:
+        values = args[0].transpose(0, 1).flatten(1)
+        norm.centre.copy_(values.mean(1))
+        norm.spread.copy_(values.std(1))
+
+    norms = [module for module in model.modules() if isinstance(module, Whitener)]
+    handles = [norm.register_forward_pre_hook(settle) for norm in norms]
+    with torch.no_grad():
+        model(X)
+    for handle in handles:
+        handle.remove()
+    provenance.attach(model, Provenance(Arch("test_known_norms:Net", {}, "factory"), "test_known_norms:Net"))
+    return model
+
+
+def same(one: nn.Module, other: nn.Module) -> float:
+    with torch.no_grad():
+        return distance(one(X), other(X))
+
+
+def test_groupnorm_has_the_matched_moments(source: nn.Module) -> None:
+    done = normswap.convert(source, "instancenorm", inputs=X)
+    new, old = done.model.norm, source.norm
+    assert type(new) is nn.GroupNorm
+    assert torch.allclose(new.weight, old.weight, atol=1e-4)  # a channel to a group: gamma and beta come out
+    assert torch.allclose(new.bias, old.bias, atol=1e-4)
+    assert not any(isinstance(module, Whitener) for module in done.model.modules())
+    assert normswap.convert(source, "groupnorm", inputs=X).report.worst.relative_l2 < 0.8
+    assert normswap.convert(source, "dyt", inputs=X).report.worst.relative_l2 < 0.8
+
+
+def test_skipinit_takes_alpha_from_the_statistics(source: nn.Module) -> None:
+    done = normswap.convert(source, "skipinit", inputs=X)
+    assert same(source, done.model) < 1e-5
+    for old, new in zip(source.blocks, done.model.blocks, strict=True):
+        assert new.bn2.alpha.item() == pytest.approx(old.bn2.weight.square().mean().sqrt().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("to", ["batchnorm", "tune", "frozen-bn"])
+def test_another_norm_takes_its_place(source: nn.Module, to: str) -> None:
+    done = normswap.convert(source, to, inputs=X)
+    assert same(source, done.model) < 1e-5
+    assert not any(isinstance(module, Whitener) for module in done.model.modules())
+    if to == "batchnorm":
+        norm = done.model.norm
+        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        assert torch.allclose(norm.running_mean, source.norm.centre)
+        assert torch.allclose(norm.running_var, source.norm.spread.square())
+
+
+@pytest.mark.parametrize("to", ["folded", "skipinit", "affine", "batchnorm"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_unfold_brings_it_back(source: nn.Module, to: str, learned: bool) -> None:
+    done = normswap.convert(source, to, inputs=X).model
+    if learned:
+        with torch.no_grad():
+            for name, parameter in done.named_parameters():
+                if name.endswith("bias"):
+                    parameter.add_(torch.randn(parameter.shape) / 10)
+    back = normswap.convert(done, "unfold", inputs=X).model
+    assert same(done, back) < 1e-5
+    assert sum(isinstance(module, Whitener) for module in back.modules()) == 5
+    if not learned:
+        assert torch.equal(back.norm.centre, source.norm.centre)
+
+
+def test_a_lost_norm_is_remembered_with_its_output(source: nn.Module) -> None:
+    bare = normswap.convert(source, "folded", inputs=X).model
+    done = normswap.convert(bare, "batchnorm", inputs=X).model
+    assert same(source, done) < 1e-5
+    assert torch.allclose(done.norm.running_mean, source.norm.bias, atol=1e-5)  # in the seat is the norm's output
+    assert torch.allclose(done.norm.running_var.sqrt(), source.norm.weight.abs(), atol=1e-4)
+
+
+def test_what_has_no_beta_cannot_take_up_what_was_learned(source: nn.Module) -> None:
+    class Fixed(Whitener):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels)
+            self.shift = nn.Parameter(self.bias.detach())
+            del self.bias
+
+        def map(self) -> tuple[Tensor, Tensor]:
+            scale = self.weight.double() / self.spread.double()
+            return scale, self.shift.double() - self.centre.double() * scale
+
+    normswap.register_norm(Fixed, affine=Fixed.map)
+    norm = Fixed(3)
+    with pytest.raises(RefusedError, match="no beta"), torch.no_grad():
+        affine.set_shift(norm, torch.ones(3))
+    odd = Whitener(3)
+    normswap.register_norm(Whitener, affine=lambda norm: (norm.weight, norm.bias * 2))
+    with pytest.raises(RefusedError, match="beta of a Whitener does not set its map alone"), torch.no_grad():
+        affine.set_shift(odd, torch.ones(3))
+
+
+def test_one_without_statistics_is_folded_but_gives_no_place_to_a_norm(source: nn.Module) -> None:
+    normswap.register_norm(Whitener, affine=Whitener.map)
+    assert same(source, normswap.convert(source, "folded", inputs=X).model) < 1e-5
+    with pytest.raises(RefusedError, match=r"register_norm\(Whitener, affine=..., statistics=...\)"):
+        normswap.convert(source, "groupnorm", inputs=X)
+
+
+class Pair(nn.Module):
+    """A norm of timm's between linear layers, and a classifier."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 6), norm, nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.norm(self.first(x))).relu())
+
+
+@pytest.mark.parametrize("kind", [RmsNorm, SimpleNorm])
+def test_timms_norms_of_tokens_are_listed_folded_and_have_a_role(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = Pair(kind(6)).eval(), torch.randn(2, 5, 6)
+    nn.init.uniform_(model.norm.weight, 0.5, 2)
+    assert [(norm.path, norm.kind, norm.channels) for norm in normswap.inspect(model, x).norms] == [
+        ("norm", kind.__name__, 6)
+    ]
+    assert {one.path: one.role for one in roles(model)}["norm.weight"].startswith("gamma_")
+    done = normswap.convert(model, "folded", inputs=x)
+    assert done.model.norm.weight is None
+    with torch.no_grad():
+        assert distance(model(x), done.model(x)) < 1e-6
+
+
+def test_what_computes_in_float32_stays_and_says_so() -> None:
+    model, x = Pair(RmsNormFp32(6)).eval(), torch.randn(2, 5, 6)
+    with pytest.raises(RefusedError, match="nothing to convert"):
+        normswap.convert(model, "folded", inputs=x)
+
+
+def test_rmsnorm_of_maps_is_estimated_from_images() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), RmsNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5)).eval()
+    done = normswap.convert(model, "folded", size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+    assert not any(affine.is_norm(module) for module in done.model.modules())
+
+
+def test_the_table_says_what_carries_an_activation() -> None:
+    assert isinstance(affine.activation(GroupNormAct(8, 2)), nn.ReLU)
+    for kind, known in known_norms.KINDS.items():
+        assert known.activation == kind.__name__.endswith(("Act", "Act2d")), kind
+
+
+def test_dynamic_tanhs_alpha_is_not_called_skipinits() -> None:
+    torch.manual_seed(0)
+    model = lived_in(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)),
+                     torch.randn(4, 3, 8, 8, dtype=torch.float64))  # fmt: skip
+    done = normswap.convert(model, "dyt", size=(3, 8, 8)).model
+    (alpha,) = (one for one in roles(done) if one.path.endswith("alpha"))
+    assert not alpha.decay
+    assert "Dynamic Tanh" in alpha.reason

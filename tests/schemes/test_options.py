@@ -1,0 +1,74 @@
+"""The records of the schemes' options: they match the plans, refuse what cannot be, and need no torch."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from normswap import schemes
+from normswap.errors import OptionError
+from normswap.schemes.parts.options import OPTIONS, Option, Range
+
+
+def test_every_keyword_of_a_plan_has_a_record() -> None:
+    for name in schemes.names():
+        scheme = schemes.get(name)
+        keywords = [p.name for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert keywords == [option.name for option in scheme.options], name
+        assert keywords == [option.name for option in OPTIONS.get(name, ())], name
+    assert OPTIONS.keys() <= set(schemes.names())
+
+
+def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
+    for option, names in schemes.all_options().values():
+        option.check(option.default)
+        assert option.help
+        assert names
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "why"),
+    [
+        ("groupnorm", {"groups": 0}, "--groups 0 is not a whole number >= 1"),
+        ("groupnorm", {"groups": True}, "--groups True is not a whole number >= 1"),
+        ("groupnorm", {"groups": 2.0}, "--groups 2.0 is not a whole number >= 1"),
+        ("groupnorm", {"group_size": -1}, "--group-size -1 is not a whole number >= 0"),
+        ("layernorm", {"steady": 1.0}, r"--steady 1.0 is not in \[0, 1\)"),
+        ("layernorm", {"steady": float("nan")}, "--steady nan is not in"),
+        ("dyt", {"bend": 0}, r"--bend 0 is not in \(0, 4\]"),
+        ("dyt", {"bend": 4.1}, r"--bend 4.1 is not in \(0, 4\]"),
+        ("skipinit", {"alpha": float("inf")}, "neither 'match', 'inv-sqrt-depth' nor a finite number"),
+        ("skipinit", {"alpha": None}, "--alpha None is neither"),
+        ("nf", {"stem": "zero"}, "--stem 'zero' is neither 'fit' nor 'keep'"),
+        ("residual-scale", {"rule": "golden"}, "unknown --rule 'golden'.*Known: balduzzi"),
+        ("batchnorm", {"ghost_batch": "4"}, "--ghost-batch '4' is not a whole number >= 0"),
+    ],
+)
+def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why: str) -> None:
+    with pytest.raises(OptionError, match=why):
+        schemes.resolve(scheme, options)
+
+
+def test_what_an_option_may_be() -> None:
+    assert schemes.resolve("dyt", {"bend": 4})["bend"] == 4
+    assert schemes.resolve("layernorm", {"steady": 0})["steady"] == 0
+    assert schemes.resolve("skipinit", {"alpha": "0.5"})["alpha"] == "0.5"
+
+
+def test_only_what_differs_from_the_default_is_told() -> None:
+    assert schemes.changed("groupnorm", {"groups": 1, "steady": 0.5, "only": ["x"]}) == {"steady": 0.5, "only": ["x"]}
+    assert schemes.changed("nobody-knows", {"groups": 1}) == {"groups": 1}
+
+
+def test_the_placeholder_of_a_number_or_a_word() -> None:
+    assert Option("a", object, "x", metavar="NUMBER", choices=("x", "y")).placeholder == "x|y|NUMBER"
+    assert Option("a", int, 1).placeholder == "INT"
+    assert str(Range(0, 4, low_open=True, high_open=False)) == "(0, 4]"
+
+
+def test_options_are_read_without_torch() -> None:
+    code = "import sys; from normswap import schemes; assert schemes.all_options(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
