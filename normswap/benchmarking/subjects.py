@@ -19,6 +19,7 @@ from normswap.models.weight_files import quiet
 from normswap.plan import Body
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
+from normswap.surgery.network import Network
 
 KINDS = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
@@ -133,7 +134,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     last = steps[-1].scheme if steps else "original"
     if steps:
         try:
-            source = unfolding.unfold(model)
+            source = unfolding.unfold(Network(model)).module
             group.subjects.append(original(source, size, making))
         except RefusedError as why:
             group.notes.append(f"{network} is measured by itself as it is, not by its source: {why}")

@@ -33,7 +33,7 @@ from normswap.storage.header_record import VERSION, read_header, weights_of
 from normswap.storage.hub_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 
 def open_model(
