@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from normswap.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from normswap.analysis.weight_decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Anatomy": "graph.inspection",
