@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from normswap.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from normswap.analysis.weight_decay import param_groups as param_groups
     from normswap.errors import NormswapError as NormswapError
@@ -25,17 +27,15 @@ if TYPE_CHECKING:
     from normswap.storage.checkpoint import load as load
     from normswap.storage.checkpoint import save as save
     from normswap.surgery.carrying_out import Conversion as Conversion
-    from normswap.surgery.comparison import Report as Report
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
     from normswap.surgery.made_images import Synthetic as Synthetic
     from normswap.surgery.network import Network as Network
+    from normswap.surgery.report import Report as Report
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Anatomy": "graph.inspection",
@@ -48,7 +48,7 @@ _HOMES = {
     "Plan": "plan",
     "Scheme": "schemes",
     "Recipe": "training.recipe",
-    "Report": "surgery.comparison",
+    "Report": "surgery.report",
     "Result": "training.progress_records",
     "Synthetic": "surgery.made_images",
     "convert": "surgery.conversion",

@@ -12,9 +12,9 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 
-from normswap import provenance
 from normswap.plan import Step
-from normswap.surgery import applying, carrying_out
+from normswap.surgery import carrying_out
+from normswap.surgery.network import Network
 
 RESNETS: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
@@ -51,7 +51,7 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 def applied(model: nn.Module, planned: Step) -> nn.Module:
     """The result, which knows where it is from."""
-    return provenance.attach(applying.apply_step(model, planned), carrying_out.record(model, planned))
+    return carrying_out.applied(Network(model), planned)
 
 
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)

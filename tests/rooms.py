@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 ORDER = (
-    ("errors", "copying"), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",), ("images",),
-    ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
+    ("errors", "copying", "version"), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",),
+    ("images",), ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
     ("training", "exporting", "benchmarking", "reporting"), ("cli",),
 )  # fmt: skip
 

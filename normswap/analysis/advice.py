@@ -18,6 +18,7 @@ from normswap.errors import OptionError, RefusedError
 from normswap.layers import affine
 from normswap.plan import Body
 from normswap.surgery.conversion import drafts
+from normswap.surgery.network import Network
 
 ENOUGH = 16  # images in a batch for BatchNorm
 
@@ -39,7 +40,7 @@ class Advice:
 
 
 def advise(
-    model: nn.Module, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
+    network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
 ) -> tuple[list[Advice], dict[str, str]]:
     """Targets for a network, the best first, and why others that would come first are not possible.
 
@@ -56,11 +57,11 @@ def advise(
     if private and deploy:
         raise OptionError("--private and --deploy", "one trains, the other does not", "Ask twice")
     found, refused = [], {}
-    for scheme, why in _wishes(model, batch_size, private, deploy):
+    for scheme, why in _wishes(network.module, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
                 purpose, glance = "opacus" if private else None, schemes.get(scheme).at_a_glance
-                list(drafts(model, scheme, purpose, measured=_fitted(scheme), **glance))
+                list(drafts(network, scheme, measured=_fitted(scheme), purpose=purpose, **glance))
         except RefusedError as error:
             refused[scheme] = str(error)
         else:

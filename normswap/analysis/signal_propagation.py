@@ -28,7 +28,6 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.errors import RefusedError, TraceError
-from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
 from normswap.graph.tracing import inputs
@@ -39,6 +38,7 @@ from normswap.layers.scalars import Scale
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import evaluating
+from normswap.surgery.network import Network
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
@@ -63,34 +63,32 @@ class Point:
     added_variance: float
 
 
-def signal(
-    model: nn.Module, batches: Inputs, *, batch_statistics: bool = False, seen: Anatomy | None = None
-) -> list[Point]:
-    """Measure the signal at every residual block. The model is not changed.
+def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool = False) -> list[Point]:
+    """Measure the signal at every residual block. The network is not changed.
 
     Args:
-        batches: images (N, C, H, W), or what `inputs` of `convert` may be; statistics are taken over all of them
-            together. Of a list of images each is a batch of its own.
+        batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the network is called with.
+            Statistics are taken over all of them together. Of a list of images each is a batch of its own.
         batch_statistics: BatchNorms normalize with the statistics of each batch, as in training. Networks at
             initialization need that: their running statistics say nothing yet.
-        seen: the model's anatomy, if it is known.
 
     Raises:
-        TraceError: the model cannot be traced.
+        TraceError: the network cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    given = calling.batches(batches, seen.traced.form if seen else calling.form(model))
     try:
-        seen = seen or inspection.inspect(model, given)
+        seen = network.anatomy
     except TraceError as error:
-        raise _does_not_run(given[0], error) from None
+        raise error if network.inputs is None else _does_not_run(network.calls[0], error) from None
+    model = network.module
+    examples = network.calls if batches is None else calling.batches(batches, network.form)
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
     sums = {node.name: _Sums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
     last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     with torch.no_grad(), _measuring(model, batch_statistics):
-        for example in given:
+        for example in examples:
             for one in example.each() if example.listed else [example]:  # the record is one of a single image
                 _run(model, sums, one.like(model), last)
     return [

@@ -10,40 +10,39 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from normswap import provenance, schemes
+from normswap import schemes
 from normswap.folding.canonical_form import undress
 from normswap.folding.draft import Draft
 from normswap.folding.outcomes import counts
-from normswap.graph.inspection import Anatomy, Block, Norm, inspect
+from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers import affine
 from normswap.layers.scalars import Scale
-from normswap.models import network_input
 from normswap.plan import Body, Outcome, Step
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.comparison import Report
+from normswap.surgery.network import Network
+from normswap.surgery.report import Report
 
 _ROLES = ("stem", "last", "down", "other", "head")
 
 
-def of_network(model: nn.Module, source: str) -> Body:
+def of_network(network: Network, source: str) -> Body:
     """The anatomy of a network, every residual block (`blocks`) and every norm (`norm_sites`).
 
     Raises:
         TraceError: the network cannot be traced.
     """
-    seen = inspect(model)
+    model, seen, record = network.module, network.anatomy, network.provenance
     folding = undress(seen)
-    record = provenance.of(model)
     roles = Counter(norm.role for norm in seen.norms)
     return {
         "source": source,
         "class": type(model).__name__,
-        "architecture": record.arch.name if record and record.arch else None,
+        "architecture": record.arch.name if record.arch else None,
         "parameters": parameters(model),
-        "input_size": list(network_input.size(model)),
-        "plan": [step.scheme for step in record.plan.steps] if record else [],
+        "input_size": list(network.input_size),
+        "plan": [step.scheme for step in record.plan.steps],
         "classifier": seen.classifier,
         "dropout": seen.dropout,
         "norms": dict(Counter(norm.kind for norm in seen.norms)),

@@ -21,6 +21,7 @@ from normswap.models.weight_files import quiet
 from normswap.plan import Body
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
+from normswap.surgery.network import Network
 
 KINDS = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
 _SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
@@ -119,7 +120,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     last = record.plan.steps[-1].scheme if record and record.plan.steps else None
     if last is not None:
         try:
-            group.forms.append(original(unfolding.unfold(model), group.size, making))
+            group.forms.append(original(unfolding.unfold(Network(model)).module, group.size, making))
         except RefusedError as why:
             group.notes.append(f"{network} is measured by itself as it is, not by its source: {why}")
     if last != "folded":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from normswap.surgery.made_images import Batches
+    from normswap.surgery.network import Network
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,13 @@ class Fitting:
     ] = None
     seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
 
-    def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> dict[str, Any]:
-        """The arguments of `conversion.convert` that say so."""
-        return {"calibrate": self._images(model), "seed": self.seed, "progress": advance}
+    def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
+        """The record of a network whose values are fitted to that."""
+        from normswap.surgery.network import Network
 
-    def _images(self, model: nn.Module) -> object:
+        return Network(model, seed=self.seed, calibrate=self._images(model), progress=advance)
+
+    def _images(self, model: nn.Module) -> Batches | None:
         if self.calibrate is None:
             return None
         from normswap.surgery.made_images import WORDS

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.errors import TraceError
 from normswap.exporting import shift_absorption
-from normswap.graph import inspection
 from normswap.graph.anatomy import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.models.calling import Example, Inputs, named_tensors
 from normswap.plan import Step
 from normswap.surgery import carrying_out, conversion
+from normswap.surgery.network import Network
 
 
 def undressed(model: nn.Module, size: tuple[int, ...], *, features: bool = False, inputs: Inputs = None) -> nn.Module:
@@ -36,8 +36,9 @@ def undressed(model: nn.Module, size: tuple[int, ...], *, features: bool = False
         TraceError, RefusedError: there is something to fold, and it cannot be.
         VerificationError: it was folded and computes something else.
     """
+    network = Network(model, inputs, size)
     try:
-        seen = inspection.inspect(model, inputs)
+        seen = network.anatomy
     except TraceError:
         if any(affine.is_affine(module) or reparametrized.is_dressed(module) for module in model.modules()):
             raise
@@ -48,7 +49,7 @@ def undressed(model: nn.Module, size: tuple[int, ...], *, features: bool = False
     if not (sketch.seats or sketch.takes or sketch.refusals):
         return copy.deepcopy(model).eval()
     step: Step = conversion.draft(seen, "folded")[0]
-    return carrying_out.carry_out(model, step, seen, inputs=inputs, size=size).model.eval()
+    return carrying_out.carry_out(network, step).model.eval()
 
 
 def streamlined(

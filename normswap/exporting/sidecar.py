@@ -14,10 +14,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from normswap import __version__, provenance
+from normswap import provenance
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import zoo
 from normswap.plan import Body
+from normswap.version import __version__
 
 
 def place(file: Path) -> Path:

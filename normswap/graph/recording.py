@@ -8,11 +8,13 @@ one record, of a small example, is enough. Where another size takes another way,
 from __future__ import annotations
 
 import operator
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,8 @@ from normswap.models import calling, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import show_heads
 
+# Folders of torch and of this package; a model of the user's may lie in one of the same name.
+_NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _OTHERS = ((96, 128), (160, 224))  # the first that the network takes; less work than its own size
 
 
@@ -249,5 +253,5 @@ def reason(error: Exception) -> str:
     """The reason, with the last line of the model's own code that led to it."""
     said = first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/normswap/" not in f.filename]
+    own = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
     return f"{said} (at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`)" if own else said

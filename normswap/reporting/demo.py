@@ -21,6 +21,7 @@ from normswap.plan import Body
 from normswap.storage import checkpoint
 from normswap.surgery import comparison
 from normswap.surgery.conversion import convert
+from normswap.surgery.network import Network
 
 FOLDER = Path(__file__).parent / "demo_data"
 SCHEMES = ("folded", "skipinit")
@@ -80,7 +81,7 @@ def _run(say: Callable[[str], None]) -> Demo:
     start = time.perf_counter()
     say("opening and inspecting the network")
     source = checkpoint.open_model(str(FOLDER))
-    anatomy = summary.of_network(source, "demo")
+    anatomy = summary.of_network(Network(source), "demo")
     anatomy["skips"] = dict(Counter(block["skip"] for block in anatomy.pop("blocks")))
     del anatomy["sites"]
     networks = {"source": source}
@@ -105,7 +106,7 @@ def _measure(
         say(f"verifying and evaluating {name}")
         results[name] = classify(model, batches)
         if model is not source:
-            report = comparison.compare(source, model, images, described="the demo's images")
+            report = comparison.verify(source, model, images)
             errors[name] = report.worst.relative_l2
             passed = passed and report.passed
     say("timing")

@@ -10,7 +10,7 @@ from normswap.reporting import charts
 from normswap.reporting.charts import Rule, Series
 from normswap.reporting.records import ALPHA, COLOURS, Facts, Gammas
 from normswap.reporting.tables import MINUS
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from itertools import groupby
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from normswap import __version__
 from normswap.reporting import charts, figures, tables
 from normswap.reporting.records import COLOURS, FATES, Facts
 from normswap.reporting.tables import MINUS, share, small
+from normswap.version import __version__
 
 MARK = "<!doctype html>"
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from normswap.analysis.signal_propagation import Point
 from normswap.plan import Arch, Body
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 ROLES = ("stem", "other", "last", "down", "head")
 COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}  # of their classes in the page's style

@@ -9,30 +9,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import provenance, schemes
 from normswap.analysis import summary
-from normswap.analysis.signal_propagation import signal
+from normswap.analysis.signal_propagation import Point, signal
 from normswap.errors import NormswapError, OutputError, SourceError
-from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
 from normswap.layers.scalars import Scale
 from normswap.layers.seat import seated
 from normswap.models import network_input, zoo
-from normswap.models.calling import Inputs
+from normswap.models.calling import Inputs, form
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.reporting import page
 from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.storage import atomic_write, checkpoint, header_record
 from normswap.surgery import reverification, unfolding
+from normswap.surgery.network import Network
 
 _BINS = 30
 _NOISE = 8
@@ -79,9 +78,12 @@ def collect(
     assert record is not None
     assert record.arch is not None
     say("opening the source")
-    before, against, notes = _source(result, record, inputs)
-    bare = before or zoo.create(record.arch)
-    seen = inspection.inspect(bare, inputs)
+    loader = None if images is None else images(result)
+    batch, described = _inputs(result, loader) if inputs is None else (inputs, "given inputs")
+    network = Network(result, batch)
+    before, against, notes = _source(network)
+    bare = before or network.after(zoo.create(record.arch))
+    seen = bare.anatomy
     norms = _norms(seen, record.plan)
     inside = {path for block in seen.blocks for path in block.norms}
     say("measuring")
@@ -97,10 +99,12 @@ def collect(
         others=tuple(norm for path, norm in norms.items() if path not in inside),
         gammas=_gammas(record, norms),
         alphas=_alphas(result, seen, record.plan),
-        sizes={"before": _sizes(bare), "after": _sizes(result)},
+        sizes={"before": _sizes(bare.module), "after": _sizes(result)},
         against=against,
         notes=tuple(notes),
-        **_measured(before, result, seen, None if images is None else images(result), inputs),
+        signal=_signal(before, network),
+        signal_inputs=described,
+        accuracy=_accuracy(before, result, loader),
     )
 
 
@@ -113,8 +117,9 @@ def write(facts: Facts, file: Path) -> None:
     atomic_write.text(file, page.render(facts))
 
 
-def _source(result: nn.Module, record: Provenance, inputs: Inputs) -> tuple[nn.Module | None, str, list[str]]:
+def _source(network: Network) -> tuple[Network | None, str, list[str]]:
     """The network before the conversion, where it is from (`source`, `unfolded`, ``), and what to say about it."""
+    result, record = network.module, network.provenance
     notes: list[str] = []
     if record.source and record.sha256:
         try:
@@ -123,13 +128,15 @@ def _source(result: nn.Module, record: Provenance, inputs: Inputs) -> tuple[nn.M
             notes.append("The recorded source cannot be opened from here any more.")
         else:
             if reverification.unchanged(source, result) is not False:
-                return source, "source", notes
+                return network.after(source), "source", notes
             notes.append("The recorded source has other tensors now than when this was made.")
     if not _exact(record.plan):
         notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
         return None, "", notes
     try:
-        return unfolding.unfold(result, inputs).eval(), "unfolded", notes
+        unfolded = unfolding.unfold(network)
+        unfolded.module.eval()
+        return unfolded, "unfolded", notes
     except NormswapError as error:
         notes.append(f"The result cannot be unfolded: {error}")
         return None, "", notes
@@ -218,29 +225,26 @@ def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
     return tuple(sorted(found, key=lambda alpha: order.index(alpha.seat) if alpha.seat in order else len(order)))
 
 
-def _measured(
-    before: nn.Module | None, result: nn.Module, seen: Anatomy, loader: Loader | None, inputs: Inputs
-) -> dict[str, Any]:
-    """What the networks have to be run for."""
-    batch, described = _inputs(result, loader) if inputs is None else (inputs, "given inputs")
-    networks = {"before": before, "after": result} if seen.blocks else {}
-    points = {name: tuple(signal(model, batch)) for name, model in networks.items() if model is not None}
-    return {"signal": points, "signal_inputs": described, "accuracy": _accuracy(before, result, loader)}
+def _signal(before: Network | None, after: Network) -> dict[str, tuple[Point, ...]]:
+    """The signal at the residual blocks of both networks, as far as there are any."""
+    networks = {"before": before, "after": after}
+    return {name: tuple(signal(one)) for name, one in networks.items() if one is not None and one.anatomy.blocks}
 
 
-def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
+def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Inputs, str]:
     """What the signal is measured on: the first batch of the images, or noise."""
     if loader is not None:
         batch = next(iter(loader))[0]
-        return batch, f"the first {len(batch)} images"
+        return form(result).of(batch), f"the first {len(batch)} images"
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(_NOISE, *network_input.size(result), generator=generator), f"{_NOISE} images of N(0, 1) noise"
+    noise = torch.randn(_NOISE, *network_input.size(result), generator=generator)
+    return form(result).of(noise), f"{_NOISE} images of N(0, 1) noise"
 
 
-def _accuracy(before: nn.Module | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:
+def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:
     if loader is None:
         return {}
     if before is not None:
-        return reverification.on_images(before, result, loader)
+        return reverification.on_images(before.module, result, loader)
     measured = evaluate(result, loader)
     return {"result": measured.top1, "count": measured.count}

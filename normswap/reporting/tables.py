@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from normswap.reporting.records import COLOURS, BlockFact, Facts, NormFact
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 TIMES, MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
 _CODE = Markup("<code>{}</code>")

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normswap import __version__, provenance
+from normswap import provenance
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import kinds, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
@@ -33,7 +33,8 @@ from normswap.storage.header_record import VERSION, read_header, weights_of
 from normswap.storage.hub_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
+from normswap.version import __version__
 
 
 def open_model(

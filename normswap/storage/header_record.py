@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from normswap.errors import SourceError, first_line
 from normswap.plan import Body
 from normswap.storage.hub_folder import WEIGHTS
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 VERSION = 1
 _TYPES: dict[str, type | tuple[type, ...]] = {

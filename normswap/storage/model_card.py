@@ -6,7 +6,7 @@ from normswap import schemes
 from normswap.models import kinds
 from normswap.plan import Body
 from normswap.provenance import Provenance
-from normswap.surgery.comparison import Report
+from normswap.surgery.report import Report
 
 _MARK = "<!-- written by normswap -->"
 _PLACE = '"path/to/this/directory"'

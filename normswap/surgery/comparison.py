@@ -11,98 +11,31 @@ outputs each is measured by itself, and the worst counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from normswap.graph.anatomy import Block
-from normswap.graph.inspection import Anatomy
-from normswap.models import calling, network_input
+from normswap.models import calling
 from normswap.models.calling import Example, Inputs
-from normswap.plan import Body
-from normswap.surgery.held_out import Kept
-from normswap.surgery.running import Outputs, both, double, noise, outputs_double, run, run_double, widely
-
-__all__ = ["Error", "Precise", "Report", "compare", "compare_double", "described", "noise", "run_double", "verify"]
+from normswap.surgery.network import Network
+from normswap.surgery.report import Error, Report
+from normswap.surgery.running import Outputs, both, double, outputs_double, run, widely
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 _MOST64, _CONDITION = 1e-8, 32  # of float64 at most; how many times the source's own straying
 _HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
 
 
-@dataclass(frozen=True)
-class Error:
-    """How far a result is from its reference: at the logits, or at the output of the module `site`.
-
-    Args:
-        relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|; cosine: of the flattened tensors.
-        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class.
-        output: the name of the worst output, where there are several.
-    """
-
-    site: str
-    precision: str
-    size: tuple[int, ...]
-    relative_l2: float
-    largest: float
-    cosine: float
-    agreement: float | None = None
-    output: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was measured, and the verdict.
-
-    Args:
-        exact: whether the conversion claims to keep the function.
-        passed: an exact one keeps it within tolerance; an approximate one gives finite numbers.
-        inputs: what the networks were run on.
-        logits: one error per precision and input size.
-        sites: errors at the residual blocks' outputs, in float32.
-        tolerance: the largest relative L2 error allowed, by precision.
-        vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
-        accuracy: top-1 in percent of source and result on labelled data, where given.
-        kept: of an approximate result, what held-out images of the user's say.
-    """
-
-    exact: bool
-    passed: bool
-    inputs: str
-    logits: tuple[Error, ...]
-    sites: tuple[Error, ...] = ()
-    tolerance: dict[str, float] = field(default_factory=dict)
-    vacuous: tuple[str, ...] = ()
-    accuracy: dict[str, float] = field(default_factory=dict)
-    kept: Kept | None = None
-
-    @property
-    def worst(self) -> Error:
-        """The largest relative L2 error at the logits in the network's own precision."""
-        own = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
-        return max(own, key=lambda error: error.relative_l2)
-
-    def to_dict(self) -> Body:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(body: Body) -> Report:
-        errors = {
-            name: tuple(Error(**{**e, "size": tuple(e["size"])}) for e in body[name]) for name in ("logits", "sites")
-        }
-        kept = Kept(**body["kept"]) if body.get("kept") else None
-        return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"]), "kept": kept})
-
-
 def verify(
-    source: nn.Module,
+    source: nn.Module | Network,
     result: nn.Module,
     inputs: Inputs = None,
     *,
     size: Sequence[int] | None = None,
     exact: bool = True,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Report:
     """Measure how far `result` is from `source`, in their own precision; neither is changed.
 
@@ -111,60 +44,43 @@ def verify(
             noise of at most `size` (by default the network's own), from `seed`.
         exact: whether they should agree; else the report passes if the numbers are finite.
     """
-    if inputs is not None:
-        return compare(source, result, inputs, exact=exact)
-    own = noise(source, size or network_input.size(source), seed=seed)
-    return compare(source, result, own, exact=exact, described=described(seed))
-
-
-def described(seed: int) -> str:
-    """How reports call the default inputs."""
-    return f"N(0, 1) noise, seed {seed}"
+    return compare(Network.of(source, inputs=inputs, size=size, seed=seed), result, exact=exact, traced=False)
 
 
 def compare(
-    source: nn.Module,
-    result: nn.Module,
-    inputs: Inputs,
-    *,
-    exact: bool = True,
-    anatomy: Anatomy | None = None,
-    precise: Precise | None = None,
-    described: str = "given inputs",
+    source: Network, result: nn.Module, *, exact: bool = True, precise: Precise | None = None, traced: bool = True
 ) -> Report:
-    """Run both networks in eval mode and compare them.
+    """Run both networks in eval mode, on what the source is called with, and compare them.
 
     Args:
-        inputs: batches (N, C, H, W) in the networks' dtype, or of any other form (`calling.batches`).
         exact: whether the result claims to compute what the source computes.
-        anatomy: of the source: errors are then measured at every block too, and branches checked for life.
         precise: the comparison in float64, on the beginning of the first batch (`compare_double`).
-        described: what the inputs are, for the report.
+        traced: whether errors are measured at every block of the source, too, and branches checked for life.
 
     Raises:
         VerificationError: one of them does not run.
     """
-    own = _precision(source)
+    network, own = source.module, _precision(source.module)
+    anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
-    paths = tuple(b.path for b in blocks)
-    batches = calling.batches(inputs)
+    paths, tails = tuple(b.path for b in blocks), [b.tail for b in blocks if b.tail]
     boxes = not exact and precise is not None and precise.error.relative_l2 == float("inf")  # others, or more of them
     logits: list[Error] = [] if precise is None or boxes else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
     stray = 0.0
-    for i, example in enumerate(batches):
-        pair = both(source, result, example, paths, [b.tail for b in blocks if b.tail], batches[0])
+    for example in calls:
+        pair = both(network, result, example, paths, tails, calls[0])
         if pair is None:
             continue
         (a, at), (b, bt) = pair
         x = example.images
         logits.append(worst(own, x, a, b, exact=exact))
         if precise is not None or own == "float64":  # else nothing would bound what is allowed
-            stray = max(stray, _stray(source, example, a, logits[-1], own))
-        if i == 0:
+            stray = max(stray, _stray(network, example, a, logits[-1], own))
+        if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
-                logits.append(worst(own, x, *(run(model, example, heads=True)[0] for model in (source, result))))
+                logits.append(worst(own, x, *(run(model, example, heads=True)[0] for model in (network, result))))
             if precise is not None:
                 stray = max(stray, _apart(own, x, precise.reference, _first(a, precise.reference)))
             sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]
@@ -174,8 +90,8 @@ def compare(
         vacuous.append(f"in {own} the outputs change their shape when the input changes in its last digit")
         logits = [error for error in logits if error.precision == "float64"]
     finite = all(e.relative_l2 < float("inf") for e in logits)
-    within = finite and all(e.relative_l2 <= tolerance[e.precision] for e in logits)
-    return Report(exact, within if exact else finite, described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
+    passed = finite and (not exact or all(e.relative_l2 <= tolerance[e.precision] for e in logits))
+    return Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
 
 
 def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, own: str) -> float:
@@ -211,10 +127,7 @@ class Precise:
 
 
 def compare_double(
-    source: nn.Module,
-    make: Callable[[], nn.Module],
-    inputs: Inputs,
-    parts: Callable[[Example], Outputs | None] | None = None,
+    network: Network, make: Callable[[], nn.Module], parts: Callable[[Example], Outputs | None] | None = None
 ) -> Precise | None:
     """Compare the source in float64 with a result in float64, never rounded to less, on the first image.
 
@@ -226,9 +139,10 @@ def compare_double(
     Returns:
         None for networks that are in float64 already, and where there is no float64 (MPS).
     """
+    source = network.module
     if not has_double(source):
         return None
-    example = double(calling.batches(inputs)[0].first(1))
+    example = double(network.examples[0].first(1))
     reference = outputs_double(source, example)
     outputs = parts(example) if parts else None
     error = None if outputs is None else worst("float64", example.images, reference, outputs)

@@ -15,29 +15,35 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.errors import OptionError
 from normswap.models.calling import Example
-from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.surgery import applying
 from normswap.surgery.held_out import Dealt
 from normswap.surgery.made_images import Batches, MadeImages
+from normswap.surgery.network import Network
 
 
-def wanted(step: Step, calibrate: Batches | None) -> bool:
-    """Whether the step's values are to be fitted.
+def images_for(step: Step, network: Network) -> Batches | None:
+    """What the step's values are to be fitted to; None where nothing in it is fitted, or there are no images.
 
     Raises:
-        OptionError: the scheme needs data and there are none; or it has no use for those given.
+        OptionError: the scheme needs data and there are none.
     """
     scheme, options = schemes.get(step.scheme), schemes.resolve(step.scheme, step.options)
-    if calibrate is None:
-        if scheme.demands_data(options):
-            remedy = "Give '--calibrate DATA' (images, no labels needed), or '--calibrate synthetic', which makes some"
-            remedy += _exact_instead(scheme, options)
-            raise OptionError(f"{step.scheme} fits its values to images", "there are none", remedy)
-        return False
     if not fits(step):
+        return None
+    if network.images is None and scheme.demands_data(options):
+        remedy = "Give '--calibrate DATA' (images, no labels needed), or '--calibrate synthetic', which makes some"
+        remedy += _exact_instead(scheme, options)
+        raise OptionError(f"{step.scheme} fits its values to images", "there are none", remedy)
+    return network.images
+
+
+def require_use(step: Step, network: Network) -> None:
+    """Raises:
+    OptionError: there are images, and nothing in the step is fitted.
+    """
+    if network.calibrate is not None and not fits(step):
         raise OptionError(f"{step.scheme} has no use for calibration data", "nothing in it is fitted")
-    return True
 
 
 def _exact_instead(scheme: schemes.Scheme, options: schemes.Options) -> str:
@@ -53,11 +59,6 @@ def fits(step: Step) -> bool:
     """Whether the step's scheme can fit values to data."""
     scheme = schemes.get(step.scheme)
     return scheme.fit is not None and not scheme.is_exact(schemes.resolve(step.scheme, step.options))
-
-
-def repeatable(calibrate: Batches | None) -> Batches | None:
-    """The same data, to be read more than once."""
-    return list(calibrate) if isinstance(calibrate, Iterator) else calibrate
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,8 @@ class _Calls:
         return cls([given] if several or isinstance(given, Tensor | Mapping | Example) else given, form)
 
 
-def fit(
-    source: nn.Module,
-    result: nn.Module,
-    step: Step,
-    calibrate: Batches,
-    *,
-    form: Example,
-    seed: int,
-    progress: Progress | None = None,
-) -> tuple[tuple[str, ...], Dealt | None]:
+def fit(network: Network, result: nn.Module, step: Step, images: Batches) -> tuple[tuple[str, ...], Dealt | None]:
     """Let the step's scheme set the values of `result`, in place.
-
-    Args:
-        calibrate: batches, a function that gives them, or what was made in their place (`MadeImages`).
-        form: how the network is called.
 
     Returns:
         What the user should know, and the images as they were dealt; None of noise, and where the result is not fitted
@@ -107,15 +95,16 @@ def fit(
     notes: tuple[str, ...] = ()
     dealt: Dealt | None = None
     telling = True
-    if isinstance(calibrate, MadeImages):
-        notes, telling, calibrate = (calibrate.note,), calibrate.telling, calibrate.batches
-    calls = _Calls.of(calibrate, form)
+    if isinstance(images, MadeImages):
+        notes, telling, images = (images.note,), images.telling, images.batches
+    calls = _Calls.of(images, network.form)
     batches: Iterable[Example] = iter(calls) if isinstance(calls.batches, Iterator) else calls
     scheme = schemes.get(step.scheme)
     if telling and scheme.pattern is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
+    source = network.module
     if scheme.pattern is not None:  # what the result is fitted to: the source in the gauge of the result
         source = applying.apply_step(source, scheme.pattern(step))
     assert scheme.fit is not None
-    said = scheme.fit(source, result, step, batches, seed=seed, progress=progress)
-    return (*notes, *(said or ())), dealt
+    more = scheme.fit(source, result, step, batches, seed=network.seed, progress=network.progress)
+    return (*notes, *(more or ())), dealt

@@ -35,6 +35,8 @@ class HasModel(Protocol):
 class Network:
     """A network, how it is called, and what its values are fitted to. Nothing that takes it changes it.
 
+    What it has worked out stays: after the module was changed by hand, make another record.
+
     Args:
         module: the network itself.
         inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
@@ -70,7 +72,7 @@ class Network:
             return cls(module, inputs, size, seed or 0, calibrate, progress)
         if inputs is size is seed is calibrate is progress is None:
             return model
-        return cls(
+        network = cls(
             model.module,
             model.inputs if inputs is None else inputs,
             model.size if size is None else size,
@@ -78,10 +80,24 @@ class Network:
             model.calibrate if calibrate is None else calibrate,
             model.progress if progress is None else progress,
         )
+        return network._seen_as(model) if inputs is size is seed is None else network
+
+    def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
+        """The same network, as it was looked at, with other images to fit values to."""
+        return replace(self, calibrate=images, progress=progress)._seen_as(self)
+
+    def _seen_as(self, other: Network) -> Network:
+        """This record, with what is known of the same network already."""
+        known = ("anatomy", "calls", "examples")
+        self.__dict__.update({name: value for name, value in other.__dict__.items() if name in known})
+        return self
 
     def after(self, module: nn.Module) -> Network:
-        """The record of another module that takes the same inputs, such as the result of a conversion."""
-        return replace(self, module=module, calibrate=self.images)
+        """The record of another module that takes the same inputs: the result of a step, or a copy in float64."""
+        inputs = self.inputs
+        if inputs is not None and calling.anchor(module).dtype != calling.anchor(self.module).dtype:
+            inputs = [call.like(module) for call in self.calls]
+        return Network(module, inputs, self.size, self.seed)
 
     @cached_property
     def anatomy(self) -> Anatomy:

@@ -13,15 +13,16 @@ from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.surgery.carrying_out import Conversion, carry_out
 from normswap.surgery.made_images import Batches, ImageMaker
+from normswap.surgery.network import Network
 
 
 def recalibrate(
-    model: nn.Module,
+    model: nn.Module | Network,
     batches: Batches,
     *,
     inputs: Inputs = None,
     size: Sequence[int] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
@@ -41,6 +42,6 @@ def recalibrate(
     """
     if isinstance(batches, str | ImageMaker):
         raise RefusedError("cannot recalibrate without images", "statistics of noise are no network's")
-    norms_of(model)
-    step = Step("recalibrate", record, ())
-    return carry_out(model, step, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
+    network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
+    norms_of(network.module)
+    return carry_out(network, Step("recalibrate", record, ()))

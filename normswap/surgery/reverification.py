@@ -9,16 +9,15 @@ from torch import nn
 
 from normswap import provenance, schemes
 from normswap.errors import SourceError
-from normswap.graph import inspection
 from normswap.images.accuracy import Progress
 from normswap.images.agreement import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import kinds, network_input
-from normswap.models.calling import Inputs
 from normswap.models.weight_files import SUFFIXES, has_hash
 from normswap.plan import Body
 from normswap.surgery import comparison
-from normswap.surgery.comparison import Report
+from normswap.surgery.network import Network
+from normswap.surgery.report import Report
 
 _REMEDY = "Say what to compare with: '--against MODEL'."
 
@@ -56,20 +55,14 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
     return now.sha256 == then.sha256 or has_hash(source.state_dict(), then.sha256)
 
 
-def again(source: nn.Module, result: nn.Module, inputs: Inputs = None) -> Report:
-    """Compare on these inputs, as in `convert`, or on N(0, 1) noise of the source's input size.
+def again(source: Network, result: nn.Module) -> Report:
+    """Compare a result that was loaded with its source, on what that is called with.
 
     Raises:
         TraceError, VerificationError: the source cannot be traced, or does not run.
     """
-    record = provenance.of(result)
-    steps = record.plan.steps if record else ()
-    exact = all(schemes.exact(step) for step in steps)
-    seen = inspection.inspect(source, inputs)
-    if inputs is not None:
-        return comparison.compare(source, result, inputs, exact=exact, anatomy=seen)
-    noise = comparison.noise(source, network_input.size(source))
-    return comparison.compare(source, result, noise, exact=exact, anatomy=seen, described=comparison.described(0))
+    exact = all(schemes.exact(step) for step in Network(result).provenance.plan.steps)
+    return comparison.compare(source, result, exact=exact)
 
 
 def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:

@@ -15,7 +15,7 @@ from normswap.schemes.parts.norm_sites import sites
 Leg = tuple[str, Options]
 
 
-def legs(seen: Anatomy, to: str, options: Options, purpose: str | None, *, measured: bool) -> list[Leg]:
+def legs(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Leg]:
     """Schemes and their options, in order.
 
     Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a
@@ -27,11 +27,13 @@ def legs(seen: Anatomy, to: str, options: Options, purpose: str | None, *, measu
         OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
     """
     schemes.demand_target(to)
+    purpose = options.get("purpose")
+    options = {name: value for name, value in options.items() if name != "purpose"}
     schemes.demand_purpose(purpose)
     schemes.resolve(to, options)
     target = schemes.get(to)
     part = patterns(options)
-    chosen = restrict(seen, **part)
+    chosen = restrict(anatomy, **part)
     modules = chosen.traced.modules
     own = [norm.path for norm in chosen.norms if chosen.takes_part(norm.path)]
     alive = [path for path in own if affine.is_batchnorm(modules[path])]

@@ -8,7 +8,7 @@ exact (they are multiplied by 0) and alive.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,59 +18,64 @@ from normswap import provenance
 from normswap.calibration import norm_estimate
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import undress
-from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.layer_scale import scaled_dim
 from normswap.layers.placeholders import Holder
 from normswap.layers.scalars import Scale
 from normswap.models import zoo
-from normswap.models.calling import Inputs, batches
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.schemes.parts import norm_sites
 from normswap.surgery import applying
+from normswap.surgery.network import Network
 
 
 @torch.no_grad()
-def unfold(model: nn.Module, inputs: Inputs = None) -> nn.Module:
-    """The network that `model` was converted from, with its norms, and with what it has learned since.
+def unfold(network: Network) -> Network:
+    """The network that this one was converted from, with its norms, and with what it has learned since.
 
     The gammas and betas of LayerNorms, and LayerScales, that went into the layers around them are ones and zeros.
 
-    Args:
-        inputs: what to look at both with, as in `inspect`.
-
     Raises:
-        RefusedError: the model was not converted, or was changed in a way the source cannot express.
+        RefusedError: the network was not converted, or was changed in a way the source cannot express.
     """
-    record = provenance.of(model)
-    if record is None or not record.plan.steps:
+    record = network.provenance
+    if not record.plan.steps:
         raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
-    arch = architecture(model)
-    if arch is None:
-        raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
-    given = None if inputs is None else [one.like(model) for one in batches(inputs)]
-    canonical = _canonical(model, given)
-    like = next(model.parameters())
-    source = zoo.create(arch).to(like)
-    state, tensors = source.state_dict(), _tensors(canonical)
-    _leave_out(source, tensors.keys() | record.norms.keys())
+    source = _skeleton(network)
+    canonical = _canonical(network)
+    state, tensors = source.module.state_dict(), _tensors(canonical)
+    _leave_out(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)
     _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
-    _copy(state, _living(model))
-    draft = undress(inspection.inspect(source, given))
+    _copy(state, _living(network.module))
+    draft = undress(source.anatomy)
     _demand_places(state, tensors, {edit.path for edit in draft.edits()})
-    _demand_centred(model, record)
-    modules, ours = dict(source.named_modules()), _by_old_path(canonical)
+    _demand_centred(network.module, record)
+    modules, converted = draft.anatomy.traced.modules, _by_old_path(canonical)
     for edit in draft.edits():
-        if edit.path not in ours:
+        if edit.path not in converted:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
-        _invert(edit, modules, ours[edit.path])
-    known = {name: value for name, value in model.__dict__.items() if name in ("pretrained_cfg", "default_cfg")}
-    source.__dict__.update(known)
-    source.train(model.training)
-    return provenance.attach(source, Provenance(arch, record.source, record.sha256, record.pretrained_cfg))
+        _invert(edit, modules, converted[edit.path])
+    source.module.train(network.module.training)
+    return source
+
+
+def _skeleton(network: Network) -> Network:
+    """The bare architecture, which knows what images its source took.
+
+    Raises:
+        RefusedError: nobody knows how to build it.
+    """
+    arch, record = architecture(network.module), network.provenance
+    if arch is None:
+        raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
+    module = zoo.create(arch).to(next(network.module.parameters()))
+    attributes = network.module.__dict__
+    module.__dict__.update({name: attributes[name] for name in ("pretrained_cfg", "default_cfg") if name in attributes})
+    origin = Provenance(arch, record.source, record.sha256, record.pretrained_cfg)
+    return network.after(provenance.attach(module, origin))
 
 
 def architecture(model: nn.Module) -> Arch | None:
@@ -79,16 +84,16 @@ def architecture(model: nn.Module) -> Arch | None:
     return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
 
 
-def _canonical(model: nn.Module, given: Inputs) -> nn.Module:
-    """`model` without scalars."""
-    draft = undress(inspection.inspect(model, given))
+def _canonical(network: Network) -> nn.Module:
+    """The network without scalars."""
+    draft = undress(network.anatomy)
     _demand_no_newcomer(draft.anatomy)
     kept = [path for path, module in draft.anatomy.traced.modules.items()
             if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
     if draft.refusals or kept:
         path = next(iter([*draft.refusals, *kept]))
         raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.outcomes.get(path, "")))
-    return applying.apply_step(model, Step("folded", {}, draft.edits()))
+    return applying.apply_step(network.module, Step("folded", {}, draft.edits()))
 
 
 def _demand_no_newcomer(seen: Anatomy) -> None:
@@ -165,7 +170,7 @@ def _demand_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited:
             raise RefusedError(f"cannot unfold {path}", "it has a bias, which the source has no place for")
 
 
-def _invert(edit: Edit, modules: dict[str, nn.Module], now: nn.Module) -> None:
+def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
     """Set the tensors at the seat of `edit`, in the source, so that the edit would give `now`."""
     args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     reads = tuple(modules[path] for path in edit.reads)

@@ -17,6 +17,7 @@ from normswap.errors import OptionError, RefusedError
 from normswap.reporting import demo
 from normswap.schemes.parts import steady_signs
 from normswap.surgery import conversion
+from normswap.surgery.network import Network
 
 
 def chain() -> nn.Module:
@@ -43,7 +44,7 @@ def blocks() -> nn.Module:
 )
 def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, refused: list[str]) -> None:
     model = make()
-    found, not_possible = advice.advise(model, "net", batch, **how)
+    found, not_possible = advice.advise(Network(model), "net", batch, **how)
     assert found[0].scheme == chosen
     assert list(not_possible) == refused
     for one in found:
@@ -51,23 +52,23 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
         if one.command:
             words = one.command.split()
             purpose = "opacus" if how.get("private") else None
-            assert list(conversion.drafts(model, words[words.index("--to") + 1], purpose))
+            assert list(conversion.drafts(Network(model), words[words.index("--to") + 1], purpose=purpose))
 
 
 def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A detector's forward takes seconds: signs and constants of channels are not chosen for a piece of advice."""
     monkeypatch.setattr(steady_signs, "choose", lambda *args: pytest.fail("it ran the network"))
-    found, _ = advice.advise(chain(), "net", 4)
+    found, _ = advice.advise(Network(chain()), "net", 4)
     assert found[0].scheme == "groupnorm"
 
 
 def test_bad_questions() -> None:
     with pytest.raises(OptionError, match="--batch-size 0"):
-        advice.advise(small(), "net", 0)
+        advice.advise(Network(small()), "net", 0)
     with pytest.raises(OptionError, match="Ask twice"):
-        advice.advise(small(), "net", 8, private=True, deploy=True)
+        advice.advise(Network(small()), "net", 8, private=True, deploy=True)
     with pytest.raises(RefusedError, match="no target fits"):
-        advice.advise(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), "net", 8)
+        advice.advise(Network(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()), "net", 8)
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from normswap.analysis.signal_propagation import Point, awake, expected_nf, sign
 from normswap.cli.printing import plain
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
+from normswap.surgery.network import Network
 
 NARROW = {"resnet18": {"channels": (8, 16, 32, 64)}, "resnetv2_18": {"channels": (8, 16, 32, 64)}}
 
@@ -45,7 +46,7 @@ def test_the_numbers_are_those_that_hooks_see() -> None:
     block.act2.register_forward_pre_hook(lambda m, a: seen.update(total=a[0].clone()))
     with torch.no_grad():
         model(x)
-    point = next(p for p in signal(model, x) if p.block == "layer2.1")
+    point = next(p for p in signal(Network(model, x)) if p.block == "layer2.1")
     dims = (0, 2, 3)
     assert point.mean_sq == pytest.approx(float(seen["total"].mean(dims).square().mean()))
     assert point.variance == pytest.approx(float(seen["total"].var(dims, correction=0).mean()))
@@ -59,10 +60,10 @@ def test_batches_are_taken_together_and_the_model_is_left_alone() -> None:
     x = noise(6, seed=1).double()
     before = copy.deepcopy(model.state_dict())
     model.train()
-    for one, other in zip(signal(model, x), signal(model, [x[:2], x[2:]]), strict=True):
+    for one, other in zip(signal(Network(model, x)), signal(Network(model, [x[:2], x[2:]])), strict=True):
         assert one.variance == pytest.approx(other.variance, rel=1e-9)
         assert one.mean_sq == pytest.approx(other.mean_sq, rel=1e-9)
-    signal(model, x, batch_statistics=True)
+    signal(Network(model, x), batch_statistics=True)
     assert model.training
     assert model.bn1.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -72,7 +73,7 @@ def test_batches_are_taken_together_and_the_model_is_left_alone() -> None:
 def test_an_exact_conversion_keeps_the_curves(name: str, to: str) -> None:
     model = lived_in(timm.create_model(name, **NARROW[name]), noise())
     x = noise(seed=1).double()
-    source, result = signal(model, x), signal(swapped(model, to), x)
+    source, result = signal(Network(model, x)), signal(Network(swapped(model, to), x))
     for one, other in zip(source, result, strict=True):
         for field in ("mean_sq", "variance", "added_variance"):
             assert getattr(other, field) == pytest.approx(getattr(one, field), rel=1e-9)
@@ -82,7 +83,7 @@ def test_an_exact_conversion_keeps_the_curves(name: str, to: str) -> None:
 def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> None:
     model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
     x = noise(seed=1).double()
-    half, one = (signal(swapped(model, "skipinit", alpha=alpha), x)[0] for alpha in (0.5, 1.0))
+    half, one = (signal(Network(swapped(model, "skipinit", alpha=alpha), x))[0] for alpha in (0.5, 1.0))
     assert half.branch_variance == pytest.approx(one.branch_variance)
     assert half.added_variance == pytest.approx(0.25 * half.branch_variance)
     assert half.variance < one.variance
@@ -108,7 +109,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
     wanted = expected_nf(seen)
     assert wanted is not None
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])  # alpha 0.2: Brock et al. 2021, section 4
-    points = signal(model, noise(8, 128), seen=seen)
+    points = signal(Network(model), noise(8, 128))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
     assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
 
@@ -116,7 +117,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
 def test_nf_resnet50_as_it_is_grows_as_expected_within_every_stage() -> None:
     model = fresh("nf_resnet50")
     seen = inspection.inspect(model)
-    points, wanted = signal(model, noise(4, 128), seen=seen), expected_nf(seen)
+    points, wanted = signal(Network(model), noise(4, 128)), expected_nf(seen)
     assert wanted is not None
     ratios: dict[str, list[float]] = {}
     for point, value in zip(points, wanted, strict=True):
@@ -131,8 +132,8 @@ def test_nf_resnet50_as_it_is_grows_as_expected_within_every_stage() -> None:
 def test_without_norms_the_signal_explodes() -> None:
     model = fresh("resnetv2_50")
     x = noise(4, 64)
-    normal = [p.variance for p in signal(model, x, batch_statistics=True)]
-    bare = [p.variance for p in signal(unnormalized(model), x)]
+    normal = [p.variance for p in signal(Network(model, x), batch_statistics=True)]
+    bare = [p.variance for p in signal(Network(unnormalized(model), x))]
     assert max(normal) < 5
     assert bare[-1] / bare[0] > 1e3
     assert not inspection.inspect(unnormalized(model)).norms
@@ -142,7 +143,7 @@ def test_without_norms_the_signal_explodes() -> None:
 def test_normalized_branches_add_one_each() -> None:
     """De & Smith 2020, section 3: every branch adds 1; a projection starts anew, from 1."""
     model = fresh("resnet50")
-    points = signal(model, noise(8, 64), batch_statistics=True)
+    points = signal(Network(model, noise(8, 64)), batch_statistics=True)
     assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
     starts = [
         p for p, block in zip(points, inspection.inspect(model).blocks, strict=True) if block.skip == "projection"
@@ -157,8 +158,8 @@ def test_awake_revives_what_timm_zeroes() -> None:
     for name, args in (("resnet18", NARROW["resnet18"]), ("nf_resnet26", {}), ("dm_nfnet_f0", nfnet)):
         asleep = timm.create_model(name, **args)
         x = noise(1, 64)
-        dead = [p.added_variance for p in signal(asleep, x, batch_statistics=True)]
-        alive = [p.added_variance for p in signal(awake(asleep), x, batch_statistics=True)]
+        dead = [p.added_variance for p in signal(Network(asleep, x), batch_statistics=True)]
+        alive = [p.added_variance for p in signal(Network(awake(asleep), x), batch_statistics=True)]
         assert max(dead) == 0 < min(alive)
 
 
@@ -167,22 +168,22 @@ def test_awake_revives_what_timm_zeroes() -> None:
     [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})],
 )
 def test_transformers(name: str, args: dict[str, int]) -> None:
-    points = signal(timm.create_model(name, **args), noise(1, 224))
+    points = signal(Network(timm.create_model(name, **args), noise(1, 224)))
     assert len(points) == 24
     assert all(0 < p.variance < 100 and p.added_variance > 0 for p in points)
 
 
 def test_a_network_without_residual_blocks_is_refused() -> None:
     with pytest.raises(RefusedError, match="no residual blocks"):
-        signal(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), noise(1, 8))
+        signal(Network(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), noise(1, 8)))
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model = timm.create_model("resnet18", **NARROW["resnet18"])
     with pytest.raises(RefusedError, match="more than 1 value per channel"):
-        signal(model, noise(1, 32), batch_statistics=True)
+        signal(Network(model, noise(1, 32)), batch_statistics=True)
     with pytest.raises(RefusedError, match="size"):
-        signal(model, torch.zeros(1, 4, 32, 32))
+        signal(Network(model, torch.zeros(1, 4, 32, 32)))
     assert model.bn1.running_mean is not None
 
 

@@ -23,9 +23,10 @@ from normswap.images.datasets import make_loader
 from normswap.models.calling import form
 from normswap.plan import Plan
 from normswap.reporting import demo
-from normswap.surgery import carrying_out, conversion, fitting, made_images
-from normswap.surgery.comparison import Report
+from normswap.surgery import carrying_out, conversion, made_images
+from normswap.surgery.network import Network
 from normswap.surgery.recalibration import recalibrate
+from normswap.surgery.report import Report
 
 SIZE = (3, 32, 32)
 
@@ -209,10 +210,9 @@ def test_they_are_made_from_the_network_before_the_first_step(monkeypatch: pytes
     monkeypatch.setattr(synthetic_images, "make", lambda net, *a, **k: [asked.append(net), *make(net, *a, **k)][1:])
     chained = conversion.convert(first.model, "nf", size=SIZE, calibrate=[torch.randn(32, *SIZE)])
     source = model
-    given = carrying_out.stand_ins(source, normswap.Synthetic(40), size=SIZE)
+    given = Network(source, size=SIZE, calibrate=normswap.Synthetic(40)).images
     for step in chained.plan.steps:
-        own = given if fitting.fits(step) else None
-        last = carrying_out.carry_out(model, step, size=SIZE, calibrate=own)
+        last = carrying_out.carry_out(Network(model, size=SIZE, calibrate=given), step)
         model = last.model
     assert len(asked) == 1
     assert asked[0] is source

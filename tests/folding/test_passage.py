@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.plan import Step, Take, Way
 from normswap.surgery import applying, unfolding
+from normswap.surgery.network import Network
 
 Body = Callable[[Any, Tensor], Any]
 
@@ -146,7 +147,7 @@ def test_there_and_back(arch: str, args: dict[str, Any], size: int, tmp_path: Pa
         for module in again.modules():
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 module.bias += 0.01
-    back = unfolding.unfold(again, x)
+    back = unfolding.unfold(Network(again, x)).module
     assert batchnorms(back) == batchnorms(model)
     assert distance(run(done.model, x), run(back, x)) > 1e-3
     assert distance(run(again, x), run(back, x)) < 1e-10

@@ -12,9 +12,9 @@ from lived import batchnorms, lived_in
 from torch import Tensor, nn
 
 import normswap
-from normswap.graph import inspection
 from normswap.models.modes import evaluating, with_heads
 from normswap.surgery import comparison
+from normswap.surgery.network import Network
 
 
 class Two(nn.Module):
@@ -79,12 +79,12 @@ def test_heads_are_folded(x: Tensor) -> None:
 def test_a_wrong_head_fails_the_proof(x: Tensor) -> None:
     model = lived(Two(), x)
     result: Any = normswap.convert(model, to="folded", inputs=x).model
-    anatomy = inspection.inspect(model, x)
-    assert comparison.compare(model, result, x, anatomy=anatomy).passed
+    network = Network(model, x)
+    assert comparison.compare(network, result).passed
     wrong = copy.deepcopy(result)
     wrong.aux[0].weight.data *= 1.001
-    assert not comparison.compare(model, wrong, x, anatomy=anatomy).passed
-    assert comparison.compare(model, wrong, x).passed  # eval mode alone does not see it
+    assert not comparison.compare(network, wrong).passed
+    assert comparison.verify(model, wrong, x).passed  # eval mode alone does not see it
 
 
 def test_a_forward_that_wants_targets_keeps_its_head(x: Tensor) -> None:

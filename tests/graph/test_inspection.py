@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,6 +251,22 @@ def test_models_that_do_not_run_say_where() -> None:
     assert f"{__file__}:{line}" in str(caught.value)
     assert 'raise ValueError("not what I take")' in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["normswap", "torch", "elsewhere"])
+def test_the_line_is_the_models_own_wherever_it_lies(folder: str, tmp_path: Path) -> None:
+    """A clone of this repository is called normswap; so may be a folder of the user's."""
+    file = tmp_path / folder / "mine.py"
+    file.parent.mkdir()
+    code = "import torch\nclass Mine(torch.nn.Conv2d):\n    def forward(self, x):\n        return x.view(7, 7)\n"
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location("mine", file)
+    assert spec is not None
+    assert spec.loader is not None
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    with pytest.raises(TraceError, match=r"mine.py:4, `return x.view\(7, 7\)`"):
+        inspect(nn.Sequential(conv(), mine.Mine(4, 4, 1)))
 
 
 def test_parts_that_look_at_values_are_followed_and_said() -> None:

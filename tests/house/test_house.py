@@ -23,8 +23,8 @@ LONGEST = 320
 TERMINAL = {"typer", "rich", "click"}
 # From the ground up. Each room may import those before it; those of one line know nothing of each other.
 FACE = {"", "__main__"}  # the public names, and the door
-GROWING = {"Draft", "Folds", "Group", "Intake", "Moments", "Position", "Start", "Stream", "Subject", "Traced",
-           "_Contender", "_Sums"}  # fmt: skip
+GROWING = {"Contender", "Draft", "Folds", "Group", "Intake", "Moments", "Position", "Start", "Stream", "Traced",
+           "_Sums"}  # fmt: skip
 Edges = dict[str, set[str]]
 
 
@@ -178,7 +178,7 @@ def test_public_names_are_there() -> None:
         assert getattr(normswap, name) is not None
     files = {name_of(file) for file in FILES}
     typed = {one for one in imports((ROOT / "__init__.py").read_text()) if one.startswith("normswap.")}
-    assert {name for name in names if name != "__version__"} == {
+    assert set(names) == {
         one.split(".")[-1] for one in typed if one.removeprefix("normswap.") not in files}  # fmt: skip
     with pytest.raises(AttributeError, match="nonsense"):
         _ = normswap.nonsense

@@ -32,6 +32,7 @@ from normswap.reporting import demo, report
 from normswap.storage import checkpoint
 from normswap.surgery import reverification
 from normswap.surgery.conversion import Conversion
+from normswap.surgery.network import Network
 from normswap.surgery.recalibration import recalibrate
 
 
@@ -217,8 +218,8 @@ def test_how_a_network_is_called() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
     wrap, given = FORMS[form]
-    wanted = signal(trunk(), batches())
-    found = signal(wrap(trunk()), [given(x) for x in batches()])
+    wanted = signal(Network(trunk(), batches()))
+    found = signal(Network(wrap(trunk()), [given(x) for x in batches()]))
     assert [(p.depth, p.variance) for p in found] == [(p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted]
     for one, other in zip(found, wanted, strict=True):
         for what in ("mean_sq", "branch_variance", "added_variance"):
@@ -227,8 +228,8 @@ def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
 
 @pytest.mark.parametrize("wrap", [Keyword, Listed])
 def test_the_signal_of_images(wrap: Any) -> None:
-    found = signal(wrap(trunk()), batches())
-    assert found[0].variance == pytest.approx(signal(trunk(), batches())[0].variance, rel=1e-5)
+    found = signal(Network(wrap(trunk())), batches())
+    assert found[0].variance == pytest.approx(signal(Network(trunk(), batches()))[0].variance, rel=1e-5)
 
 
 def labelled(form: str) -> list[Any]:
@@ -290,7 +291,7 @@ def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytes
     done = normswap.convert(source, "skipinit", inputs=inputs)
     folder = normswap.save(done, tmp_path / "out")
     again = checkpoint.load(folder, trust_factory=True)
-    assert reverification.again(source, again, inputs).passed
+    assert reverification.again(Network(source, inputs), again).passed
     back = normswap.convert(again, "unfold", inputs=inputs)
     assert back.report.passed
     facts = report.collect(folder, inputs=inputs, trust_factory=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -290,7 +291,7 @@ def test_nothing_is_left_where_writing_fails(made: Any, tmp_path: Path, monkeypa
 
     out = tmp_path / "out.html"
     out.write_text("<!doctype html>old")
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OutputError, match="No space left"):
         report.write(made["v1-skipinit"][2], out)
     assert out.read_text() == "<!doctype html>old"

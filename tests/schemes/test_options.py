@@ -44,7 +44,7 @@ def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
         ("skipinit", {"alpha": None}, "--alpha None is neither"),
         ("nf", {"stem": "zero"}, "--stem 'zero' is neither 'fit' nor 'keep'"),
         ("residual-scale", {"rule": "golden"}, "unknown --rule 'golden'.*Known: balduzzi"),
-        ("batchnorm", {"ghost_batch": "4"}, "--ghost-batch '4' is not a whole number >= 0"),
+        ("batchnorm", {"ghost_batch": "4"}, "--ghost-batch 4 is not a whole number >= 0"),
     ],
 )
 def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why: str) -> None:

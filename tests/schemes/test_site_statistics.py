@@ -17,6 +17,7 @@ from normswap.analysis import summary
 from normswap.folding.draft import Draft
 from normswap.graph.inspection import inspect
 from normswap.schemes.parts import norm_sites
+from normswap.surgery.network import Network
 
 SIZE = (3, 33, 33)
 
@@ -32,7 +33,7 @@ def expected(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def seen(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
-    sites = summary.of_network(model, "x")["sites"]
+    sites = summary.of_network(Network(model), "x")["sites"]
     return {site["path"].removesuffix(".inner").removesuffix(".then"): (site["mean"], site["std"]) for site in sites}
 
 

@@ -25,9 +25,9 @@ from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch, Plan, Step
 from normswap.provenance import Provenance
 from normswap.storage import checkpoint, header_record, model_card
-from normswap.surgery.comparison import Error, Report
 from normswap.surgery.conversion import convert
 from normswap.surgery.held_out import Kept
+from normswap.surgery.report import Error, Report
 
 CHANNELS = (8, 16, 24, 32)
 NETWORKS = {

@@ -16,10 +16,10 @@ from lived import lived_in, run, step
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError, PlanError, VerificationError
-from normswap.graph import inspection
 from normswap.plan import Edit, Step, Take, Way
 from normswap.surgery import applying, carrying_out, comparison, conversion, running
-from normswap.surgery.comparison import Error, Report
+from normswap.surgery.network import Network
+from normswap.surgery.report import Error, Report
 
 Harm = Callable[[Any, Any], None]
 PATH = "layer2.1"  # the block that the mutants harm
@@ -46,10 +46,9 @@ def result(harm: Harm, double: bool = False) -> nn.Module:
 
 
 def compared(harm: Harm, exact: bool = True, double: bool = True) -> Report:
-    xs = inputs()
-    precise = comparison.compare_double(source(), lambda: result(harm, True), xs) if double else None
-    seen = inspection.inspect(source())
-    return comparison.compare(source(), result(harm), xs, exact=exact, anatomy=seen, precise=precise)
+    network = Network(source(), inputs())
+    precise = comparison.compare_double(network, lambda: result(harm, True)) if double else None
+    return comparison.compare(network, result(harm), exact=exact, precise=precise)
 
 
 def none(block: Any, norm: Any) -> None:
@@ -138,7 +137,7 @@ def test_another_shape_never_passes() -> None:
     wide: Any = result(none)
     wide.reset_classifier(11)
     for exact in (True, False):
-        assert not comparison.compare(source(), wide, inputs(), exact=exact).passed
+        assert not comparison.verify(source(), wide, inputs(), exact=exact).passed
 
 
 def test_sites_say_where() -> None:
@@ -186,8 +185,8 @@ def test_plans_edited_into_nonsense_are_rejected(name: str) -> None:
     edits = tuple(edit for old in planned.edits if (edit := EDITS[name](old)))
     assert edits != planned.edits
     with pytest.raises((VerificationError, PlanError)):
-        carrying_out.carry_out(source(), Step("skipinit", planned.options, edits), inputs=inputs())
-    assert carrying_out.carry_out(source(), planned, inputs=inputs()).report.passed
+        carrying_out.carry_out(Network(source(), inputs()), Step("skipinit", planned.options, edits))
+    assert carrying_out.carry_out(Network(source(), inputs()), planned).report.passed
 
 
 def test_dead_branches_are_reported() -> None:
@@ -233,8 +232,8 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     assert good.report.passed
     broken: Any = copy.deepcopy(good.model)
     broken.layer2[1].bn2.alpha.data *= 1.5
-    precise = comparison.compare_double(model, lambda: copy.deepcopy(broken).double(), xs)
-    assert not comparison.compare(model, broken, xs, precise=precise).passed
+    precise = comparison.compare_double(Network(model, xs), lambda: copy.deepcopy(broken).double())
+    assert not comparison.compare(Network(model, xs), broken, precise=precise, traced=False).passed
 
 
 def test_reports_survive_json() -> None:
@@ -249,9 +248,9 @@ def test_measuring_leaves_no_trace() -> None:
     model, converted = copy.deepcopy(source()).train(), result(none).train()
     model.get_submodule("layer1").eval()
     modes = [module.training for module in model.modules()]
-    comparison.compare(model, converted, inputs(), anatomy=inspection.inspect(model))
+    comparison.compare(Network(model, inputs()), converted)
     with pytest.raises(VerificationError, match="does not run on"):
-        comparison.compare(model, converted, [torch.randn(2, 5, 8, 8)], anatomy=inspection.inspect(model))
+        comparison.verify(model, converted, [torch.randn(2, 5, 8, 8)])
     assert [module.training for module in model.modules()] == modes
     assert all(module.training for module in converted.modules())
     assert not any(module._forward_hooks for net in (model, converted) for module in net.modules())
@@ -272,13 +271,13 @@ class Two(nn.Module):
 def test_odd_outputs_and_inputs() -> None:
     torch.manual_seed(0)
     model = lived_in(Two(), torch.randn(4, 1, 28, 28, dtype=torch.float64)).float()
-    assert [x.images.shape for x in comparison.noise(model, (1, 28, 28))] == [(2, 1, 28, 28)]
+    assert [x.images.shape for x in running.noise(model, (1, 28, 28))] == [(2, 1, 28, 28)]
     assert conversion.convert(model, "folded", size=(1, 28, 28)).report.passed
     wrong = applying.apply_step(model, step(model, "folded")[0])
     wrong.get_submodule("conv").get_parameter("bias").data += 1e-3
     assert not comparison.verify(model, wrong, size=(1, 28, 28)).passed
     with pytest.raises(VerificationError, match="does not run"):
-        comparison.noise(model, (1, 100, 100))
+        running.noise(model, (1, 100, 100))
 
 
 class Chaotic(nn.Module):
@@ -299,8 +298,8 @@ def test_chaos_is_no_excuse_where_float64_does_not_decide() -> None:
     wrong.conv.bias.data += 1e-3  # type: ignore[union-attr]
     x = torch.randn(2, 1, 8, 8)
     assert not comparison.verify(model, wrong, inputs=x).passed
-    precise = comparison.compare_double(model, lambda: copy.deepcopy(wrong).double(), x)
-    assert not comparison.compare(model, wrong, x, precise=precise).passed
+    precise = comparison.compare_double(Network(model, x), lambda: copy.deepcopy(wrong).double())
+    assert not comparison.compare(Network(model, x), wrong, precise=precise, traced=False).passed
     assert not comparison.verify(copy.deepcopy(model).double(), wrong.double(), inputs=x.double()).passed
 
 

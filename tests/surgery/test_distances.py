@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap.graph import inspection
 from normswap.surgery import comparison
-from normswap.surgery.comparison import Report
+from normswap.surgery.network import Network
+from normswap.surgery.report import Report
 
 INFINITE = float("inf")
 X = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ class Gives(nn.Module):
 
 
 def compared(one: Callable[[Tensor], Any], other: Callable[[Tensor], Any], exact: bool = False) -> Report:
-    return comparison.compare(Gives(one), Gives(other), X, exact=exact)
+    return comparison.verify(Gives(one), Gives(other), X, exact=exact)
 
 
 def rows(count: int) -> Callable[[Tensor], dict[str, Tensor]]:
@@ -78,7 +78,7 @@ def test_a_size_that_the_source_does_not_take_is_left_out_and_those_behind_it_ar
         return x
 
     inputs = [torch.ones(1, 3, side, side, dtype=torch.float64) for side in (4, 5, 6)]
-    report = comparison.compare(Gives(picky), Gives(lambda x: x), inputs, exact=False)
+    report = comparison.verify(Gives(picky), Gives(lambda x: x), inputs, exact=False)
     assert [error.size[-1] for error in report.logits] == [4, 6]
 
 
@@ -98,5 +98,4 @@ class Block(nn.Module):
 @pytest.mark.parametrize(("share", "said"), [(1e-6, ["0: the branch is 1e-06 of the block's output"]), (1e-2, [])])
 def test_branches_that_do_nothing_are_said(share: float, said: list[str]) -> None:
     model = nn.Sequential(Block(share), nn.Conv2d(3, 2, 1)).double().eval()
-    seen = inspection.inspect(model, X)
-    assert list(comparison.compare(model, model, X, anatomy=seen).vacuous) == said
+    assert list(comparison.compare(Network(model, X), model).vacuous) == said

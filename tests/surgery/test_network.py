@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +15,13 @@ from small import small
 from torch import nn
 
 import normswap
+from normswap.analysis import advice
+from normswap.analysis.signal_propagation import signal
 from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
-from normswap.surgery import made_images
+from normswap.surgery import conversion, made_images, reverification
 from normswap.surgery.network import Network
+from normswap.surgery.recalibration import recalibrate
 
 SIZE = (3, 48, 48)
 
@@ -60,6 +67,8 @@ def test_it_is_made_of_modules_results_and_itself() -> None:
     network = Network.of(model, size=SIZE, seed=3)
     assert (network.size, network.seed) == (SIZE, 3)
     assert Network.of(network) is network
+    seen = network.anatomy
+    assert Network.of(network, calibrate="noise").anatomy is seen
     other = Network.of(network, seed=4)
     assert (other.module, other.size, other.seed, network.seed) == (model, SIZE, 4, 3)
 
@@ -106,12 +115,14 @@ def test_inputs_are_on_the_device_of_the_network() -> None:
     assert network.calls[0].call(network.module) is not None
 
 
-def test_images_are_made_once_and_shared_with_what_comes_after() -> None:
+def test_images_are_made_once() -> None:
     network = Network(net(), size=SIZE, calibrate=made_images.Noise(8))
     images = network.images
     assert isinstance(images, made_images.MadeImages)
     assert [batch.shape for batch in images.batches] == [(8, *SIZE)]
-    assert network.after(net()).images is images
+    assert network.after(net()).images is None
+    assert network.fitted_to(images).images is images
+    assert network.fitted_to(images).anatomy is network.anatomy
     batches = [torch.randn(2, *SIZE)]
     assert Network(net(), calibrate=batches).images is batches
     assert Network(net()).images is None
@@ -154,3 +165,38 @@ def test_its_size_is_what_it_says_of_itself() -> None:
     model = net()
     assert Network(model).input_size == (3, 224, 224)
     assert Network(model, size=[3, 8, 8]).input_size == (3, 8, 8)
+
+
+def once(looks: list[nn.Module]) -> bool:
+    """Whether no network was looked at twice."""
+    return len({id(model) for model in looks}) == len(looks)
+
+
+def measured_again(network: Network) -> None:
+    reverification.again(network, normswap.convert(network, "folded").model)
+
+
+X = torch.randn(64, *SIZE)
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "an exact step": lambda net, _: normswap.convert(net, "skipinit", size=SIZE),
+    "an approximate one, of images": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=[X]),
+    "of none": lambda net, _: normswap.convert(net, "dyt", size=SIZE),
+    "of noise": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=made_images.Noise(64)),
+    "several steps": lambda net, _: normswap.convert(net, "skipinit", size=SIZE, purpose="opacus"),
+    "several, of images": lambda net, _: normswap.convert(
+        normswap.convert(net, "groupnorm", size=SIZE), "nf", mean="fit", size=SIZE, calibrate=[X]
+    ),
+    "and back": lambda net, _: normswap.convert(normswap.convert(net, "folded", size=SIZE), "unfold", size=SIZE),
+    "measured again": lambda net, _: measured_again(Network(net, size=SIZE)),
+    "verify": lambda net, _: normswap.verify(net, copy.deepcopy(net), size=SIZE),
+    "recalibrate": lambda net, _: recalibrate(net, [X], size=SIZE),
+    "planned only": lambda net, _: list(conversion.drafts(Network(net, size=SIZE), "skipinit", purpose="opacus")),
+    "advise": lambda net, _: advice.advise(Network(net, size=SIZE), "net", 2),
+    "the signal": lambda net, _: signal(Network(net, X[:4])),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_network_is_looked_at_once(name: str, looks: list[nn.Module], tmp_path: Path) -> None:
+    WAYS[name](net(), tmp_path)
+    assert once(looks)

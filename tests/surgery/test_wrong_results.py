@@ -31,6 +31,7 @@ from normswap.models.calling import Example
 from normswap.plan import Arch, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, keeping, running
+from normswap.surgery.network import Network
 from normswap.training.engine import Run
 
 SIZE = (3, 33, 33)
@@ -190,7 +191,7 @@ def test_where_parts_say_something_else_the_whole_decides(kind: Callable[[], nn.
 
     off = {"": torch.full((1, 2 if kind is Looking else 4), 1.0, dtype=torch.float64)}
     for by in (parts, lambda example: None, lambda example: off):
-        precise = comparison.compare_double(model, whole, x, by)
+        precise = comparison.compare_double(Network(model, x), whole, by)
         assert precise is not None
         assert precise.error.relative_l2 < 1e-14
     assert len(made) >= 2

@@ -36,9 +36,10 @@ def run(
     """
     net = opening.open(model)
     from normswap.analysis.advice import advise, body_of
+    from normswap.surgery.network import Network
 
     with progress.working("looking"):
-        found, refused = advise(net, opening.said(model), batch_size, private=private, deploy=deploy)
+        found, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
     body = body_of(found, refused, source=model, batch_size=batch_size, private=private, deploy=deploy)
     show(body, json, _say)
     return 0

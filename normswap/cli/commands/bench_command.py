@@ -103,8 +103,8 @@ def run(
 
     The keys of --json: rows (network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error,
     ms, ms_low, ms_high: median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high,
-    memory_mib, ready_s, runs, rounds: seconds of a
-    pass in each block of passes), settings, machine, notes and files.
+    memory_mib, ready_s, runs, rounds: seconds of a pass
+    in each block of passes), settings, machine, notes and files.
     """
     setting.check()
     drawn.claim()

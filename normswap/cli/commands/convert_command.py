@@ -6,10 +6,10 @@ The options of the schemes are made from their records (`schemes/parts/options.p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,9 +28,8 @@ from normswap.schemes.parts.options import Option
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
-    from torch import nn
-
     from normswap.surgery.carrying_out import Conversion
+    from normswap.surgery.network import Network
 
 ORDER = 20
 
@@ -107,6 +106,7 @@ def run(
     kept: of an approximate one, what held-out images say; null where none were given: then it is not known).
     """
     from normswap.storage import checkpoint
+    from normswap.surgery.network import Network
 
     parts = {name: value for name, value in (("only", only), ("skip", skip)) if value}
     wanted = Wanted(to, {**options, **parts}, purpose, from_plan)
@@ -123,11 +123,11 @@ def run(
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
         if given is not None:
-            done, bodies, steps = _follow(net, given, str(from_plan), fitting, advance)
+            done, bodies, steps = _follow(fitting.on(net, advance), given, str(from_plan))
         elif dry_run:
-            done, bodies, steps = _sketch(net, wanted, measured=fitting.calibrate is not None)
+            done, bodies, steps = _sketch(Network(net), wanted, measured=fitting.calibrate is not None)
         else:
-            done, bodies, steps = _convert(net, wanted, fitting.on(net, advance))
+            done, bodies, steps = _convert(fitting.on(net, advance), wanted)
     if done is not None and not dry_run:
         with progress.working(f"writing {place}"):
             checkpoint.save(done, place, force=force)
@@ -177,42 +177,38 @@ Outcome = tuple["Conversion | None", list[Body], list[Step]]
 """The conversion (None for a dry run), what to say of each step, and the steps."""
 
 
-def _follow(
-    model: nn.Module, plan: Plan, origin: str, fitting: Fitting, advance: Callable[[int, int], None] | None
-) -> Outcome:
+def _follow(network: Network, plan: Plan, origin: str) -> Outcome:
     """Carry out a plan that was given."""
     from normswap.analysis import summary
-    from normswap.surgery.carrying_out import carry_out, stand_ins
-    from normswap.surgery.fitting import fits
+    from normswap.surgery.carrying_out import carry_out
 
     bodies: list[Body] = []
     done: Conversion | None = None
-    given = fitting.on(model, advance)
-    given["calibrate"] = stand_ins(model, given["calibrate"], seed=fitting.seed, progress=advance)
+    images, progress = network.images, network.progress
     for step in plan.steps:
         try:
-            done = carry_out(model, step, **(given if fits(step) else {}))
+            done = carry_out(network.fitted_to(images, progress), step)
         except RuntimeError as error:  # torch's, when layers do not fit each other
             raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
-        model = done.model
+        network = done.network
         bodies += summary.of_conversion(done)
     return done, bodies, list(plan.steps)
 
 
-def _sketch(model: nn.Module, wanted: Wanted, *, measured: bool) -> Outcome:
+def _sketch(network: Network, wanted: Wanted, *, measured: bool) -> Outcome:
     """Plan only."""
     from normswap.analysis import summary
     from normswap.surgery.conversion import drafts
 
-    ways = [*drafts(model, str(wanted.to), wanted.purpose, measured=measured, **wanted.options)]
+    ways = [*drafts(network, str(wanted.to), measured=measured, purpose=wanted.purpose, **wanted.options)]
     return None, [summary.of_step(step, draft) for step, draft in ways], [step for step, _ in ways]
 
 
-def _convert(model: nn.Module, wanted: Wanted, fitting: dict[str, Any]) -> Outcome:
+def _convert(network: Network, wanted: Wanted) -> Outcome:
     from normswap.analysis import summary
     from normswap.surgery.conversion import convert
 
-    done = convert(model, str(wanted.to), purpose=wanted.purpose, **fitting, **wanted.options)
+    done = convert(network, str(wanted.to), purpose=wanted.purpose, **wanted.options)
     return done, summary.of_conversion(done, str(wanted.to)), list(done.plan.steps[-done.steps :])
 
 

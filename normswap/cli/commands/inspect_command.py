@@ -36,9 +36,10 @@ def run(model: Model, *, opening: Opening, json: Json = False) -> int:
     """
     net = opening.open(model)
     from normswap.analysis import summary
+    from normswap.surgery.network import Network
 
     with progress.working("inspecting"):
-        body = summary.of_network(net, model)
+        body = summary.of_network(Network(net), model)
     show(body, json, _say)
     return 0
 

@@ -87,7 +87,7 @@ def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, d
 
     from normswap.analysis import plots
     from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
-    from normswap.graph.inspection import inspect
+    from normswap.surgery.network import Network
 
     curves: dict[str, list[Point]] = {}
     expected: dict[str, list[float]] = {}
@@ -100,11 +100,12 @@ def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, d
         batch = look.statistics == "batch" or (look.statistics == "auto" and fresh)
         name = label(last_part(source), curves)
         with progress.working(f"measuring {name}"):
-            seen = inspect(model)
-            curves[name], inputs[name] = signal(model, batches, batch_statistics=batch, seen=seen), what
+            network = Network(model)
+            seen = network.anatomy
+            curves[name], inputs[name] = signal(network, batches, batch_statistics=batch), what
             if look.bare and seen.norms:
                 bare = label(f"{name}, norms removed", curves)
-                curves[bare], inputs[bare] = signal(unnormalized(model), batches), what
+                curves[bare], inputs[bare] = signal(Network(unnormalized(model), batches)), what
         if (known := expected_nf(seen)) is not None:
             expected[name] = known
     overlay = {f"{name}, expected": values for name, values in expected.items()}

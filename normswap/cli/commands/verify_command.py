@@ -43,6 +43,7 @@ def run(
         from normswap.analysis import summary
         from normswap.storage import checkpoint
         from normswap.surgery import reverification
+        from normswap.surgery.network import Network
         from normswap.training.run_folder import demand_no_run
 
         demand_no_run(directory)
@@ -50,7 +51,7 @@ def run(
     name = against or reverification.recorded(result, directory)
     source = open_model(name, **({} if against else reverification.how(result)))
     with progress.working("comparing"):
-        report = reverification.again(source, result)
+        report = reverification.again(Network(source), result)
     data = None
     if images.data is not None:
         loader = images.loader(result)

@@ -71,7 +71,8 @@ class Option:
             return
         if self.kind in (int, float, object):
             if not self._is_number(value):
-                raise OptionError(f"{self.flag} {value!r} is {self._numbers()}")
+                shown = repr(value) if self.choices else value
+                raise OptionError(f"{self.flag} {shown} is {self._numbers()}")
         elif self.choices:
             one, *others = (repr(choice) for choice in self.choices)
             if len(others) > 1:

@@ -30,6 +30,7 @@ from torch import nn
 from normswap.analysis import plots
 from normswap.analysis.signal_propagation import signal
 from normswap.graph import inspection
+from normswap.surgery.network import Network
 
 Moments = tuple[list[float], list[float]]
 CASES = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0))
@@ -85,7 +86,7 @@ def measure(
         for path, module in model.named_modules():
             if isinstance(module, nn.Conv2d) and path.endswith(("conv3", "downsample.conv")):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="linear")  # 1 / fan_in; v1 has a norm behind it
-        runs.append(signal(model, torch.randn(batch, 3, side, side), batch_statistics=True, seen=seen))
+        runs.append(signal(Network(model), torch.randn(batch, 3, side, side), batch_statistics=True))
     starts = [block.skip == "projection" for block in seen.blocks]
     mean_sq, variance = (average([[getattr(p, f) for p in run] for run in runs]) for f in ("mean_sq", "variance"))
     return mean_sq, variance, starts

@@ -27,6 +27,7 @@ from torch.nn.functional import pixel_shuffle
 from normswap.analysis import plots
 from normswap.analysis.signal_propagation import awake, expected_nf, signal
 from normswap.graph import inspection
+from normswap.surgery.network import Network
 
 CELL = 4  # the stride of the stem, its pooling included
 
@@ -52,10 +53,10 @@ def measure(name: str, x: Tensor, seed: int) -> tuple[list[float], list[float]]:
     wanted = expected_nf(seen)
     assert wanted is not None
     parts = list(x.split(2))
-    first = signal(model, parts, seen=seen)[0].variance
+    first = signal(Network(model), parts)[0].variance
     # from the first shortcut's convolution on everything is homogeneous: one factor on the input is one on every block
     scale = (wanted[0] / first) ** 0.5
-    return [point.variance for point in signal(model, [scale * part for part in parts], seen=seen)], wanted
+    return [point.variance for point in signal(Network(model), [scale * part for part in parts])], wanted
 
 
 def compare(name: str = "nf_resnet50", *, seeds: int, batch: int, side: int) -> dict[str, list[float]]:

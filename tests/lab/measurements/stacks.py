@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.analysis.signal_propagation import signal
+from normswap.surgery.network import Network
 
 
 class Block(nn.Module):
@@ -51,7 +52,7 @@ def measure(*, depth: int, width: int, batch: int, seed: int, normalized: bool, 
     with torch.device("cpu"):
         model = nn.Sequential(*(Block(width, normalized=normalized, relu=relu) for _ in range(depth))).double()
         x = torch.randn(batch, width, dtype=torch.float64)
-    points = signal(model, x, batch_statistics=True)
+    points = signal(Network(model, x), batch_statistics=True)
     inputs = [(float(x.mean(0).square().mean()), float(x.var(0, correction=0).mean()))]
     inputs += [(point.mean_sq, point.variance) for point in points[:-1]]
     return Stack([v for _, v in inputs], [m for m, _ in inputs], [point.branch_variance for point in points])

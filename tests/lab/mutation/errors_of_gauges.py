@@ -51,5 +51,5 @@ ERRORS = (
     Planted("how often answers agree on made images is told", "normswap/surgery/held_out.py", "agreement=None, of=",
             "of=", IMAGES),
     Planted("each step of a plan makes its own", "normswap/cli/commands/convert_command.py",
-            'given["calibrate"] = stand_ins(', "stand_ins(", IMAGES),
+            "images, progress = network.images", "images, progress = network.calibrate", IMAGES),
 )  # fmt: skip

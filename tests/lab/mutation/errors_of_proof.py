@@ -10,7 +10,7 @@ ERRORS = (
     Planted(
         "convert does not compare in float64",
         "normswap/surgery/carrying_out.py",
-        "_precise(model, result, step, batches) if exact else None",
+        "_precise(network, result, step) if exact else None",
         "None",
         GATES,
     ),
@@ -23,7 +23,7 @@ ERRORS = (
     ),
     Planted(
         "a wrong result passes",
-        "normswap/surgery/carrying_out.py",
+        "normswap/surgery/report.py",
         "    if report.passed:\n        return",
         "    if report.passed or report.exact:\n        return",
         GATES,
@@ -52,14 +52,14 @@ ERRORS = (
     Planted(
         "unfold is not compared in float64",
         "normswap/surgery/conversion.py",
-        "comparison.compare_double(model, lambda: unfolding.unfold(applying.to_double(model), inputs), batches)",
+        "comparison.compare_double(network, lambda: _unfolded_in_double(network))",
         "None",
         GATES,
     ),
     Planted(
         "unfold may be wrong",
         "normswap/surgery/conversion.py",
-        '    carrying_out.demand(report, "unfold")\n',
+        '    require_passed(report, "unfold")\n',
         "",
         GATES,
     ),

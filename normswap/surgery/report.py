@@ -1,0 +1,87 @@
+"""What a comparison measured, and whether that is enough."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from normswap.errors import VerificationError
+from normswap.plan import Body
+from normswap.surgery.held_out import Kept
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a result is from its reference: at the logits, or at the output of the module `site`.
+
+    Args:
+        relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|; cosine: of the flattened tensors.
+        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class.
+        output: the name of the worst output, where there are several.
+    """
+
+    site: str
+    precision: str
+    size: tuple[int, ...]
+    relative_l2: float
+    largest: float
+    cosine: float
+    agreement: float | None = None
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured, and the verdict.
+
+    Args:
+        exact: whether the conversion claims to keep the function.
+        passed: an exact one keeps it within tolerance; an approximate one gives finite numbers.
+        inputs: what the networks were run on.
+        logits: one error per precision and input size.
+        sites: errors at the residual blocks' outputs, in float32.
+        tolerance: the largest relative L2 error allowed, by precision.
+        vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
+        accuracy: top-1 in percent of source and result on labelled data, where given.
+        kept: of an approximate result, what held-out images of the user's say.
+    """
+
+    exact: bool
+    passed: bool
+    inputs: str
+    logits: tuple[Error, ...]
+    sites: tuple[Error, ...] = ()
+    tolerance: dict[str, float] = field(default_factory=dict)
+    vacuous: tuple[str, ...] = ()
+    accuracy: dict[str, float] = field(default_factory=dict)
+    kept: Kept | None = None
+
+    @property
+    def worst(self) -> Error:
+        """The largest relative L2 error at the logits in the network's own precision."""
+        own = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
+        return max(own, key=lambda error: error.relative_l2)
+
+    def to_dict(self) -> Body:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(body: Body) -> Report:
+        errors = {
+            name: tuple(Error(**{**e, "size": tuple(e["size"])}) for e in body[name]) for name in ("logits", "sites")
+        }
+        kept = Kept(**body["kept"]) if body.get("kept") else None
+        return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"]), "kept": kept})
+
+
+def require_passed(report: Report, scheme: str) -> None:
+    """Raises:
+    VerificationError: the result of the scheme is wrong.
+    """
+    if report.passed:
+        return
+    worst = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
+    raise VerificationError(
+        f"the result of {scheme} is wrong: relative L2 error {worst.relative_l2:.1e} at the logits ({worst.precision})",
+        f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
+        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+    )
