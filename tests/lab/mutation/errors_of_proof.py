@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_error import Planted
 
 GATES = ("tests/surgery/test_wrong_results.py",)
+UNFOLDED = ("tests/surgery/test_unfolding.py",)
 
 ERRORS = (
     Planted(
@@ -55,6 +56,20 @@ ERRORS = (
         "comparison.compare_double(network, lambda: _unfolded_in_double(network))",
         "None",
         GATES,
+    ),
+    Planted(
+        "the source is looked at before it says what it takes",
+        "normswap/surgery/unfolding.py",
+        "network.after(provenance.attach(module, origin))",
+        "network.after(module)",
+        UNFOLDED,
+    ),
+    Planted(
+        "the source is looked at in another size than asked for",
+        "normswap/surgery/unfolding.py",
+        "network.after(provenance.attach(module, origin))",
+        "Network(provenance.attach(module, origin))",
+        UNFOLDED,
     ),
     Planted(
         "unfold may be wrong",
