@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDTH = 100
+_NAME = 40  # so much of the first column stays on one line
 
 
 def _out() -> Console:
@@ -33,8 +34,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     kept = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
     made = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i in kept:
-        number = columns[i] in right
-        made.add_column(columns[i], justify="right" if number else "left", overflow="fold", no_wrap=number or i == 0)
+        longest = max(len(texts[i]) for texts in cells)
+        if columns[i] in right:  # a number that is cut would be another number
+            made.add_column(columns[i], justify="right", no_wrap=True, min_width=longest)
+        else:  # names are told apart by their ends as well
+            made.add_column(columns[i], overflow="fold", min_width=min(longest, _NAME) if i == 0 else None)
     for texts in cells:
         made.add_row(*(Text(texts[i]) for i in kept))
     _out().print(made)

@@ -110,7 +110,7 @@ def plot(runs: Sequence[Run], file: str | Path, *, title: str = "") -> Path:
     plots.dress(loss, "epoch", "Training loss", "nats")
     plots.dress(top1, "epoch", "Top-1, validation images", "%", log=False)
     _close(top1)
-    figure.legend(*top1.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(runs)), fontsize=11)
+    plots.legend_below(figure)
     if any(_points(run, "ema_top1")[0] for run in runs):
         top1.set_title("thin: moving average of the weights", fontsize=10, color="0.3")
     if title:

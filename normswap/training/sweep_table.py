@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,13 +76,14 @@ def keep(seeds: int, best: int | None = None) -> int:
 
 
 def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
-    """A line per lr, ascending; the one with the highest mean is marked, if any is complete."""
+    """A line per lr, ascending; the one with the highest mean is marked, if any is complete and no other is level."""
     found = [_line([one for one in trials if one.lr == lr], seeds, best) for lr in sorted({one.lr for one in trials})]
     full = [line for line in found if line.full]
     if not full:
         return found
-    top = max(full, key=lambda line: line.mean or 0.0)
-    return [Line(**{**asdict(line), "best": line is top}) for line in found]
+    top = max(line.mean or 0.0 for line in full)
+    winners = [line for line in full if line.mean == top]
+    return [replace(line, best=winners == [line]) for line in found]
 
 
 def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
@@ -113,6 +114,10 @@ def notes(trials: Sequence[Trial], found: Sequence[Line], done: bool) -> list[st
         said.append(f"{len(lost) - 3} more did not end well, see runs.csv")
     if done and found and all(line.mean is None for line in found):
         said.append("no run has succeeded")
+    full = [line for line in found if line.full]
+    if len(full) > 1 and not any(line.best for line in found):
+        level = ", ".join(f"{line.lr:g}" for line in full if line.mean == max(one.mean or 0.0 for one in full))
+        said.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
     edges = [edge for edge, line in (("lowest", found[0]), ("highest", found[-1])) if line.best] if found else []
     if len(found) > 1:
         said += [f"the best lr is the {edge} of the grid: try further ones" for edge in edges]

@@ -81,7 +81,7 @@ def test_the_command_draws_and_writes_a_table(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curves", str(run(tmp_path / "a"))]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("a "))
-    assert line.split() == ["a", "2", "0.7", "71.50", "79.00", "80.25", "2"]
+    assert line.split() == ["a", "2", "0.7000", "71.50", "79.00", "80.25", "2"]
 
 
 def test_files_are_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,3 +100,21 @@ def test_curves_need_no_torch(tmp_path: Path) -> None:
     code = f"import sys; from normswap.training import curves; curves.read([{str(run(tmp_path / 'a'))!r}]); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_runs_of_eight_seeds_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Long names that differ at their ends, in the table and inside the picture; numbers are rounded, not cut."""
+    name = "imagenet-groupnorm-with-group-size-16-and-distillation-lr-0.0125-seed"
+    places = [run(tmp_path / f"{name}-{i}", "0,0,0.01,,71.5,99,,,,1", "1,8,0,0.31719,78,99,,9,2,1") for i in range(8)]
+    for ending in ("svg", "png"):
+        assert main(["curves", *map(str, places), "-o", str(tmp_path / f"eight.{ending}")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("0.3172") == 16
+    together = "".join(out.split())
+    assert all(together.count(f"-{i}") for i in range(8))
+    drawn = Image.open(tmp_path / "eight.png").convert("L")
+    left, _, right, _ = drawn.point(lambda value: 255 * (value < 250)).getbbox()
+    assert left > 0
+    assert right < drawn.width
+    for i in range(8):
+        assert f"{name}-{i}" in (tmp_path / "eight.svg").read_text()

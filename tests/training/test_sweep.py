@@ -121,6 +121,15 @@ def test_how_many_count(seeds: int, kept: int) -> None:
         sweep_table.keep(seeds, seeds + 1)
 
 
+def test_a_tie_has_no_winner() -> None:
+    trials = [Trial(lr, 0, "done", top1=top1) for lr, top1 in ((0.1, 80.0), (0.2, 85.0), (0.4, 85.0))]
+    found = sweep_table.lines(trials, 1, 1)
+    assert not any(line.best for line in found)
+    assert sweep_table.notes(trials, found, True) == [
+        "lr 0.2, 0.4 are level: none is the best; more seeds or images tell them apart"
+    ]
+
+
 def test_a_best_lr_at_the_edge_is_said() -> None:
     found = [*trials(0.1, 90), *trials(0.2, 91), *trials(0.4, 92)]
     assert sweep_table.notes(found, sweep_table.lines(found, 1, 1), True) == [

@@ -50,7 +50,9 @@ def _say(body: Body) -> None:
         first, last = (run["rows"][0], run["rows"][-1]) if run["rows"] else ({}, {})
         before, best = first.get("top1") if first.get("epoch") == 0 else None, run["best"] or {}
         accuracies = (_percent(value) for value in (before, last.get("top1"), best.get("top1")))
-        rows.append((run["name"], last.get("epoch"), last.get("train_loss"), *accuracies, best.get("epoch")))
+        loss = last.get("train_loss")
+        shown = None if loss is None else f"{loss:.4f}"
+        rows.append((run["name"], last.get("epoch"), shown, *accuracies, best.get("epoch")))
     table("Runs", _COLUMNS, rows, right=_COLUMNS[1:])
     written(body["files"])
 
