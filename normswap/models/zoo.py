@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
@@ -22,6 +23,20 @@ from normswap.plan import Arch
 from normswap.provenance import Provenance
 
 __all__ = ["create", "data_config", "demand_trust", "hash_tensors", "identify", "open_source", "skeleton"]
+
+
+OPTIONS = {"weights": "--weights", "arch": "--arch", "arch_args": "--arch-arg", "num_classes": "--num-classes",
+           "in_chans": "--in-chans"}  # fmt: skip
+
+
+class Asked(TypedDict, total=False):
+    """What may be asked of a source that is built (`open_source`)."""
+
+    weights: str
+    arch: str | None
+    arch_args: Mapping[str, object] | None
+    num_classes: int | None
+    in_chans: int | None
 
 
 def create(arch: Arch) -> nn.Module:

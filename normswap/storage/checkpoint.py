@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import timm
 import torch
@@ -36,19 +37,18 @@ from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
+if TYPE_CHECKING:  # Python 3.11 has it in typing
+    from typing_extensions import Unpack
+
 
 def open_model(
     source: str,
     *,
-    weights: str = "pretrained",
-    arch: str | None = None,
-    arch_args: Mapping[str, object] | None = None,
-    num_classes: int | None = None,
-    in_chans: int | None = None,
     input_size: Sequence[int] | None = None,
     trust_factory: bool = False,
     named: bool = True,
     mapped: bool = False,
+    **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
     """Any MODEL: what `zoo.open_source` opens, a directory that `save` wrote, or a file that `write_file` wrote.
 
@@ -56,15 +56,14 @@ def open_model(
         input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`).
         trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported; mapped:
             as in `zoo.open_source`.
+        asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
 
     Raises:
         SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
     if folder.exists() and is_checkpoint(folder):
-        given = {"--weights": weights != "pretrained", "--arch": arch, "--arch-arg": arch_args,
-                 "--num-classes": num_classes, "--in-chans": in_chans}  # fmt: skip
-        useless = [name for name, value in given.items() if value]
+        useless = [zoo.OPTIONS[name] for name in zoo.OPTIONS if asked.get(name) not in (None, {}, 0, "pretrained")]
         if useless:
             raise SourceError(
                 f"{folder} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}"
@@ -73,10 +72,7 @@ def open_model(
     elif (ours := hub_folder.fetch(source)) is not None:
         model = load(ours, trust_factory=trust_factory)
     else:
-        model = zoo.open_source(
-            source, weights=weights, arch=arch, arch_args=arch_args, num_classes=num_classes, in_chans=in_chans,
-            trust_factory=named or trust_factory, mapped=mapped,
-        )  # fmt: skip
+        model = zoo.open_source(source, trust_factory=named or trust_factory, mapped=mapped, **asked)
     return model if input_size is None else zoo.for_size(model, input_size)
 
 
