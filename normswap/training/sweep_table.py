@@ -78,12 +78,14 @@ def keep(seeds: int, best: int | None = None) -> int:
 def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
     """A line per lr, ascending; the one with the highest mean is marked, if any is complete and no other is level."""
     found = [_line([one for one in trials if one.lr == lr], seeds, best) for lr in sorted({one.lr for one in trials})]
-    full = [line for line in found if line.full]
-    if not full:
-        return found
-    top = max(line.mean or 0.0 for line in full)
-    winners = [line for line in full if line.mean == top]
+    winners = _highest(found)
     return [replace(line, best=winners == [line]) for line in found]
+
+
+def _highest(found: Sequence[Line]) -> list[Line]:
+    """The complete lines with the highest mean: several where they are level."""
+    means = [line.mean for line in found if line.full and line.mean is not None]
+    return [line for line in found if line.full and line.mean == max(means)] if means else []
 
 
 def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
@@ -114,9 +116,9 @@ def notes(trials: Sequence[Trial], found: Sequence[Line], done: bool) -> list[st
         said.append(f"{len(lost) - 3} more did not end well, see runs.csv")
     if done and found and all(line.mean is None for line in found):
         said.append("no run has succeeded")
-    full = [line for line in found if line.full]
-    if len(full) > 1 and not any(line.best for line in found):
-        level = ", ".join(f"{line.lr:g}" for line in full if line.mean == max(one.mean or 0.0 for one in full))
+    winners = _highest(found)
+    if len(winners) > 1:
+        level = ", ".join(f"{line.lr:g}" for line in winners)
         said.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
     edges = [edge for edge, line in (("lowest", found[0]), ("highest", found[-1])) if line.best] if found else []
     if len(found) > 1:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import Capture, run_json
 
 from normswap.cli.app import main
 from normswap.reporting import demo
@@ -16,22 +15,6 @@ MODEL = str(demo.FOLDER)
 IMAGES = str(demo.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16")
 FIELDS = {"block", "stage", "depth", "mean_sq", "variance", "branch_variance", "added_variance"}
-Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run_json(capfd: Capture, *arguments: str) -> Any:
-    """Run with --json: stdout is JSON and nothing else, stderr is empty."""
-    capfd.readouterr()
-    assert main([*arguments, "--json"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    return json.loads(out, parse_constant=pytest.fail)
 
 
 def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
