@@ -13,6 +13,9 @@ from normswap.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from normswap.analysis.weight_decay import param_groups as param_groups
+    from normswap.diagnosis.doctor import diagnose as diagnose
+    from normswap.diagnosis.findings import Diagnosis as Diagnosis
+    from normswap.diagnosis.findings import Finding as Finding
     from normswap.errors import NormswapError as NormswapError
     from normswap.exporting.exporter import Exported as Exported
     from normswap.exporting.exporter import export as export
@@ -37,11 +40,44 @@ if TYPE_CHECKING:
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 
+__all__ = [
+    "Anatomy",
+    "Arch",
+    "Conversion",
+    "Diagnosis",
+    "Exported",
+    "Finding",
+    "Int8Settings",
+    "Network",
+    "NormswapError",
+    "Plan",
+    "Recipe",
+    "Report",
+    "Result",
+    "Scheme",
+    "Synthetic",
+    "__version__",
+    "convert",
+    "diagnose",
+    "export",
+    "finetune",
+    "inspect",
+    "load",
+    "load_recipe",
+    "param_groups",
+    "register_norm",
+    "register_scheme",
+    "save",
+    "verify",
+]
+
 _HOMES = {
     "Anatomy": "graph.inspection",
     "Arch": "plan",
     "Conversion": "surgery.conversion",
+    "Diagnosis": "diagnosis.findings",
     "Exported": "exporting.exporter",
+    "Finding": "diagnosis.findings",
     "Network": "surgery.network",
     "Int8Settings": "exporting.settings",
     "NormswapError": "errors",
@@ -52,6 +88,7 @@ _HOMES = {
     "Result": "training.progress_records",
     "Synthetic": "surgery.made_images",
     "convert": "surgery.conversion",
+    "diagnose": "diagnosis.doctor",
     "export": "exporting.exporter",
     "finetune": "training.engine",
     "inspect": "graph.inspection",
@@ -72,4 +109,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_HOMES, "__version__"]
+    return __all__

@@ -11,7 +11,7 @@ import functools
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, torch.dtype,
           torch.device}  # fmt: skip
 Memo: TypeAlias = dict[int, Any]  # by the identity of an object, its copy
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
     """Every module by every path, as `named_modules` says it, whatever a class may have put in that method's place."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     ahead: list[tuple[str, nn.Module]] = [("", model)]
     while ahead:
         path, module = ahead.pop()
-        found[path] = module
+        modules[path] = module
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         ahead += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
-    return found
+    return modules
 
 
-def twin(model: nn.Module) -> nn.Module:
+def twin(model: Module) -> Module:
     """A copy in eval mode, for one run."""
     copied = _copy(model, {}, _shared, whole=False)
     for module in tree(copied).values():
@@ -42,7 +43,7 @@ def twin(model: nn.Module) -> nn.Module:
     return copied
 
 
-def duplicate(model: nn.Module, memo: Memo) -> nn.Module:
+def duplicate(model: Module, memo: Memo) -> Module:
     """`copy.deepcopy`, several times as fast, and also of a network that holds what cannot be copied: that is shared.
 
     Args:
@@ -51,13 +52,30 @@ def duplicate(model: nn.Module, memo: Memo) -> nn.Module:
     return _copy(model, memo, _cloned, whole=True)
 
 
-def _copy(model: nn.Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool) -> nn.Module:
-    """Args:
-    own: copies a parameter or a buffer.
-    whole: other tensors are copied, too, and modules whose class says how they are copied in that way.
+def to_double(model: Module, memo: Memo | None = None) -> Module:
+    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
+    memo = {} if memo is None else memo
+    for module in tree(model).values():
+        if id(module) in memo:
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point() and id(tensor) not in memo:
+                double = tensor.detach().double()
+                if isinstance(tensor, nn.Parameter):
+                    double = nn.Parameter(double, tensor.requires_grad)
+                memo[id(tensor)] = double
+    return duplicate(model, memo)
+
+
+def _copy(model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool) -> Module:
+    """A copy of the network; what `memo` holds is not copied again.
+
+    Args:
+        own: copies a parameter or a buffer.
+        whole: other tensors are copied, too, and modules whose class says how they are copied in that way.
     """
     fresh: list[tuple[nn.Module, nn.Module]] = []
-    ahead = [model]
+    ahead: list[nn.Module] = [model]
     while ahead:
         module = ahead.pop()
         if id(module) in memo or (whole and _copies_itself(module) and _deeply(module, memo)):
@@ -72,7 +90,7 @@ def _copy(model: nn.Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *
         ahead += [child for child in module._modules.values() if child is not None]
     for module, shell in fresh:
         shell.__dict__.update({name: _copied(value, memo, whole) for name, value in vars(module).items()})
-    copied: nn.Module = memo[id(model)]
+    copied: Module = memo[id(model)]
     return copied
 
 
@@ -88,7 +106,7 @@ def _deeply(value: object, memo: Memo) -> bool:
     """Whether `copy.deepcopy` copies it; then `memo` holds the copy."""
     attempt: ChainMap[int, Any] = ChainMap({}, memo)  # who fails half-way leaves nothing
     try:
-        attempt[id(value)] = copy.deepcopy(value, attempt)  # type: ignore[arg-type]
+        attempt[id(value)] = copy.deepcopy(value, cast(Memo, attempt))
     except Exception:  # whatever it holds raises
         return False
     alive = attempt.maps[0].pop(id(attempt), [])  # what deepcopy keeps alive, so that no other object gets its identity

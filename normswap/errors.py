@@ -1,6 +1,20 @@
-"""What can go wrong, said once: what happened, why, and what to do about it."""
+"""The errors: what happened, why, and what to do about it."""
 
 from __future__ import annotations
+
+import importlib.util
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_TYPED: ContextVar[bool] = ContextVar("typed", default=False)
+_FLAGS = {
+    "purpose": "for",
+    "arch_args": "arch-arg",
+    "dtype": "precision",
+    "size": "input-size",
+}  # the rest are called as in Python
 
 
 class NormswapError(Exception):
@@ -19,6 +33,37 @@ class NormswapError(Exception):
     def __str__(self) -> str:
         text = self.what + (f": {self.why}" if self.why else "")
         return text + (f". {self.remedy}" if self.remedy else "")
+
+
+def _python(value: object) -> str:
+    return "" if value is None else f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Options are spelled as on the command line while this is entered, for Python otherwise."""
+    before = _TYPED.set(True)
+    try:
+        yield
+    finally:
+        _TYPED.reset(before)
+
+
+def flag(name: str) -> str:
+    """An option as the command line spells it."""
+    return f"--{_FLAGS.get(name, name).replace('_', '-')}"
+
+
+def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
+    """An option as whoever reads the error has to write it: `--calibrate DATA`, or `calibrate=DATA`.
+
+    Args:
+        name: as Python spells it; value: that of the option; metavar: stands for a value of the reader's own.
+    """
+    if not _TYPED.get():
+        return f"{name}={metavar or _python(value)}"
+    shown = metavar or ("" if value is None or value is True else shlex.quote(str(value)))
+    return f"{flag(name)} {shown}".rstrip()
 
 
 def first_line(error: BaseException) -> str:
@@ -61,3 +106,18 @@ class TrainingError(NormswapError):
 
 class OutputError(NormswapError):
     """The output cannot be written."""
+
+
+def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
+    """Check that optional packages are installed.
+
+    Args:
+        what: needs them; extra: of normswap, which brings them.
+
+    Raises:
+        OptionError: one is not.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            remedy = f"pip install 'normswap[{extra}]'"
+            raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)

@@ -1,6 +1,6 @@
 """SAY: what will be done to a network, as data. A plan can be printed, saved, edited by hand and fed back.
 
-An `Edit` names a seat (a dotted module path) and the layer that will sit there; a `Step` is one scheme's edits; a
+An `Edit` names a dotted module path and the layer that will stand there; a `Step` is one scheme's edits; a
 `Plan` is the steps that lead from the bare architecture to the network at hand, in order. No torch in this file.
 """
 
@@ -40,8 +40,8 @@ class Arch:
         return f"{self.name}({', '.join(pair if len(pair) < 80 else f'{pair[:70]} ...' for pair in pairs)})"
 
 
-class Way(str, Enum):
-    """How a linear layer y = W x + b takes in a neighbour s x + t (s, t per channel).
+class AbsorbMode(str, Enum):
+    """How a linear layer y = W x + b absorbs a neighbour s x + t (s, t per channel).
 
     AFTER: it is followed by it: W' = s W, b' = s b + t. AFTER_UNIT: the same with gamma = 1, beta = 0.
     BEFORE: it precedes the layer, with no padding in between: W' = W s per input channel, b' = b + W t.
@@ -58,14 +58,14 @@ class Way(str, Enum):
     @property
     def precedes(self) -> bool:
         """Whether the neighbour stands before the layer."""
-        return self in (Way.BEFORE, Way.BEFORE_MAGNITUDE, Way.BEFORE_SHIFT)
+        return self in (AbsorbMode.BEFORE, AbsorbMode.BEFORE_MAGNITUDE, AbsorbMode.BEFORE_SHIFT)
 
 
 @dataclass(frozen=True)
-class Take:
-    """How a layer takes in a neighbour, and by which of the neighbour's channels: from, up to; None: by all."""
+class Absorption:
+    """How a layer absorbs a neighbour, and by which of the neighbour's channels: from, up to; None: by all."""
 
-    way: Way
+    way: AbsorbMode
     part: tuple[int, int] | None = None
 
     @property
@@ -75,7 +75,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Then:
-    """One more layer of the same seat, after the newcomer."""
+    """One more layer at the same path, after the replacement."""
 
     layer: str
     args: Body = field(default_factory=dict)
@@ -83,24 +83,24 @@ class Then:
 
 @dataclass(frozen=True)
 class Edit:
-    """Seat `layer` at `path`.
+    """Place `layer` at `path`.
 
     Args:
-        path: dotted path of the seat.
-        layer: name of the class in `normswap.layers` whose `replacing(old, *reads, **args)` builds the newcomer.
+        path: dotted path of a module.
+        layer: name of the class in `normswap.layers` whose `replacing(old, *reads, **args)` builds the replacement.
         args: JSON-able keyword arguments; every number that the surgery needs.
-        reads: paths of the modules whose values the newcomer is built from.
-        takes: how each of `reads` is taken in, for a layer that takes in its neighbours.
-        keep: what sits in the seat stays, and the newcomer comes after it; its tensors are then called `inner.*`.
-        then: further layers after the newcomer, which is then called `inner`.
-        out_of_place: nothing in the newcomer writes into its input.
+        reads: paths of the modules whose values the replacement is built from.
+        takes: how each of `reads` is absorbed, for a layer that absorbs its neighbours.
+        keep: the module at the path stays, and the replacement comes after it; its tensors are then called `inner.*`.
+        then: further layers after the replacement, which is then called `inner`.
+        out_of_place: nothing in the replacement writes into its input.
     """
 
     path: str
     layer: str
     args: Body = field(default_factory=dict)
     reads: tuple[str, ...] = ()
-    takes: tuple[Take, ...] = ()
+    takes: tuple[Absorption, ...] = ()
     keep: bool = False
     then: tuple[Then, ...] = ()
     out_of_place: bool = False
@@ -110,19 +110,19 @@ class Edit:
             raise PlanError(f"the edit of {self.path} has {len(self.reads)} reads and {len(self.takes)} takes")
 
     @property
-    def taken(self) -> tuple[tuple[str, Take], ...]:
-        """(path, how) of every neighbour that is taken in."""
+    def absorbed(self) -> tuple[tuple[str, Absorption], ...]:
+        """(path, how) of every neighbour that is absorbed."""
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
     def depth(self) -> int:
-        """How many times `inner` stands between the seat and what sat, or was seated, there first."""
+        """How many times `inner` stands between the path and what was there, or was placed there, first."""
         return self.keep + len(self.then)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a norm, as the rule that did it says.
+    """The outcome of a norm, as the rule that did it says.
 
     Args:
         counted: in a few words, as norms are counted: `folded back`.
@@ -140,7 +140,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """One conversion: the scheme, the options it was given, and its edits, at most one per seat.
+    """One conversion: the scheme, the options it was given, and its edits, at most one per path.
 
     Args:
         outcomes: what became of each norm, by path: told, not obeyed. Plans of earlier versions have none.
@@ -152,11 +152,11 @@ class Step:
     outcomes: dict[str, Outcome] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        seats: set[str] = set()
+        paths: set[str] = set()
         for edit in self.edits:
-            if edit.path in seats:
-                raise PlanError(f"step '{self.scheme}' edits {edit.path} twice", remedy="Keep one edit per seat.")
-            seats.add(edit.path)
+            if edit.path in paths:
+                raise PlanError(f"step '{self.scheme}' edits {edit.path} twice", remedy="Keep one edit per path.")
+            paths.add(edit.path)
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,10 @@ class Plan:
     def _body(self) -> Body:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps({**self._body(), "digest": self.digest}, indent=indent)
+    def to_json(self, indent: int | None = None, about: str = "") -> str:
+        """Write the plan; `about` is a sentence ahead of it, for people who open the file."""
+        head = {"about": about} if about else {}
+        return json.dumps({**head, **self._body(), "digest": self.digest}, indent=indent)
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
@@ -190,17 +192,19 @@ class Plan:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{origin} is not JSON", str(error)) from None
-        found = body.get("version") if isinstance(body, dict) else type(body).__name__
-        if found not in (1, VERSION):
-            raise PlanError(f"{origin} has plan version {found!r}, this normswap reads 1 and {VERSION}")
-        _only(body, {"version", "steps", "digest"}, origin)
+        if not isinstance(body, dict):
+            raise PlanError(f"{origin} is no plan", f"it holds a {type(body).__name__} where a plan is an object")
+        version = body.get("version")
+        if version not in (1, VERSION):
+            raise PlanError(f"{origin} has plan version {version!r}, this normswap reads 1 and {VERSION}")
+        _only(body, {"about", "version", "steps", "digest"}, origin)
         steps = _list(body, "steps", origin)
-        return Plan(tuple(_step(item, f"{origin}: steps[{i}]", old=found == 1) for i, item in enumerate(steps)))
+        return Plan(tuple(_step(item, f"{origin}: steps[{i}]", old=version == 1) for i, item in enumerate(steps)))
 
 
 def digest_of(body: Body) -> str:
     """The digest of a plan as it stands in JSON, of whatever version; a digest that stands with it does not count."""
-    kept = {key: value for key, value in body.items() if key != "digest"}
+    kept = {key: value for key, value in body.items() if key not in ("about", "digest")}
     if isinstance(steps := kept.get("steps"), list):
         kept["steps"] = [_only_what_is_done(step) for step in steps]
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
@@ -226,10 +230,12 @@ def _outcome(item: object, where: str) -> Outcome:
 
 def _edit(item: object, where: str) -> Edit:
     item = _only(item, {"path", "layer", "args", "reads", "takes", "keep", "then", "out_of_place"}, where)
-    takes = tuple(_take(one, f"{where}.takes[{i}]") for i, one in enumerate(_maybe(item, "takes", list, where, [])))
+    takes = tuple(
+        _absorption(one, f"{where}.takes[{i}]") for i, one in enumerate(_maybe(item, "takes", list, where, []))
+    )
     then = tuple(_then(one, f"{where}.then[{i}]") for i, one in enumerate(_maybe(item, "then", list, where, [])))
     return Edit(
-        *_seat(item, where),
+        *_layer_at(item, where),
         reads=_paths(item, where),
         takes=takes,
         keep=_maybe(item, "keep", bool, where, False),
@@ -239,9 +245,9 @@ def _edit(item: object, where: str) -> Edit:
 
 
 def _edit_of_version_1(item: object, where: str) -> Edit:
-    """What version 1 wrote into `args`: takes as words (`after 16:32`), and what became of the seat."""
+    """An edit of version 1: in `args` are takes as words (`after 16:32`), and what became of the module."""
     item = _only(item, {"path", "layer", "args", "reads"}, where)
-    path, layer, args = _seat(item, where)
+    path, layer, args = _layer_at(item, where)
     args = dict(args)
     words = [str(word).partition(" ") for word in args.pop("takes", [])]
     takes = [{"way": way, "part": [int(end) for end in part.split(":")] if part else None} for way, _, part in words]
@@ -252,14 +258,14 @@ def _edit_of_version_1(item: object, where: str) -> Edit:
         "Copy" if layer == "Copied" else layer,
         args,
         reads=_paths(item, where),
-        takes=tuple(_take(take, f"{where}.takes[{i}]") for i, take in enumerate(takes)),
+        takes=tuple(_absorption(absorption, f"{where}.takes[{i}]") for i, absorption in enumerate(takes)),
         keep=bool(args.pop("keep", False)),
         then=then,
         out_of_place=bool(args.pop("out_of_place", False)),
     )
 
 
-def _seat(item: Body, where: str) -> tuple[str, str, Body]:
+def _layer_at(item: Body, where: str) -> tuple[str, str, Body]:
     return _get(item, "path", str, where), _get(item, "layer", str, where), _maybe(item, "args", dict, where, {})
 
 
@@ -270,15 +276,15 @@ def _paths(item: Body, where: str) -> tuple[str, ...]:
     return tuple(reads)
 
 
-def _take(item: object, where: str) -> Take:
+def _absorption(item: object, where: str) -> Absorption:
     item = _only(item, {"way", "part"}, where)
     way, part = _get(item, "way", str, where), item.get("part")
-    known = [one.value for one in Way]
+    known = [one.value for one in AbsorbMode]
     if way not in known:
         raise PlanError(f"{where}.way is {way!r}", f"it is one of {', '.join(known)}")
     if part is not None and not (isinstance(part, list) and [type(end) for end in part] == [int, int]):
         raise PlanError(f"{where}.part must be null or two whole numbers")
-    return Take(Way(way), None if part is None else (part[0], part[1]))
+    return Absorption(AbsorbMode(way), None if part is None else (part[0], part[1]))
 
 
 def _then(item: object, where: str) -> Then:

@@ -1,4 +1,4 @@
-"""What other installed packages add: their entry points, each loaded once, when it is first of use."""
+"""Entry points of other installed packages, each loaded once, when it is first of use."""
 
 from __future__ import annotations
 

@@ -5,12 +5,13 @@ The record rides on the module itself, so that it survives `copy.deepcopy` and n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
-from normswap.plan import Arch, Body, Plan
+from normswap.plan import Arch, Body, Plan, Step
 
 _KEY = "_normswap_provenance"
 
@@ -37,22 +38,19 @@ class Provenance:
     norms: dict[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def moments(self, path: str) -> tuple[Tensor, Tensor]:
-        """Mean and deviation per channel of the output of the norm that stood at `path`: its beta and |gamma|, or what
-        its class was registered to say."""
-        out_mean, out_std = (self.norms.get(f"{path}.{name}") for name in ("output_mean", "output_std"))
-        if out_mean is not None and out_std is not None:
-            return out_mean.double(), out_std.double()
-        mean, gamma, beta = (self.norms.get(f"{path}.{name}") for name in ("running_mean", "weight", "bias"))
-        assert mean is not None
-        return output_moments(mean, gamma, beta)
+    @functools.cached_property
+    def original_paths(self) -> tuple[str, ...]:
+        """Where norms stood before the network was converted, in the order of the record."""
+        suffix = ".running_mean"
+        return tuple(name.removesuffix(suffix) for name in self.norms if name.endswith(suffix))
 
+    def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
+        """The record one step later.
 
-def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and deviation (C,), float64, of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy 2015, section 3)."""
-    zeros = torch.zeros_like(running_mean, dtype=torch.float64)
-    mean = zeros if beta is None else beta.detach().double()
-    return mean, zeros + 1 if gamma is None else gamma.detach().double().abs()
+        Args:
+            norms: the tensors of the norms that the step replaced.
+        """
+        return replace(self, plan=self.plan.then(step), norms={**self.norms, **norms})
 
 
 def attach(model: nn.Module, record: Provenance) -> nn.Module:

@@ -19,6 +19,8 @@ _BLOCKED = {
     "pt2": [*_OURS, "onnx", "onnxruntime"],
     "pt2 in int8": [*_OURS, "onnx", "onnxruntime", "torchao"],
     "torchscript": [*_OURS, "onnx", "onnxruntime"],
+    "executorch": [*_OURS, "onnx", "onnxruntime"],
+    "ncnn": [*_OURS, "torch", "onnx", "onnxruntime", "pnnx"],
     "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
 }
 _PT2 = "m = torch.export.load(file).module()\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()"
@@ -34,6 +36,14 @@ _RUN = {
     "pt2": f"import torch\n{_PT2}",
     "pt2 in int8": f"import torch\nimport torch.ao.quantization.fx._decomposed\n{_PT2}",
     "torchscript": "import torch\nm = torch.jit.load(file)\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()",
+    "executorch": "import torch\nfrom executorch.runtime import Runtime\n"
+    "m = Runtime.get().load_program(file).load_method('forward')\n"
+    "run = lambda x: m.execute([torch.from_numpy(x)])[0].numpy().copy()",
+    "ncnn": "import ncnn\nnet = ncnn.Net()\n"
+    "net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False\n"
+    "assert net.load_param(file) == 0 and net.load_model(file[:-6] + '.bin') == 0\n"
+    "def run(x):\n    e = net.create_extractor()\n    e.input('images', ncnn.Mat(x[0]).clone())\n"
+    "    return np.array(e.extract('{output}')[1])[None]",
     "safetensors": "import torch, normswap\nm = normswap.load(file)\nd = next(m.parameters()).dtype\n"
     "run = lambda x: m(torch.from_numpy(x).to(d)).detach().float().numpy()",
 }

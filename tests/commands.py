@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
+from normswap import demo_files
 from normswap.cli.app import main
-from normswap.reporting import demo
 
-MODEL = str(demo.FOLDER)
+MODEL = str(demo_files.FOLDER)
 
 
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, for the tests of a folder whose conftest names this."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:

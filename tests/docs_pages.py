@@ -3,7 +3,7 @@
 What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
 shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the page's slow blocks are skipped). A `text`
 block is what the block before it prints, `...` for what varies. A table behind `<!-- from FILE -->` is the one of that
-file, which a script wrote.
+file, which a script wrote; the one behind `<!-- options -->` has the options of all schemes, from their records.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from normswap.schemes.parts.options import OPTIONS, Option
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
+_OPTIONS = re.compile(r"(<!-- options -->\n\n)((?:\|[^\n]*\n)*)")
 _TABLE = re.compile(r"(?<=<!-- from )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")
 
 
@@ -71,7 +74,23 @@ def filled(text: str) -> str:
         lines = (ROOT / match[1]).read_text(encoding="utf-8").splitlines()
         return match[1] + match[2] + "".join(f"{line}\n" for line in lines if line.startswith("|"))
 
-    return _TABLE.sub(table, text)
+    return _OPTIONS.sub(lambda match: match[1] + options(), _TABLE.sub(table, text))
+
+
+def options() -> str:
+    """The options of all schemes as a table."""
+    schemes_of: dict[Option, list[str]] = {}
+    for scheme, records in OPTIONS.items():
+        for option in records:
+            schemes_of.setdefault(option, []).append(f"`{scheme}`")
+    rows = [
+        (f"`{option.flag}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
+        for option, names in schemes_of.items()
+    ]
+    head = [("option", "of", "default", "what it does"), ("---",) * 4]
+    return "".join("| " + " | ".join(row) + " |\n" for row in head + rows).replace(
+        "| --- | --- | --- | --- |", "|---|---|---|---|"
+    )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap import schemes
 from normswap.analysis import signal_propagation
-from normswap.folding.draft import Draft
-from normswap.folding.overwriting import torn
+from normswap.folding.overwriting import aliasing_conflicts
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
@@ -97,19 +97,19 @@ def batchnorms(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, BATCHNORMS)]
 
 
-def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, Draft]:
-    """The plan of one conversion of a network, or of one that has been looked at, and the draft it comes from."""
+def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, PlanBuilder]:
+    """The plan of one conversion of a network, or of one that has been looked at, and the builder it comes from."""
     options = schemes.resolve(to, options)
     seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
-    draft = schemes.get(to).plan(seen, **options)
-    draft.refusals.update(torn(draft))
-    return Step(to, options, draft.edits()), draft
+    builder = schemes.get(to).plan(seen, **options)
+    builder.refusals.update(aliasing_conflicts(builder))
+    return Step(to, options, builder.edits()), builder
 
 
 def swapped(model: nn.Module, to: str, **options: Any) -> nn.Module:
     """The converted network, without the library's own verification."""
-    planned, draft = step(model, to, **options)
-    assert not draft.refusals, draft.refusals
+    planned, builder = step(model, to, **options)
+    assert not builder.refusals, builder.refusals
     return applying.apply_step(model, planned)
 
 

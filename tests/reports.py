@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def source(folder: Path, kind: str) -> Path:
 
 
 class Checker(HTMLParser):
-    """Balanced tags, unique ids, and nothing that a browser would load."""
+    """Balanced tags, unique ids, and nothing that a browser would load: whatever is referred to is in the page."""
 
     VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -46,18 +47,25 @@ class Checker(HTMLParser):
         self.open: list[str] = []
         self.seen: list[str] = []
         self.pictures = 0
+        self.ids: list[str] = []
+        self.used: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         named = dict(attrs)
-        assert tag not in ("script", "iframe", "object", "img", "image", "use")
+        assert tag not in ("script", "iframe", "object", "img", "image")
         assert "src" not in named
-        assert "style" not in named
         assert not any(name.startswith("on") for name in named)
+        self.ids += [str(text) for name, text in attrs if name == "id"]
+        self.used |= {mark for _, text in attrs for mark in re.findall(r"url\(#(\w+)\)", text or "")}
+        assert "url(" not in re.sub(r"url\(#\w+\)", "", " ".join(text or "" for _, text in attrs))
         href = named.get("href") or ""
-        assert (
-            not href or (tag == "a" and href.startswith("https://arxiv.org/abs/")) or (tag, href) == ("link", "data:,")
-        )
+        if tag == "use":
+            assert href.startswith("#")
+            self.used.add(href[1:])
+        else:
+            assert not href or (tag, href) == ("link", "data:,") or (
+                tag == "a" and href.startswith("https://arxiv.org/abs/"))  # fmt: skip
         if named.get("role") == "img":
             self.pictures += 1
             assert len(named["aria-label"] or "") > 20
@@ -73,6 +81,8 @@ def check(text: str) -> Checker:
     checker.feed(text)
     checker.close()
     assert not checker.open
+    assert len(set(checker.ids)) == len(checker.ids)
+    assert checker.used <= set(checker.ids)
     style = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in style
     assert "@import" not in style

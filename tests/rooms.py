@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 ORDER = (
-    ("errors", "copying", "version"), ("plan", "plugins"), ("provenance",), ("layers",), ("models",), ("graph",),
-    ("images",), ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
+    ("errors", "copying", "version", "shipped", "demo_files"), ("plan", "plugins"), ("provenance",),
+    ("layers",), ("models",),
+    ("graph",), ("images",), ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
+    ("diagnosis",),
     ("training", "exporting", "benchmarking", "reporting"), ("cli",),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normswap.errors import PlanError
-from normswap.plan import VERSION, Edit, Outcome, Plan, Step, Take, Then, Way, digest_of
+from normswap.plan import VERSION, AbsorbMode, Absorption, Edit, Outcome, Plan, Step, Then, digest_of
 from normswap.surgery import applying
 
 paths = st.lists(st.text("abc019_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
@@ -27,7 +27,7 @@ values = st.recursive(
 )
 records = st.dictionaries(words, values, max_size=3)
 parts = st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))
-taken = st.lists(st.tuples(paths, st.builds(Take, st.sampled_from(Way), parts)), max_size=3)
+taken = st.lists(st.tuples(paths, st.builds(Absorption, st.sampled_from(AbsorbMode), parts)), max_size=3)
 thens = st.lists(st.builds(Then, words, records), max_size=2).map(tuple)
 edits = st.builds(Edit, paths, words, records, st.lists(paths, max_size=3).map(tuple), keep=st.booleans(), then=thens,
                   out_of_place=st.booleans()) | st.builds(
@@ -44,6 +44,10 @@ def test_round_trip(plan: Plan, indent: int | None) -> None:
     assert read == plan
     assert read.digest == plan.digest
     assert json.loads(plan.to_json())["digest"] == plan.digest
+    explained = json.loads(plan.to_json(about="May be edited."))
+    assert next(iter(explained)) == "about"
+    assert Plan.from_json(json.dumps(explained)) == plan
+    assert digest_of(explained) == plan.digest
 
 
 @settings(max_examples=50)
@@ -133,7 +137,7 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "args as null": (_edit(args=None), EDIT + r"\.args must be of type dict"),
     "reads as text": (_edit(reads="a.b"), EDIT + r"\.reads must be a list"),
     "reads of numbers": (_edit(reads=[1]), EDIT + r"\.reads must be a list"),
-    "two edits for one seat": (_edit(path="a.b"), r"skipinit.*a\.b twice"),
+    "two edits for one path": (_edit(path="a.b"), r"skipinit.*a\.b twice"),
 }
 
 
@@ -158,9 +162,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 5, 1)))
 
 
-AFTER = Take(Way.AFTER)
+AFTER = Absorption(AbsorbMode.AFTER)
 UNFIT: dict[str, tuple[Edit, str]] = {
-    "unknown layer": (Edit("1", "Scales", {"alpha": 1.0}), "edit of 1 seats an unknown layer 'Scales'.*Vacant"),
+    "unknown layer": (Edit("1", "Scales", {"alpha": 1.0}), "edit of 1 names an unknown layer 'Scales'.*Vacant"),
     "private layer": (Edit("1", "Chain"), "unknown layer 'Chain'"),
     "unknown path": (Edit("3.7", "Vacant"), r"step 'mine' names '3\.7', which is not in Sequential"),
     "path of a tensor": (Edit("1.weight", "Vacant"), "no module but a Parameter"),

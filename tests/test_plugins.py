@@ -19,7 +19,7 @@ from normswap.errors import OptionError, RefusedError
 from normswap.layers import affine, known_norms
 
 PACKAGE = Path(__file__).parent / "plugin"
-DEMO = Path(normswap.__file__).parent / "reporting" / "demo_data"
+DEMO = Path(normswap.__file__).parent / "demo_data"
 
 
 class Odd(nn.BatchNorm2d):

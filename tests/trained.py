@@ -25,7 +25,7 @@ from torch import nn
 
 import normswap
 from normswap.training.engine import finetune
-from normswap.training.progress_records import Moment, Result
+from normswap.training.progress_records import Result, TrainingProgress
 from normswap.training.recipe import Recipe
 
 TINY: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (2, 1, 1, 1)}  # a block without downsample, and some with
@@ -105,20 +105,20 @@ def main() -> None:
     parts = json.loads(given.parts)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
-    def watch(moment: Moment) -> None:
+    def watch(moment: TrainingProgress) -> None:
         time.sleep(given.nap)
 
     if given.kill and first and os.environ.get("RANK", "1") == "1":
-        from normswap.training.engine import Run
+        from normswap.training.engine import TrainingRun
 
-        update = Run._update
+        update = TrainingRun._update
 
-        def dying(self: Run, batches: Any) -> None:
+        def dying(self: TrainingRun, batches: Any) -> None:
             if self.at.update == given.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             update(self, batches)
 
-        Run._update = dying  # type: ignore[method-assign]
+        TrainingRun._update = dying  # type: ignore[method-assign]
     model = network(given.scheme, double=parts.pop("double", False))
     train(model, recipe(given.images, **parts), Path(given.out), resume=given.resume, progress=watch)
 

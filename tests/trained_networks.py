@@ -15,7 +15,7 @@ IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
 NETWORKS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+    "demo": Path(normswap.__file__).parent / "demo_data",
 }
 
 

@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass
 from torch import nn
 
 from normswap import schemes
-from normswap.errors import OptionError, RefusedError
+from normswap.errors import OptionError, RefusedError, spelled
 from normswap.layers import affine
 from normswap.plan import Body
-from normswap.surgery.conversion import drafts
+from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
 ENOUGH = 16  # images in a batch for BatchNorm
 
 
 def _fitted(scheme: str) -> bool:
-    """Whether the command gives it images to fit values to."""
+    """Tell whether the command gives it images to fit values to."""
     known = schemes.get(scheme)
     return known.fit is not None and not known.is_exact(known.defaults)
 
@@ -42,7 +42,7 @@ class Advice:
 def advise(
     network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
 ) -> tuple[list[Advice], dict[str, str]]:
-    """Targets for a network, the best first, and why others that would come first are not possible.
+    """Find targets for a network, the best first, and why others that would come first are not possible.
 
     Args:
         name: how the commands shall call the network.
@@ -53,22 +53,24 @@ def advise(
         RefusedError: nothing is possible.
     """
     if batch_size < 1:
-        raise OptionError(f"--batch-size {batch_size}", "a batch has at least one image")
+        raise OptionError(spelled("batch_size", batch_size), "a batch has at least one image")
     if private and deploy:
-        raise OptionError("--private and --deploy", "one trains, the other does not", "Ask twice")
-    found, refused = [], {}
+        raise OptionError(
+            f"{spelled('private', True)} and {spelled('deploy', True)}", "one trains, the other does not", "Ask twice"
+        )
+    possible, refused = [], {}
     for scheme, why in _wishes(network.module, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
                 purpose, glance = "opacus" if private else None, schemes.get(scheme).at_a_glance
-                list(drafts(network, scheme, measured=_fitted(scheme), purpose=purpose, **glance))
+                list(plan_steps(network, scheme, measured=_fitted(scheme), purpose=purpose, **glance))
         except RefusedError as error:
             refused[scheme] = str(error)
         else:
-            found.append(Advice(scheme, why, _command(name, scheme, private), not _fitted(scheme)))
-    if not found:
+            possible.append(Advice(scheme, why, _command(name, scheme, private), not _fitted(scheme)))
+    if not possible:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
-    return found, refused
+    return possible, refused
 
 
 def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> list[tuple[str, str]]:
@@ -96,7 +98,7 @@ def _command(name: str, scheme: str, private: bool) -> str:
     return f"normswap convert {name} --to {scheme}{data}{' --for opacus' if private else ''}"
 
 
-def body_of(found: list[Advice], refused: dict[str, str], **asked: object) -> Body:
-    """The advice as a JSON-able record."""
-    rows = [asdict(one) for one in found]
+def body_of(possible: list[Advice], refused: dict[str, str], **asked: object) -> Body:
+    """Return the advice as a JSON-able record."""
+    rows = [asdict(one) for one in possible]
     return {**asked, "choose": rows[0], "others": rows[1:], "refused": refused}

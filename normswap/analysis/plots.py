@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from normswap.analysis.signal_propagation import Point
-from normswap.errors import OutputError
+from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from PIL import Image
 
 Curves = Mapping[str, Sequence[Point]]
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision; yellow is too light for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+LINES: tuple[str | tuple[float, Sequence[float]], ...] = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 PANELS = (
     ("mean_sq", "Average channel squared mean"),
     ("variance", "Average channel variance"),
@@ -38,7 +39,7 @@ _FLOOR = 1e-3  # where a logarithmic axis ends at the latest
 def plot(
     curves: Curves, file: str | Path, *, expected: Mapping[str, Sequence[float]] | None = None, title: str = ""
 ) -> Path:
-    """One figure with three panels over the residual blocks: squared mean, variance, and variance of the branch.
+    """Draw one figure with three panels over the residual blocks: squared mean, variance, and variance of the branch.
 
     Args:
         curves: the points of each network, by the name for the legend.
@@ -58,7 +59,7 @@ def plot(
             for i, (legend, values) in enumerate((expected or {}).items()):
                 axes.plot(range(1, len(values) + 1), values, color="0.35", linewidth=3.5, alpha=0.55, zorder=0.5,
                           linestyle=(":", "-")[i % 2], label=legend)  # fmt: skip
-        dress(axes, "residual block", label, "activation units²")
+        label_axes(axes, "residual block", label, "activation units²")
         _stages(axes, curves)
     legend_below(figure)
     if title:
@@ -77,20 +78,19 @@ def legend_below(figure: Figure) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=11)
 
 
-def line(axes: Any, x: Sequence[float], y: Sequence[float], i: int, legend: str) -> None:
-    """One curve in the i-th colour, marker and line style; values that are not finite leave a gap."""
+def line(axes: Axes, x: Sequence[float], y: Sequence[float], i: int, legend: str) -> None:
+    """Draw one curve in the i-th colour, marker and line style; values that are not finite leave a gap."""
     shown = [value if math.isfinite(value) else math.nan for value in y]
-    style = {
-        "color": COLOURS[i % len(COLOURS)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "linestyle": LINES[i % len(LINES)],
-    }
-    axes.plot(x, shown, linewidth=1.6, markersize=4.5, markevery=max(1, len(shown) // 20), label=legend, **style)
+    axes.plot(
+        x, shown, color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)],
+        linewidth=1.6, markersize=4.5, markevery=max(1, len(shown) // 20), label=legend,
+    )  # fmt: skip
 
 
-def dress(axes: Any, x: str, y: str, unit: str, *, log: bool | None = None) -> None:
+def label_axes(axes: Axes, x: str, y: str, unit: str, *, log: bool | None = None) -> None:
     """Labels, grid, and a logarithmic y axis where the values ask for it (or as told)."""
-    values = [float(v) for drawn in axes.get_lines() for v in drawn.get_ydata() if math.isfinite(v) and v > 0]
+    drawn = np.concatenate([[], *(np.asarray(line.get_ydata(), float) for line in axes.get_lines())])
+    values = drawn[np.isfinite(drawn) & (drawn > 0)].tolist()
     high, low = max(values, default=1.0), max(min(values, default=1.0), _FLOOR)
     if log or (log is None and high / low > _LOG_ABOVE):
         axes.set_yscale("log")
@@ -105,7 +105,7 @@ def dress(axes: Any, x: str, y: str, unit: str, *, log: bool | None = None) -> N
     axes.locator_params(axis="x", integer=True)
 
 
-def _stages(axes: Any, curves: Curves) -> None:
+def _stages(axes: Axes, curves: Curves) -> None:
     """Thin vertical lines where a stage begins, if all networks agree on that."""
     starts = {tuple(p.depth for before, p in pairwise(points) if p.stage != before.stage) for points in curves.values()}
     if len(starts) == 1:
@@ -121,19 +121,17 @@ def save(figure: Figure, file: str | Path) -> Path:
     """
     file = Path(file)
     form = check_format(file)
-    if form == "png":
-        return atomic_write.whole(
-            file, lambda temporary: _paletted(figure).save(temporary, format="png", optimize=True)
-        )
-    return atomic_write.whole(file, lambda temporary: figure.savefig(temporary, format=form))
+    return atomic_write.whole(file, lambda temporary: figure.savefig(temporary, format=form, dpi=100))
 
 
 def check_format(file: Path) -> str:
-    """The picture format that the suffix names.
+    """Return the picture format that the suffix names.
 
     Raises:
-        OutputError: matplotlib cannot write it.
+        OptionError: matplotlib is not installed.
+        OutputError: it cannot write that.
     """
+    require_packages(f"a picture ({file})", ("matplotlib",), "plots")
     from matplotlib.backend_bases import FigureCanvasBase
 
     form, known = file.suffix.removeprefix(".").lower(), sorted(FigureCanvasBase.get_supported_filetypes())
@@ -142,22 +140,13 @@ def check_format(file: Path) -> str:
     return form
 
 
-def _paletted(figure: Figure) -> Image.Image:
-    """The figure as a picture of few colours: a third of the size, and nothing to see of it."""
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=100)
-    return Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
-
-
 def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = None) -> Body:
-    """{"curves": {name: [point, ...]}, "expected": {name: [variance, ...]}}."""
+    """Return {"curves": {name: [point, ...]}, "expected": {name: [variance, ...]}}."""
     bodies = {name: [asdict(p) for p in points] for name, points in curves.items()}
     return {"curves": bodies, "expected": {name: list(values) for name, values in (expected or {}).items()}}
 
 
 def write_csv(curves: Curves, file: str | Path) -> Path:
-    """One row per network and block; the column `network` comes first, the others are the fields of `Point`."""
+    """Write one row per network and block; the column `network` comes first, the others are the fields of `Point`."""
     rows = ({"network": network, **asdict(point)} for network, points in curves.items() for point in points)
     return atomic_write.table(Path(file), ["network", *(field.name for field in fields(Point))], rows)

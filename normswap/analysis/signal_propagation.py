@@ -21,7 +21,6 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,9 +31,8 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.layers.own import GAMMA, OwnLayer
+from normswap.layers.own import GAMMA, OwnLayer, scales_branch
 from normswap.layers.placeholders import Vacant
-from normswap.layers.scalars import Scale
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import evaluating
@@ -85,7 +83,7 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
-    sums = {node.name: _Sums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
+    sums = {node.name: _SignalSums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
     last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     with torch.no_grad(), _measuring(model, batch_statistics):
         for example in examples:
@@ -105,33 +103,34 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
 
 
 def expected_nf(seen: Anatomy, alpha: float | None = None) -> list[float] | None:
-    """The variance after each block if every branch has unit variance: 1 + alpha^2 after a projection, then + alpha^2.
+    """Compute the variance after each block if all branches have 1: 1 + alpha^2 after a projection, then + alpha^2.
 
     Args:
         alpha: the scalar of all branches (1 for pre-activation networks with BatchNorm, De & Smith 2020); by default
             each block's own attribute `alpha`, and None is returned if a block has none.
     """
-    found: list[float] = []
+    variances: list[float] = []
     for block in seen.blocks:
         module = seen.traced.modules.get(block.path.split("+")[0])
-        own = alpha if alpha is not None else getattr(module, "alpha", None)
-        if not isinstance(own, float | int):
+        scale = alpha if alpha is not None else getattr(module, "alpha", None)
+        if not isinstance(scale, float | int):
             return None
-        starts = not found or block.skip == "projection"
-        found.append((1.0 if starts else found[-1]) + float(own) ** 2)
-    return found
+        starts = not variances or block.skip == "projection"
+        variances.append((1.0 if starts else variances[-1]) + float(scale) ** 2)
+    return variances
 
 
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters whose zero would put what follows to sleep."""
+    """Return the names of the parameters whose zero would put what follows to sleep."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
     return ("weight",) if affine.is_norm(module) else ("gain", "skipinit_gain")
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """A copy whose branches are alive: timm zeroes the last gamma, gain or `skipinit_gain` of every fresh branch, and
-    SkipInit may start from alpha = 0; where such a parameter is 0 throughout it becomes 1.
+    """Return a copy whose branches are alive: where a last gamma, gain or scalar is 0 throughout, it becomes 1.
+
+    timm zeroes the last gamma, gain or `skipinit_gain` of every fresh branch; SkipInit may start from alpha = 0.
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
@@ -143,17 +142,17 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 def unnormalized(model: nn.Module) -> nn.Module:
-    """A copy without its norms: in their seats stands nothing but the activation that some carry."""
+    """Return a copy without its norms: in their places stands nothing but the activation that some carry."""
     twin = copy.deepcopy(model)
     for path, module in list(twin.named_modules(remove_duplicate=False)):
         if affine.is_norm(module) and path:
-            home, _, seat = path.rpartition(".")
+            home, _, name = path.rpartition(".")
             act = affine.activation(module)
-            setattr(twin.get_submodule(home), seat, Vacant(copy.deepcopy(act)))
+            setattr(twin.get_submodule(home), name, Vacant(copy.deepcopy(act)))
     return twin
 
 
-class _Sums:
+class _SignalSums:
     """Sums per channel, in float64, of everything seen at one place."""
 
     def __init__(self) -> None:
@@ -162,25 +161,24 @@ class _Sums:
     def add(self, x: Tensor, last: bool) -> None:
         dim = x.ndim - 1 if last or x.ndim == 3 else 1
         values = x.movedim(dim, 0).flatten(1).double()
-        mean = values.mean(1)
-        self.batches.append((values.shape[1], mean, (values - mean[:, None]).square().mean(1)))
+        variance, mean = torch.var_mean(values, 1, correction=0)
+        self.batches.append((values.shape[1], mean, variance))
 
     def read(self) -> tuple[float, float]:
-        """Average channel squared mean, average channel variance."""
-        total = sum(count for count, _, _ in self.batches)
-        mean = sum((count / total * mean for count, mean, _ in self.batches), torch.zeros(()))
-        variance = sum(
-            (count / total * (var + (own - mean).square()) for count, own, var in self.batches), torch.zeros(())
-        )
+        """Give the average channel squared mean and the average channel variance."""
+        counts, means, variances = zip(*self.batches, strict=True)
+        share = (torch.tensor(counts, dtype=torch.float64) / sum(counts))[:, None].to(means[0].device)
+        mean = (share * torch.stack(means)).sum(0)
+        variance = (share * (torch.stack(variances) + (torch.stack(means) - mean).square())).sum(0)
         return float(mean.square().mean()), float(variance.mean())
 
 
-def _run(model: nn.Module, sums: dict[str, _Sums], batch: Example, last: bool) -> None:
+def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, last: bool) -> None:
     """Look at some values, by the names of their nodes, as they are made, before anything can overwrite them."""
     left = dict.fromkeys(sums)
 
-    def look(name: str, value: Any) -> None:
-        if name in sums:
+    def look(name: str, value: object) -> None:
+        if name in sums and isinstance(value, Tensor):
             sums[name].add(value, last)
             left.pop(name, None)
 
@@ -198,13 +196,15 @@ def _does_not_run(batch: Example, error: TraceError) -> RefusedError:
 
 
 def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
-    """The end of the branch, with drop path, learnable scalars and one constant factor peeled off."""
+    """Return the end of the branch, with drop path, learnable scalars and one constant factor peeled off."""
     node, constants = block.branch, 1
     while True:
         module, sources = seen.traced.module(node), inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
         times = node.target in _MULTIPLY
-        if not (times or isinstance(module, nn.Identity | Scale) or type(module).__name__ == "DropPath"):
+        if not (
+            times or isinstance(module, nn.Identity) or scales_branch(module) or type(module).__name__ == "DropPath"
+        ):
             return node
         constants -= times and len(sources) == 1
         if len(tensors) != 1 or constants < 0:

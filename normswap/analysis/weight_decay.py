@@ -39,13 +39,14 @@ from timm.optim import auto_group_layers, param_groups_weight_decay
 from torch import fx, nn
 
 from normswap import provenance
-from normswap.errors import OptionError, TraceError
-from normswap.graph import inspection
+from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine
 from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer
-from normswap.plan import Body, Way
+from normswap.models import network_input
+from normswap.plan import AbsorbMode, Body
+from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
@@ -79,7 +80,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """What becomes of one trainable parameter.
+    """The weight decay of one trainable parameter.
 
     Args:
         path: its dotted name.
@@ -94,15 +95,18 @@ class Assignment:
     reason: str
 
 
-def roles(model: nn.Module, policy: str = "kim2022") -> list[Assignment]:
-    """What becomes of every trainable parameter, in the order of `named_parameters`.
+def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = None) -> list[Assignment]:
+    """Assign every trainable parameter its role and whether it decays, in the order of `named_parameters`.
+
+    Args:
+        network: its record, or that of a network which it is a copy of, where one has been made.
 
     Raises:
         OptionError: unknown policy.
     """
     if policy not in POLICIES:
         raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join(POLICIES)}")
-    named = [(path, role) for path, role in _roles(model) if model.get_parameter(path).requires_grad]
+    named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
     decays = _decided(model, policy)
@@ -119,6 +123,7 @@ def param_groups(
     layer_decay: float | None = None,
     min_scale: float = 0.0,
     scalar_lr_scale: float | None = None,
+    network: Network | None = None,
 ) -> list[Body]:
     """Groups for any torch or timm optimizer: every trainable parameter in exactly one, frozen ones in none.
 
@@ -130,6 +135,7 @@ def param_groups(
         layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i); layers as timm groups them.
         min_scale: lower bound of that scale.
         scalar_lr_scale: scale for scalars, such as SkipInit's (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
+        network: as in `roles`.
 
     Returns:
         Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.
@@ -137,14 +143,15 @@ def param_groups(
     Raises:
         OptionError: unknown policy, or a number out of range.
     """
+    network_input.require_module(model)
     for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scalar_lr_scale", scalar_lr_scale)):
         if value is not None and not 0 <= value < float("inf"):
-            raise OptionError(f"{name} {value} is not a number >= 0")
+            raise OptionError(f"{spelled(name, value)} is not a number >= 0")
     if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise OptionError(f"layer_decay {layer_decay} is not in (0, 1]")
+        raise OptionError(f"{spelled('layer_decay', layer_decay)} is not in (0, 1]")
     scale_of = _layer_scales(model, layer_decay, min_scale)
     groups: dict[str, Body] = {}
-    for one in roles(model, policy):
+    for one in roles(model, policy, network):
         layer, scale = scale_of(one.path)
         parts = ["decay" if one.decay else "no-decay"] + ([] if layer is None else [f"layer{layer}"])
         if scalar_lr_scale is not None and one.role in SCALARS:
@@ -158,7 +165,7 @@ def param_groups(
 
 
 def counts(assignments: list[Assignment]) -> dict[str, int]:
-    """Number of parameter tensors by role."""
+    """Count the parameter tensors by role."""
     return dict(Counter(one.role for one in assignments))
 
 
@@ -169,13 +176,13 @@ def _layer_scales(
     if layer_decay is None:
         return lambda path: (None, 1.0)
     matcher = getattr(model, "group_matcher", None)
-    found: dict[str, int] = (
+    layers: dict[str, int] = (
         group_parameters(model, matcher(coarse=False), reverse=True) if matcher else auto_group_layers(model)
     )
-    top = max(found.values())
+    top = max(layers.values())
 
     def scale_of(path: str) -> tuple[int, float]:
-        layer = found.get(path, top)
+        layer = layers.get(path, top)
         return layer, max(min_scale, layer_decay ** (top - layer))
 
     return scale_of
@@ -196,9 +203,9 @@ def _spared(model: nn.Module) -> tuple[str, ...]:
     return tuple(ask()) if callable(ask) else ()
 
 
-def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(path, role) of every parameter; a shared one counts where `named_parameters` meets it first."""
-    of_norms = _norm_roles(model)
+def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
+    """Give (path, role) of every parameter; a shared one counts where `named_parameters` meets it first."""
+    of_norms = _norm_roles(model, network)
     spared = _spared(model)
     for path, parameter in model.named_parameters():
         home, _, name = path.rpartition(".")
@@ -212,7 +219,7 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
-    """The role that the class of the owner says; None if it does not."""
+    """Return the role that the class of the owner says; None if it does not."""
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
         role = owner.ROLES[name]
         return gamma if role == GAMMA else role
@@ -227,25 +234,25 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     return None
 
 
-def _norm_roles(model: nn.Module) -> dict[str, str]:
-    """The gamma's role of every norm, or of the norm that once stood in a seat, by module path."""
+def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
+    """Return the gamma's role of every norm, or of the norm that once stood there, by module path."""
     twin = _with_its_norms(model)
     try:
-        seen = inspection.inspect(twin)
+        seen = (network if network is not None and twin is model else Network(twin)).anatomy
     except TraceError:
         return {path: _by_name(path) for path, module in twin.named_modules() if affine.is_norm(module)}
-    found = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
+    gammas = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
     for block in seen.blocks:
         for path in block.norms:
-            if is_at_each_position(seen.traced.modules[path]) and found[path] == "gamma_last":
-                found[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
-    shared = {id(twin.get_submodule(path)): role for path, role in found.items()}  # a norm may have several paths
-    found = {path: shared[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in shared}
-    return found | {conv: found[norm] for conv, norm in _tuned(model) if norm in found}
+            if is_at_each_position(seen.traced.modules[path]) and gammas[path] == "gamma_last":
+                gammas[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
+    by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
+    gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
+    return gammas | {conv: gammas[norm] for conv, norm in _tuned(model) if norm in gammas}
 
 
 def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
-    """Whether no linear layer stands between the norm and the residual sum."""
+    """Tell whether no linear layer stands between the norm and the residual sum."""
     node: fx.Node | None = block.branch
     while node is not None and str(node.target) != path:
         if isinstance(seen.traced.module(node), LINEAR):
@@ -255,7 +262,7 @@ def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """`model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those seats."""
+    """Return `model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those places."""
     record = provenance.of(model)
     affines = any(isinstance(module, OwnLayer) and GAMMA in module.ROLES.values() for module in model.modules())
     if record is None or not affines:
@@ -265,21 +272,21 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")
         if name == "running_mean":
-            home, _, seat = path.rpartition(".")
-            twin.get_submodule(home).register_module(seat, nn.BatchNorm2d(mean.numel()))
+            home, _, name = path.rpartition(".")
+            twin.get_submodule(home).register_module(name, nn.BatchNorm2d(mean.numel()))
     return twin
 
 
 def _tuned(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(convolution, norm) wherever a convolution has taken in the norm after it with a live gamma."""
+    """Give (convolution, norm) wherever a convolution has absorbed the norm after it with a live gamma."""
     record = provenance.of(model)
     for step in record.plan.steps if record else ():
         for edit in step.edits:
-            yield from ((edit.path, path) for path, take in edit.taken if take.way is Way.NORM)
+            yield from ((edit.path, path) for path, absorption in edit.absorbed if absorption.way is AbsorbMode.NORM)
 
 
 def _by_name(path: str) -> str:
-    """A guess for networks that cannot be traced, by the names that timm's models use."""
+    """Guess the role in networks that cannot be traced, by the names that timm's models use."""
     parts = path.split(".")
     if parts[0] in ("stem", "patch_embed", "embeddings", "norm_pre", "bn1"):
         return "gamma_0"

@@ -23,12 +23,11 @@ from normswap.storage import checkpoint
 from normswap.surgery import conversion, unfolding
 from normswap.surgery.network import Network
 
-KINDS = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript"}
-_SUFFIX = {"directory": "", "onnx": ".onnx", "torchscript": ".torchscript"}
 _NEEDS = {"onnx": ("onnx", "onnxscript")}
 _ONE = "Only networks that take images and give one answer are timed"
 _QUANTIZERS = (b"QuantizeLinear", b"FakeQuantize", b"quantized_decomposed")
 Size = tuple[int, int, int]
+Write = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,17 @@ class Making:
     def dynamic(self) -> bool:
         return any(batch != 1 for batch in self.batches)
 
-    def place(self, form: str, kind: str) -> Path:
-        return self.folder / f"{form}{_SUFFIX[kind]}"
+    def files(self, form: str, **writers: Write) -> dict[str, Callable[[], Path]]:
+        """Give, by kind, what makes a file of a form when it is first asked for."""
+
+        @cache
+        def made(kind: str) -> Path:
+            file = self.folder / (form if kind == "directory" else f"{form}.{kind}")
+            with quiet(), torch.no_grad():
+                writers[kind](file)
+            return file
+
+        return {kind: partial(made, kind) for kind in writers}
 
 
 def of_model(network: str, model: nn.Module, making: Making, side: int | None = None) -> Group:
@@ -114,7 +122,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
     """
     channels, height, width = network_input.size(model)
     group = Group(network, [], (channels, side or height, side or width), model=model)
-    _check_size(group)
+    called = _called(network, model, group.size)
     making.folder.mkdir(parents=True, exist_ok=True)
     record = provenance.of(model)
     last = record.plan.steps[-1].scheme if record and record.plan.steps else None
@@ -125,66 +133,53 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
             group.notes.append(f"{network} is measured by itself as it is, not by its source: {why}")
     if last != "folded":
         group.forms.append(original(model, group.size, making, last or "original"))
-    group.forms.append(_folded(model, group.size, making, folded=last == "folded"))
+
+    def directory(file: Path) -> None:
+        result = model if last == "folded" else conversion.convert(model, "folded", size=group.size)
+        checkpoint.save(result, file, force=True)
+
+    def exported(file: Path) -> None:
+        making.export(model, file, dtype=making.settings.dtype, dynamic_batch=making.dynamic, input_size=group.size,
+                      force=True)  # fmt: skip
+
+    files = making.files("folded", directory=directory, onnx=exported, torchscript=exported)
+    group.forms.append(Form("folded", files, called, needs=_NEEDS))
     return group
 
 
-def _check_size(group: Group) -> None:
-    assert group.model is not None
+def _called(network: str, model: nn.Module, size: Size) -> nn.Module:
+    """Return the network as one that takes images and gives one tensor.
+
+    Raises:
+        OptionError: it cannot be timed on images of that size.
+    """
     try:
         with quiet():
-            imaged(group.model, torch.zeros(1, *group.size))
+            return imaged(model, torch.zeros(1, *size))
     except NormswapError as error:
-        raise OptionError(f"{group.network} is not timed", f"{error.what}, {error.why}", _ONE) from None
+        raise OptionError(f"{network} is not timed", f"{error.what}, {error.why}", _ONE) from None
     except Exception as error:  # torch's and timm's own, whatever does not fit
-        raise OptionError(f"{group.network} rejects images of {group.size[1]} x {group.size[2]}",
-                          first_line(error)) from None  # fmt: skip
+        raise OptionError(f"{network} rejects images of {size[1]} x {size[2]}", first_line(error)) from None
 
 
 def original(model: nn.Module, size: Size, making: Making, name: str = "original") -> Form:
     """Describe `model` as anybody would run it: itself, or exported by torch without our help."""
-    called = imaged(model, torch.zeros(1, *size))
+    called, dtype = imaged(model, torch.zeros(1, *size)), getattr(torch, DTYPES[making.settings.dtype])
     example = (torch.zeros(2 if making.dynamic else 1, *size),)
+
+    def fed() -> nn.Module:
+        return called if dtype is torch.float32 else _Fed(copy.deepcopy(called).to(dtype), dtype).eval()
 
     def onnx(file: Path) -> None:
         shapes = ({0: torch.export.Dim("batch", min=1)},) if making.dynamic else None
-        torch.onnx.export(_fed(called, making.settings.dtype), example, file, dynamo=True, verbose=False,
-                          dynamic_shapes=shapes)  # fmt: skip
+        torch.onnx.export(fed(), example, file, dynamo=True, verbose=False, dynamic_shapes=shapes)
 
     def torchscript(file: Path) -> None:
-        traced = torch.jit.trace(_fed(called, making.settings.dtype), example, check_trace=False)
-        torch.jit.save(torch.jit.freeze(traced), file)
+        torch.jit.save(torch.jit.freeze(torch.jit.trace(fed(), example, check_trace=False)), file)
 
-    @cache
-    def made(kind: str) -> Path:
-        with quiet(), torch.no_grad():
-            writers[kind](making.place(name, kind))
-        return making.place(name, kind)
-
-    def directory(file: Path) -> None:
-        checkpoint.save(model, file, force=True)
-
-    writers = {"directory": directory, "onnx": onnx, "torchscript": torchscript}
-    files = {kind: partial(made, kind) for kind in writers}
+    directory = partial(checkpoint.save, model, force=True)
+    files = making.files(name, directory=directory, onnx=onnx, torchscript=torchscript)
     return Form(name, files, called, foldable=True, needs=_NEEDS)
-
-
-def _folded(model: nn.Module, size: Size, making: Making, *, folded: bool) -> Form:
-    """Describe `model` folded, and exported by us."""
-
-    @cache
-    def directory() -> Path:
-        result = model if folded else conversion.convert(model, "folded", size=size)
-        return checkpoint.save(result, making.place("folded", "directory"), force=True)
-
-    @cache
-    def exported(kind: str) -> Path:
-        file, dtype = making.place("folded", kind), making.settings.dtype
-        making.export(model, file, dtype=dtype, dynamic_batch=making.dynamic, input_size=size, force=True)
-        return file
-
-    make: dict[str, Callable[[], Path]] = {kind: partial(exported, kind) for kind in ("onnx", "torchscript")}
-    return Form("folded", {"directory": directory, **make}, imaged(model, torch.zeros(1, *size)), needs=_NEEDS)
 
 
 class _Fed(nn.Module):
@@ -198,16 +193,9 @@ class _Fed(nn.Module):
         return self.inner(x.to(self.dtype)).float()
 
 
-def _fed(model: nn.Module, dtype: str) -> nn.Module:
-    if dtype == "fp32":
-        return model
-    inside = getattr(torch, DTYPES[dtype])
-    return _Fed(copy.deepcopy(model).to(inside), inside).eval()
-
-
 def is_file(name: str) -> bool:
     """Tell whether MODEL is an exported file."""
-    return Path(name).suffix.lower() in KINDS
+    return Path(name).suffix.lower() in zoo.EXPORTED
 
 
 def of_file(file: Path, before: Group | None, body: Body | None, side: int | None) -> tuple[Form, Size]:
@@ -225,12 +213,16 @@ def of_file(file: Path, before: Group | None, body: Body | None, side: int | Non
     size = before.size if before else (3, side or 224, side or 224)
     if takes and before and takes != before.size:
         raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
-    form = Form(file.name, {KINDS[file.suffix.lower()]: file.resolve}, precision=_precision(file, body))
+    form = Form(file.name, {zoo.EXPORTED[file.suffix.lower()]: file.resolve}, precision=_precision(file, body))
     if before and before.model:
         called = imaged(before.model, torch.zeros(1, *before.size))
         form = replace(form, answers=called)
-        if body:
-            form = replace(form, raw=_unprepared(before.model, body), answers=_answering(called, body))
+        if body and body["output"]["name"] == "probabilities":
+            form = replace(form, answers=lambda images: called(images).softmax(-1))
+        if body and body["normalize"] is None:
+            config = zoo.data_config(before.model)
+            mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+            form = replace(form, raw=lambda images: images * std + mean)
     return form, takes if takes and not side else size
 
 
@@ -240,20 +232,6 @@ def _precision(file: Path, body: Body | None) -> str | None:
         return str(body["precision"]["weights"])
     held = file.read_bytes()
     return "int8" if any(operator in held for operator in _QUANTIZERS) else None
-
-
-def _unprepared(model: nn.Module, body: Body) -> Callable[[Tensor], Tensor]:
-    """Return what turns images as `model` takes them into images as the file does."""
-    if body["normalize"] is not None:
-        return lambda images: images
-    config = zoo.data_config(model)
-    mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
-    return lambda images: images * std + mean
-
-
-def _answering(model: nn.Module, body: Body) -> Callable[[Tensor], Tensor]:
-    """Return what computes the file's right outputs."""
-    return model if body["output"]["name"] != "probabilities" else lambda images: model(images).softmax(-1)
 
 
 def groups(named: Sequence[tuple[str, str, nn.Module | None]], making: Making, side: int | None = None) -> list[Group]:

@@ -33,12 +33,15 @@ class Settings:
         dtype: of the weights and the arithmetic: fp32, fp16 or bf16.
         channels_last: the memory format of weights and images, in the runtimes of torch; the others choose their own.
         threads: the same number for every runtime.
+        rounds: turns of each contender; seconds: how long each is timed for, all turns together.
     """
 
     device: str = "cpu"
     dtype: str = "fp32"
     channels_last: bool = False
     threads: int = 1
+    rounds: int = 15
+    seconds: float = 3.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Runtime:
 
     Args:
         opens: the kinds of file it takes, the preferred one first: `directory` (that `checkpoint.save` wrote), `onnx`,
-            `openvino`, `pt2` or `torchscript`.
+            `openvino`, `pt2`, `torchscript`, `ncnn` or `executorch`.
         start: opens a file of such a kind.
         needs: packages beyond torch.
         modes: the words that may follow the name after a colon.
@@ -153,7 +156,7 @@ def _module(file: Path, kind: str, settings: Settings) -> tuple[nn.Module, str]:
     network = checkpoint.load(file, trust_factory=True)  # it was written a moment ago, by us
     model = network.to(settings.device, getattr(torch, DTYPES[settings.dtype])).requires_grad_(False)
     if settings.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     return imaged(model), settings.dtype
 
 
@@ -229,6 +232,43 @@ def _openvino(file: Path, kind: str, mode: str, settings: Settings, images: np.n
     return Session(compiled, request.infer, lambda: np.array(request.get_output_tensor(0).data, np.float32))
 
 
+def _ncnn(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
+    """Open it in ncnn, which takes one image at a time."""
+    import ncnn
+
+    if len(images) != 1:
+        raise OptionError("ncnn takes one image at a time", remedy="Time it with a batch of 1")
+    net = ncnn.Net()
+    net.opt.num_threads = settings.threads
+    net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = settings.dtype == "fp16"
+    if net.load_param(str(file)) or net.load_model(str(file.with_suffix(".bin"))):
+        raise OptionError(f"ncnn cannot read {file}")
+    taken, given = net.input_names()[0], net.output_names()[0]
+    image = ncnn.Mat(np.ascontiguousarray(images[0])).clone()
+    outputs: list[np.ndarray] = []
+
+    def run() -> None:
+        extractor = net.create_extractor()
+        extractor.input(taken, image)
+        outputs[:] = [np.array(extractor.extract(given)[1], np.float32)[None]]
+
+    return Session(net, run, lambda: outputs[0])
+
+
+def _executorch(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
+    """Open it in ExecuTorch, whose XNNPACK chooses the number of threads by itself."""
+    import torch
+    from executorch.runtime import Runtime as Engine
+
+    forward = Engine.get().load_program(file).load_method("forward")
+    x, outputs = torch.from_numpy(images), list[torch.Tensor]()
+
+    def run() -> None:
+        outputs[:] = forward.execute([x])
+
+    return Session(forward, run, lambda: outputs[0].float().numpy().copy())
+
+
 _MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's; the latter two use CUDA graphs
 RUNTIMES = {
     "eager": Runtime(("directory", "pt2"), _torch(lambda model, mode: model)),
@@ -237,4 +277,6 @@ RUNTIMES = {
     "torchscript": Runtime(("torchscript",), _torch(_optimize), devices=("cpu", "cuda")),
     "onnxruntime": Runtime(("onnx",), _onnxruntime, needs=("onnxruntime",), devices=("cpu", "cuda")),
     "openvino": Runtime(("openvino", "onnx"), _openvino, needs=("openvino",), devices=("cpu",)),
+    "executorch": Runtime(("executorch",), _executorch, needs=("executorch",), devices=("cpu",)),
+    "ncnn": Runtime(("ncnn",), _ncnn, needs=("ncnn",), devices=("cpu",)),
 }

@@ -35,14 +35,6 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How long to measure: `rounds` turns of each contender, together about `seconds` of each."""
-
-    rounds: int = 15
-    seconds: float = 3.0
-
-
-@dataclass(frozen=True)
 class TimedRow:
     """A contender: a form of a network, in a runtime, at a batch size.
 
@@ -148,7 +140,6 @@ class Benchmark:
     folder: Path
     wanted: Sequence[str]
     batches: Sequence[int] = (1,)
-    timing: Timing = Timing()
     say: Say = lambda text: None
 
     def run(self, groups: Sequence[Group]) -> list[TimedRow]:
@@ -213,21 +204,21 @@ class Benchmark:
     def time(self, contenders: Sequence[Contender], what: str) -> None:
         """Let all that are ready take turns."""
         running = [i for i, contender in enumerate(contenders) if contender.ready is not None]
-        for number in range(self.timing.rounds):
-            self.say(f"{what}, round {number + 1} of {self.timing.rounds}")
+        for number in range(self.settings.rounds):
+            self.say(f"{what}, round {number + 1} of {self.settings.rounds}")
             for i in random.Random(number).sample(running, len(running)):  # nobody always runs after the same one
                 process = contenders[i].worker
                 if process is None:
                     continue
                 try:
-                    seconds = self.timing.seconds / self.timing.rounds
+                    seconds = self.settings.seconds / self.settings.rounds
                     contenders[i].bursts.append(process.ask(worker.turn, seconds, self.settings.threads))
                 except BrokenWorkerError as error:
                     contenders[i].drop("failed", str(error))
 
 
 def relative_l2(result: np.ndarray, expected: np.ndarray) -> float:
-    """|result - expected| / |expected|; infinite where the shapes differ, or a value is not finite."""
+    """Compute |result - expected| / |expected|; infinite where the shapes differ, or a value is not finite."""
     if result.shape != expected.shape or not np.isfinite(result).all():
         return float("inf")
     scale = float(np.linalg.norm(expected.astype(np.float64)))

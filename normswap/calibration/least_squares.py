@@ -1,6 +1,6 @@
 """Streamed least squares: from the moments of a layer's input patches and of its targets to its best weights.
 
-What is kept of the data is a covariance per layer, whatever the number of images. Products are summed in the rows' own
+Kept of the data is a covariance per layer, whatever the number of images. Products are summed in the rows' own
 precision over a block of them, about a point near their mean, and in float64 over the blocks. The images are dealt to
 two folds, so that the ridge can be chosen by what the weights fitted on one fold make of the other. See `regress` for
 the algebra.
@@ -38,6 +38,7 @@ class Moments:
         x0, y0: the point; the first batch's means.
         waiting: rows (G, n, f) and (G, n, o) about the point that are not in xx and xy yet.
         aiming: whether the inputs of all that comes are in x and xx already.
+        biased: whether the map that is sought has a bias; without one it passes through zero.
     """
 
     count: int
@@ -50,15 +51,16 @@ class Moments:
     y0: Tensor
     waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     aiming: bool = False
+    biased: bool = True
 
     @classmethod
-    def like(cls, x: Tensor, y: Tensor) -> Moments:
+    def like(cls, x: Tensor, y: Tensor, *, biased: bool = True) -> Moments:
         """Empty moments about the means of a first batch."""
         x, y = x.double(), y.double()
         (groups, _, fan), out = x.shape, y.shape[2]
         shapes = ((groups, fan), (groups, out), (groups, fan, fan), (groups, out, fan), (groups, out))
         xs, ys, xx, xy, yy = (x.new_zeros(shape) for shape in shapes)
-        return cls(0, xs, ys, xx, xy, yy, x.mean(1), y.mean(1))
+        return cls(0, xs, ys, xx, xy, yy, x.mean(1), y.mean(1), biased=biased)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch of rows (G, n, f) and their targets (G, n, o)."""
@@ -99,16 +101,24 @@ class Moments:
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
     def covariances(self) -> Covariances:
-        """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o)."""
+        """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o); about zero without a bias."""
         self.flush()
         x, y = self.x / self.count, self.y / self.count
-        own = self.xx / self.count - x[:, :, None] * x[:, None, :]
-        return own, self.cross(), self.yy / self.count - y.square()
+        covariance = self.xx / self.count - x[:, :, None] * x[:, None, :]
+        variance = self.yy / self.count - y.square()
+        if not self.biased:
+            x, y = self.means()
+            covariance, variance = covariance + x[:, :, None] * x[:, None, :], variance + y.square()
+        return covariance, self.cross(), variance
 
     def cross(self) -> Tensor:
         """B of y with x, (G, o, f)."""
         self.flush()
-        return self.xy / self.count - (self.y / self.count)[:, :, None] * (self.x / self.count)[:, None, :]
+        cross = self.xy / self.count - (self.y / self.count)[:, :, None] * (self.x / self.count)[:, None, :]
+        if self.biased:
+            return cross
+        x, y = self.means()
+        return cross + y[:, :, None] * x[:, None, :]
 
 
 def by_group(rows: Tensor) -> Tensor:
@@ -132,23 +142,24 @@ def _squared(x: Tensor) -> Tensor:
 
 @dataclass
 class Folds:
-    """Moments of the even and of the odd images."""
+    """Moments of the even and of the odd images; `biased`: see `Moments`."""
 
     halves: list[Moments] = field(default_factory=list)
+    biased: bool = True
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
         if not self.halves:
-            self.halves = [Moments.like(by_group(x), by_group(y)) for _ in range(2)]
-        for half, own, target in self._dealt(x, y):
-            half.add(own, target)
+            self.halves = [Moments.like(by_group(x), by_group(y), biased=self.biased) for _ in range(2)]
+        for half, rows, target in self._dealt(x, y):
+            half.add(rows, target)
 
     def retargeted(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Folds:
         """Folds of the same inputs, given again batch by batch, with other targets."""
-        other = Folds([half.aimless() for half in self.halves])
+        other = Folds([half.aimless() for half in self.halves], self.biased)
         for x, y in batches:
-            for half, own, target in other._dealt(x, y):
-                half.add(own, target)
+            for half, rows, target in other._dealt(x, y):
+                half.add(rows, target)
         return other
 
     def _dealt(self, x: Tensor, y: Tensor) -> Iterator[tuple[Moments, Tensor, Tensor]]:
@@ -162,7 +173,7 @@ class Folds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a regression makes of the inputs alone.
+    """The part of a regression that depends on the inputs alone.
 
     Args:
         factor: Cholesky's, of K (G, f, f).
@@ -174,8 +185,10 @@ class Kernel:
 
     @classmethod
     def of(cls, covariance: Tensor, ridge: float) -> Kernel:
-        """Of a covariance (G, f, f). Where sums in float32 left it further below zero than the ridge lifts it (wide
-        patches that go together), the group's ridge is ten times as large, and again.
+        """Of a covariance (G, f, f).
+
+        Where sums in float32 left it further below zero than the ridge lifts it (wide patches that go together), the
+        group's ridge is ten times as large, and again.
 
         Raises:
             torch.linalg.LinAlgError: a number in it is not finite.
@@ -226,7 +239,7 @@ class Fit:
 
 
 def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like: Fit | None = None) -> Fit:
-    """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little:
+    """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little.
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
 
@@ -248,8 +261,9 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """Tried from the smallest on, until the error has risen twice; of patches so wide that factors cost minutes, from
-    the middle on downhill, fitted on the first half only.
+    """Tried from the smallest on, until the error has risen twice.
+
+    Of patches so wide that factors cost minutes, from the middle on downhill, fitted on the first half only.
     """
     if not all(half.count > 1 for half in halves):
         return RIDGES[0]
@@ -288,17 +302,18 @@ def _first_valley(error: Callable[[int], float], count: int) -> int:
 
 def _bias(weight: Tensor, moments: Moments, asked: slice = slice(None)) -> Tensor:
     x, y = moments.means()
-    return y[:, asked] - (weight @ x[:, :, None])[:, :, 0]
+    bias = y[:, asked] - (weight @ x[:, :, None])[:, :, 0]
+    return bias if moments.biased else torch.zeros_like(bias)
 
 
-def _error(weight: Tensor, asked: slice, own: Moments, other: Moments, known: Covariances) -> float:
-    """Mean square error on `other` of weights, with their biases, that were fitted on `own`, summed over targets.
+def _error(weight: Tensor, asked: slice, fitted_on: Moments, other: Moments, known: Covariances) -> float:
+    """Mean square error on `other` of weights, with their biases, that were fitted on `fitted_on`, summed over targets.
 
     Args:
         asked: which targets the weights are for.
         known: the covariances of `other`.
     """
     covariance, cross, variance = known
-    offset = _bias(weight, other, asked) - _bias(weight, own, asked)
+    offset = _bias(weight, other, asked) - _bias(weight, fitted_on, asked)
     square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross[:, asked]).sum(2)
     return float((square + variance[:, asked] + offset.square()).sum())

@@ -1,4 +1,4 @@
-"""Two networks marching over the same images, side by side, from one layer to the next.
+"""Two networks run over the same images, in lockstep, from one layer to the next.
 
 Where they stop, the values that later nodes still read are kept, per batch, in files of a temporary folder, and the
 next stop goes on from there: little is computed or written twice, and memory does not grow with the images.
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from normswap.calibration.activation_cache import ActivationCache, CacheEntry, TensorFiles, Values
 from normswap.calibration.checked_batches import checked, misfit
-from normswap.calibration.shelf import Shelf, Slip, Store, Values
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
@@ -24,9 +24,10 @@ MIRRORED = 500  # so many images are shown in a mirror, too; to more it adds not
 SIZE = ""  # the name, among values, of the record that the images follow
 
 
-class Walker:
-    """One network, run from node to node: for each size of its input there is a record of its own, and for each input
-    where the network looks at values.
+class Interpreter:
+    """One network, run from node to node.
+
+    For each size of its input there is a record of its own, and for each input where the network looks at values.
     """
 
     def __init__(self, model: nn.Module, example: Example) -> None:
@@ -48,11 +49,13 @@ class Walker:
         """
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
-            own = record_once(self.traced.modules[""], example)
-            if [(node.name, str(node.target)) for node in own.nodes] != [(n.name, str(n.target)) for n in self.nodes]:
+            record = record_once(self.traced.modules[""], example)
+            if [(node.name, str(node.target)) for node in record.nodes] != [
+                (n.name, str(n.target)) for n in self.nodes
+            ]:
                 why = "the way depends on how many there are, too" if example.listed else ""
                 raise SourceError(f"images of size {example} take another way through the network", why)
-            self.records[key] = own
+            self.records[key] = record
         entries = (node.name for node in self.nodes if node.op == "placeholder")
         return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
 
@@ -92,8 +95,8 @@ def _filled(value: object, values: Values) -> Any:
     return value
 
 
-def walkers(batches: Iterable[object], *models: nn.Module) -> tuple[list[Walker], Iterable[Example]]:
-    """A walker for each network, recorded on the first of the batches, and all the batches again, as calls.
+def interpreters(batches: Iterable[object], *models: nn.Module) -> tuple[list[Interpreter], Iterable[Example]]:
+    """An interpreter for each network, recorded on the first of the batches, and all the batches again, as calls.
 
     Args:
         batches: what the networks take (`Example.read`).
@@ -106,17 +109,17 @@ def walkers(batches: Iterable[object], *models: nn.Module) -> tuple[list[Walker]
     if first is None:
         raise SourceError("0 calibration images", "at least 2 are needed")
     try:
-        found = [Walker(model, first) for model in models]
+        recorded = [Interpreter(model, first) for model in models]
     except TraceError as error:
         raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
-    return found, itertools.chain([first], rest)
+    return recorded, itertools.chain([first], rest)
 
 
-class March:
+class Lockstep:
     """The stored batches and how far each network has come on them.
 
     Args:
-        walkers: the networks, in eval mode.
+        interpreters: the networks, in eval mode.
         batches: calls, on the networks' device; read once.
         mirror: take every image's mirror image, too, if there are no more than `MIRRORED`.
         needed: fewer images than this are an error.
@@ -126,14 +129,14 @@ class March:
     """
 
     def __init__(
-        self, walkers: list[Walker], batches: Iterable[Example], *, mirror: bool = False, needed: int = 2
+        self, interpreters: list[Interpreter], batches: Iterable[Example], *, mirror: bool = False, needed: int = 2
     ) -> None:
-        self.walkers, self.store = walkers, Store()
-        self.batches: list[list[dict[str, Slip]]] = []  # where the values of each walker lie, batch by batch
-        self.spooled: dict[int, Slip] = {}
+        self.interpreters, self.store = interpreters, TensorFiles()
+        self.batches: list[list[dict[str, CacheEntry]]] = []  # where the values of each interpreter lie, batch by batch
+        self.rows: dict[int, CacheEntry] = {}
         self.images = 0
         self.shown = 0  # with the mirror images
-        self.reached = [0] * len(walkers)
+        self.reached = [0] * len(interpreters)
         try:
             self._store(batches, mirror)
             if self.images < needed:
@@ -153,26 +156,28 @@ class March:
             self._begin(example)
         if mirror and self.images <= MIRRORED:
             straight, self.batches = self.batches, []
-            for slips, form in zip(straight, forms, strict=True):
-                self.batches.append(slips)
-                self._mirror(slips, form)
+            for entries, form in zip(straight, forms, strict=True):
+                self.batches.append(entries)
+                self._mirror(entries, form)
 
-    def _mirror(self, slips: list[dict[str, Slip]], form: Example) -> None:
-        images = (value.flip(-1) for value in Shelf(self.store, slips[0]).values() if isinstance(value, Tensor))
+    def _mirror(self, entries: list[dict[str, CacheEntry]], form: Example) -> None:
+        images = (
+            value.flip(-1) for value in ActivationCache(self.store, entries[0]).values() if isinstance(value, Tensor)
+        )
         self._begin(form.map(lambda _: next(images)))
 
     def _begin(self, example: Example) -> None:
         self.shown += example.count
-        shelves = [Shelf(self.store, {}) for _ in self.walkers]
-        for walker, shelf in zip(self.walkers, shelves, strict=True):
-            shelf.update(walker.start(example))
-        self.batches.append([shelf.keep({}) for shelf in shelves])
+        caches = [ActivationCache(self.store, {}) for _ in self.interpreters]
+        for interpreter, cache in zip(self.interpreters, caches, strict=True):
+            cache.update(interpreter.start(example))
+        self.batches.append([cache.keep({}) for cache in caches])
 
     @torch.no_grad()
     def _probe(self, example: Example) -> None:
-        for walker in self.walkers:
+        for interpreter in self.interpreters:
             try:
-                example.call(walker.traced.modules[""])
+                example.call(interpreter.traced.modules[""])
             except Exception as error:  # whatever the network raises
                 raise misfit(error) from None
 
@@ -180,30 +185,33 @@ class March:
         self.store.close()
 
     @torch.no_grad()
-    def stop(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Go on to the given node of each network, which is not run yet; gives each batch's values there. Who computes
-        the value of such a node may leave it among them.
+    def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
+        """Go on to the given node of each network, which is not run yet; gives each batch's values there.
+
+        Who computes the value of such a node may leave it among them.
         """
-        ends = [walker.index[node] for walker, node in zip(self.walkers, nodes, strict=True)]
+        ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
         keep = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
-        for i, slips in enumerate(self.batches):
-            shelves = [Shelf(self.store, own) for own in slips]
+        for i, entries in enumerate(self.batches):
+            caches = [ActivationCache(self.store, slots) for slots in entries]
             try:
-                for walker, shelf, begin, end in zip(self.walkers, shelves, self.reached, ends, strict=True):
-                    walker.run(shelf, begin, end)
+                for interpreter, cache, begin, end in zip(self.interpreters, caches, self.reached, ends, strict=True):
+                    interpreter.run(cache, begin, end)
             except Exception as error:  # a way that only other images take
                 raise misfit(error, "these images take another way through the network than the first") from None
-            for own, shelf in zip(slips, shelves, strict=True):
-                self._demand_finite(shelf.held[name] for name in shelf.held.keys() - own.keys())
-            yield [*shelves]
+            for slots, cache in zip(entries, caches, strict=True):
+                self._check_finite(cache.held[name] for name in cache.held.keys() - slots.keys())
+            yield [*caches]
             if keep:
-                self.batches[i] = [shelf.keep(own) for own, shelf in zip(slips, shelves, strict=True)]
+                self.batches[i] = [cache.keep(slots) for slots, cache in zip(entries, caches, strict=True)]
         if keep:
             self.reached = ends
 
-    def _demand_finite(self, values: Iterable[object]) -> None:
-        """Raises:
-        VerificationError: a tensor among the values has something else in it than numbers.
+    def _check_finite(self, values: Iterable[object]) -> None:
+        """Check that every number among the values is finite.
+
+        Raises:
+            VerificationError: a tensor among the values has something else in it than numbers.
         """
         for value in values:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
@@ -211,13 +219,13 @@ class March:
                 if not (least.isfinite() and most.isfinite()):
                     raise VerificationError("the network gives values that are not finite on the calibration images")
 
-    def spool(self, index: int, rows: tuple[Tensor, ...]) -> None:
+    def store_rows(self, index: int, rows: tuple[Tensor, ...]) -> None:
         """Put what was drawn from a stop's batch beside the batches, in the place of the last stop's."""
-        if index in self.spooled:
-            self.store.free(self.spooled.pop(index))
-        self.spooled[index] = self.store.put(rows)
+        if index in self.rows:
+            self.store.free(self.rows.pop(index))
+        self.rows[index] = self.store.put(rows)
 
-    def unspool(self) -> Iterator[tuple[Tensor, ...]]:
-        """What was put there, batch by batch."""
+    def stored_rows(self) -> Iterator[tuple[Tensor, ...]]:
+        """The rows that were put there, batch by batch."""
         for index in range(len(self.batches)):
-            yield tuple(self.store.read(self.spooled[index]))
+            yield tuple(self.store.read(self.rows[index]))

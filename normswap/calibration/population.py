@@ -5,7 +5,7 @@ channel, with m values in a batch:
 
     E[x] = mean over batches of mu_B,      Var[x] = m / (m - 1) * mean over batches of sigma_B^2
 
-Weights stay; dropout and the like are off. What is kept in memory is two numbers per channel.
+Weights stay; dropout and the like are off. Memory holds two numbers per channel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from normswap.calibration.checked_batches import checked, misfit
 from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.calling import Example
-from normswap.models.modes import Progress, evaluating
+from normswap.models.modes import Progress, evaluating, hooked
 
 _FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
 _REMEDY = "Only norms that take statistics of the batch in training have some to estimate"
@@ -33,7 +33,7 @@ _REMEDY = "Only norms that take statistics of the batch in training have some to
 
 @dataclass(frozen=True)
 class Pass:
-    """What was read: norms, images and batches, and the images of a last, smaller batch that was left out."""
+    """The counts of a pass: norms, images and batches, and the images of a last, smaller batch that was left out."""
 
     norms: int
     images: int
@@ -42,7 +42,7 @@ class Pass:
 
 
 @dataclass
-class _Sums:
+class _StatisticsSums:
     """Sums over batches of one norm's batch means and unbiased variances, float64 (C,)."""
 
     count: int
@@ -56,17 +56,17 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
     Raises:
         RefusedError: there is none, or one computes something unknown in training.
     """
-    found: dict[str, _BatchNorm] = {}
+    norms: dict[str, _BatchNorm] = {}
     for path, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
         if type(module).forward not in _FORWARDS or "forward" in vars(module):
             raise RefusedError(f"cannot estimate {path}", f"what a {type(module).__name__} does in training is unknown")
         if module.running_mean is not None and module.running_var is not None:
-            found[path] = module
-    if not found:
+            norms[path] = module
+    if not norms:
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=_REMEDY)
-    return found
+    return norms
 
 
 @torch.no_grad()
@@ -88,20 +88,20 @@ def estimate_population(model: nn.Module, batches: Iterable[object], progress: P
     images = count = left_out = first = 0
     with _as_in_training(model, norms) as sums:
         for i, example in enumerate(checked(model, batches)):
-            own = example.count
-            first = first or own
-            if own < 2 and not count:
-                raise SourceError(f"a batch of {own} image", "the statistics of a batch need at least two")
+            size = example.count
+            first = first or size
+            if size < 2 and not count:
+                raise SourceError(f"a batch of {size} image", "the statistics of a batch need at least two")
             if left_out:
                 reason = f"the first had {first}, and only the last may have fewer"
                 raise SourceError(f"calibration batch {i - 1} has {left_out} images", reason)
-            if own > first:
-                raise SourceError(f"calibration batch {i} has {own} images", f"the first had {first}")
-            if own < first:
-                left_out = own
+            if size > first:
+                raise SourceError(f"calibration batch {i} has {size} images", f"the first had {first}")
+            if size < first:
+                left_out = size
                 continue
             _run(model, example)
-            images, count = images + own, count + 1
+            images, count = images + size, count + 1
             if progress is not None:
                 progress(count, total)
     if not count:
@@ -119,26 +119,24 @@ def _run(model: nn.Module, example: Example) -> None:
 
 
 @contextmanager
-def _as_in_training(model: nn.Module, norms: dict[str, _BatchNorm]) -> Iterator[dict[str, _Sums]]:
+def _as_in_training(model: nn.Module, norms: dict[str, _BatchNorm]) -> Iterator[dict[str, _StatisticsSums]]:
     """The norms, and nothing else, in training mode; what reaches each is summed up. All is put back afterwards."""
-    sums: dict[str, _Sums] = {}
+    sums: dict[str, _StatisticsSums] = {}
     tracked = {path: {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)}
                for path, norm in norms.items()}  # fmt: skip
-    handles = [norm.register_forward_pre_hook(_adding(sums, path)) for path, norm in norms.items()]
+    handles = (norm.register_forward_pre_hook(_adding(sums, path)) for path, norm in norms.items())
     try:
-        with evaluating(model):
+        with evaluating(model), hooked(handles):
             for norm in norms.values():
                 norm.training = True
             yield sums
     finally:
-        for handle in handles:
-            handle.remove()
         for path, norm in norms.items():
             for name, buffer in tracked[path].items():
                 getattr(norm, name).copy_(buffer)
 
 
-def _adding(sums: dict[str, _Sums], path: str) -> Callable[..., None]:
+def _adding(sums: dict[str, _StatisticsSums], path: str) -> Callable[..., None]:
     def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
         for part in args[0].split(sizes):
@@ -147,7 +145,7 @@ def _adding(sums: dict[str, _Sums], path: str) -> Callable[..., None]:
                 raise SourceError(f"{path} sees one value per channel in a batch", "its variance is not defined")
             mean, variance = values.mean(1), values.var(1, correction=1)
             if path not in sums:
-                sums[path] = _Sums(0, torch.zeros_like(mean), torch.zeros_like(mean))
+                sums[path] = _StatisticsSums(0, torch.zeros_like(mean), torch.zeros_like(mean))
             held = sums[path]
             held.count += 1
             held.mean += mean
@@ -156,7 +154,7 @@ def _adding(sums: dict[str, _Sums], path: str) -> Callable[..., None]:
     return hook
 
 
-def _set(path: str, norm: Any, sums: _Sums | None) -> None:
+def _set(path: str, norm: Any, sums: _StatisticsSums | None) -> None:
     if sums is None:  # never called
         return
     mean, variance = sums.mean / sums.count, sums.variance / sums.count

@@ -1,23 +1,25 @@
-"""What a layer reads and should give, as rows: its input patches, at places drawn at random, never all of them."""
+"""The inputs and targets of a layer as rows: its input patches, at places drawn at random, never all of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from timm.layers import pad_same
 from torch import Tensor, nn
 
-from normswap.layers.reparametrized import CONVOLUTIONS
-from normswap.layers.seat import Linearity
+from normswap.layers import own_forwards
+from normswap.layers.planned_layer import Linearity
+from normswap.layers.reparametrized import CONVOLUTIONS, is_reparametrized
 
 
 def fits(module: nn.Module) -> bool:
     """Whether `patches` knows the layer: convolutions that pad with zeros, and linear maps."""
-    if isinstance(module, CONVOLUTIONS):
-        return module.padding_mode == "zeros"
-    return isinstance(module, nn.Linear)
+    if isinstance(module, CONVOLUTIONS) and module.padding_mode != "zeros":
+        return False
+    if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+        return False
+    return is_reparametrized(module) or not own_forwards.is_own(module) or own_forwards.computes(module)
 
 
 def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -33,35 +35,54 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
     """
     if isinstance(layer, nn.Linear):
         x, y = x.reshape(len(x), -1, x.shape[-1]), y.reshape(len(y), -1, y.shape[-1])
-        places = _draw(x.shape[1], count, generator).to(x.device)
+        places = draw(x.shape[1], count, generator).to(x.device)
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
-    at = torch.unravel_index(_draw(math.prod(sides), count, generator).to(x.device), sides)
-    taps = [torch.arange(k, device=x.device) * d for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-    read = [  # along each side, (p, 1 .. k .. 1)
-        place.view(-1, *(1,) * len(sides)) * stride + tap.view(-1, *(1,) * (len(sides) - 1 - side))
-        for side, (place, stride, tap) in enumerate(zip(at, layer.stride, taps, strict=True))
-    ]
-    every = (slice(None), slice(None))
-    seen = _pad(layer, x)[every + tuple(read)]  # (N, C, p, *kernel)
-    groups = layer.groups
-    seen = seen.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
-    wanted = y[every + tuple(at)].unflatten(1, (groups, -1)).transpose(2, 3)
-    return seen, wanted
+    places = draw(math.prod(sides), count, generator).to(x.device)
+    seen = _read(layer, x, torch.unravel_index(places, sides))  # (N, C, p, taps)
+    seen = seen.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
+    return seen, _grouped(layer, y, places)
 
 
-def _draw(places: int, count: int, generator: torch.Generator) -> Tensor:
+def targets(layer: Linearity, y: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Of another target (as in `patches`) what belongs to the same places, for a generator in the same state."""
+    if isinstance(layer, nn.Linear):
+        y = y.reshape(len(y), -1, y.shape[-1])
+        return y[:, None, draw(y.shape[1], count, generator).to(y.device)]
+    return _grouped(layer, y, draw(math.prod(y.shape[2:]), count, generator).to(y.device))
+
+
+def columns(maps: Tensor, places: Tensor) -> Tensor:
+    """The values (N, C, ...) at these places of each sample, as (C, N p), in float64."""
+    flat = maps.flatten(2) if maps.ndim > 2 else maps[:, :, None]
+    flat = flat if flat.shape[2] == len(places) else flat[:, :, places]
+    return flat.double().transpose(0, 1).flatten(1)
+
+
+def _grouped(conv: nn.modules.conv._ConvNd, y: Tensor, places: Tensor) -> Tensor:
+    """(N, O, ...) at these places, (N, G, p, o)."""
+    grouped: Tensor = y.flatten(2)[:, :, places].unflatten(1, (conv.groups, -1)).transpose(2, 3)
+    return grouped
+
+
+def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
+    """Give the inputs of these places of the output, (N, C, p, taps); the zeros of the padding are never written."""
+    maps, padding = own_forwards.read(conv, x)
+    sides = maps.shape[2:]
+    flat, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+    flat, inside = flat.to(x.device), inside.to(x.device)
+    for side, place in enumerate(at):  # along each side, (p, 1 .. k .. 1)
+        tap = torch.arange(conv.kernel_size[side], device=x.device) * conv.dilation[side]
+        index = place.view(-1, *(1,) * len(at)) * conv.stride[side] - padding[side]
+        index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
+        inside = inside & (index >= 0) & (index < sides[side])
+        flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
+    seen = maps.flatten(2)[:, :, flat.flatten(1)]
+    return seen if bool(inside.all()) else seen * inside.flatten(1).to(seen.dtype)
+
+
+def draw(places: int, count: int, generator: torch.Generator) -> Tensor:
+    """The numbers of at most `count` of so many places; all of them in order where there are no more."""
     if places <= count:
         return torch.arange(places)
     return torch.randperm(places, generator=generator)[:count]
-
-
-def _pad(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
-    if conv.padding == "same":
-        totals = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return F.pad(x, [part for total in reversed(totals) for part in (total // 2, total - total // 2)])
-    if getattr(conv, "same_pad", type(conv).__name__ == "Conv2dSame"):
-        return pad_same(x, list(conv.kernel_size), list(conv.stride), list(conv.dilation))
-    if isinstance(conv.padding, str):
-        return x
-    return F.pad(x, [padding for padding in reversed(conv.padding) for _ in range(2)])

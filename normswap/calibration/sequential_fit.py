@@ -9,6 +9,7 @@ gradient, no labels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,20 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
+from normswap.calibration.activation_cache import Values
 from normswap.calibration.least_squares import Fit, Folds, by_group, naming, regress
-from normswap.calibration.lockstep import March, Values, Walker, walkers
-from normswap.calibration.sampling import fits, patches
+from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
+from normswap.calibration.sampling import columns, draw, fits, patches, targets
 from normswap.graph.tracing import Traced, inputs, is_add
-from normswap.layers import affine, standardized
-from normswap.layers.activations import RELU_FUNCTIONS
+from normswap.layers import activations, affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
-from normswap.layers.seat import Linearity
+from normswap.layers.planned_layer import Linearity
 from normswap.models.modes import Progress, evaluating
 
-PLACES = 64  # sampled per image and layer, at most
+NEEDED = 2  # fewer images are an error
+ROUNDS = 2  # of fitting again, asking for nothing where a ReLU, or what else is flat beyond a number, hides it
+PLACES, NORM_PLACES = 64, 256  # sampled per image and layer, at most; and of a norm, which has two numbers per channel
 # Rows that all images together give, and for each number in a patch: that number over the rows is the share by which
 # the fit's squared error exceeds the least there is.
 ROWS, FAN = 2**15, 12
@@ -42,11 +45,8 @@ def refit(
     *,
     zero_sum: Callable[[str, nn.Module], Tensor | None] = lambda path, module: None,
     only: Callable[[str, nn.Module], bool] = lambda path, module: True,
-    streams: bool = True,
-    rounds: int = 2,
     mirror: bool = True,
     seed: int = 0,
-    needed: int = 2,
     progress: Progress | None = None,
 ) -> None:
     """Fit the values of `result`, in place, to those of `source`; the modules of both go by the same paths.
@@ -56,52 +56,51 @@ def refit(
         zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
             count as in the units before.
         only: which layers to fit.
-        streams: aim at residual sums where a layer ends in one.
-        rounds: times to fit again, asking for nothing where a ReLU hides the difference.
         mirror: take every image's mirror image, too, if there are few (`lockstep.MIRRORED`).
-        needed: fewer images than this are an error.
         progress: called after each layer with the layers done and their total.
 
     Raises:
         SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
     with evaluating(source, result):
-        pair, examples = walkers(batches, source, result)
-        stops = [stop for stop in stations(*(walker.traced for walker in pair)) if only(*stop[2:])]
-        march = March(pair, examples, mirror=mirror, needed=needed)
+        pair, examples = interpreters(batches, source, result)
+        layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
+        lockstep = Lockstep(pair, examples, mirror=mirror, needed=NEEDED)
         try:
-            for done, (theirs, ours, path, module) in enumerate(stops):
-                end = End.of(pair, theirs, ours, streams)
-                stop = Stop(march, theirs, ours)
+            for done, (theirs, ours, path, module) in enumerate(layers):
+                end = End.of(pair, theirs, ours)
+                layer = LayerValues(lockstep, theirs, ours)
                 with naming(path, "fitted"):
                     if normalizes(module):
-                        _fit_norm(module, source.get_submodule(path), stop, end)
+                        _fit_norm(module, source.get_submodule(path), layer, end, seed + done)
                     else:
-                        _fit_linear(
-                            module, source.get_submodule(path), stop, end, seed + done, zero_sum(path, module), rounds
-                        )
+                        _fit_linear(module, source.get_submodule(path), layer, end, seed + done, zero_sum(path, module))
                 if progress is not None:
-                    progress(done + 1, len(stops))
+                    progress(done + 1, len(layers))
         finally:
-            march.close()
+            lockstep.close()
 
 
 @dataclass(frozen=True)
-class Stop:
+class LayerValues:
     """The values around one layer, batch by batch, as often as they are asked for."""
 
-    march: March
+    lockstep: Lockstep
     theirs: fx.Node
     ours: fx.Node
 
     def __call__(self) -> Iterator[list[Values]]:
-        return self.march.stop([self.theirs, self.ours])
+        return self.lockstep.run_to([self.theirs, self.ours])
 
 
-def stations(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
-    """Every layer that can be fitted: its node in the source, in the result, its path and the module, in order."""
+def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
+    """Every layer that can be fitted: its node in the source, in the result, its path and the module, in order.
+
+    Those behind a detector's choice of boxes are left: each network chooses its own, and their rows are not alike.
+    """
+    chosen = behind_choice(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
-    found = []
+    layers = []
     for node in ours.nodes:
         module = ours.module(node)
         if module is None or len(ours.calls[id(module)]) > 1 or str(node.target) not in calls:
@@ -109,9 +108,20 @@ def stations(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, 
         other = theirs.modules[str(node.target)]
         if len(theirs.calls[id(other)]) > 1:
             continue
+        if calls[str(node.target)] in chosen:
+            continue
         if affine.is_affine(other) if normalizes(module) else fits(module):
-            found.append((calls[str(node.target)], node, str(node.target), module))
-    return found
+            layers.append((calls[str(node.target)], node, str(node.target), module))
+    return layers
+
+
+def behind_choice(record: Traced) -> set[fx.Node]:
+    """The nodes whose rows are of boxes that non-maximum suppression kept, so that values decide what they are."""
+    chosen: set[fx.Node] = set()
+    for node in record.nodes:
+        if str(node.target).rpartition(".")[2] == "nms" or not chosen.isdisjoint(inputs(node)):
+            chosen.add(node)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -121,36 +131,36 @@ class End:
     Args:
         scale, shift: (C,) or (1,), float64.
         arms: the other arm of the sum, in the source and in the result; empty without a sum.
-        relu: only what is positive there matters.
+        live: only what lies between these numbers there matters: beyond them the activation is flat; None: everything.
     """
 
     scale: Tensor
     shift: Tensor
     arms: tuple[fx.Node, ...]
-    relu: bool
+    live: tuple[float, float] | None
 
     @classmethod
-    def of(cls, walkers: list[Walker], theirs: fx.Node, ours: fx.Node, streams: bool = True) -> End:
+    def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
         """As far as both networks go the same way, and the other arm of the result is known at that time."""
-        one, two = (_follow(w.traced, n) for w, n in zip(walkers, (theirs, ours), strict=True))
+        one, two = (_follow(w.traced, n) for w, n in zip(interpreters, (theirs, ours), strict=True))
         if one.arms and two.arms:
             arms = (one.arms[0], two.arms[0])
-            if streams and all(w.index[a] < w.index[n] for w, a, n in zip(walkers, arms, (theirs, ours), strict=True)):
-                return cls(one.scale, one.shift, arms, one.relu)
-            return cls(one.scale, one.shift, (), False)
-        return cls(one.scale, one.shift, (), one.relu and not one.arms)
+            if all(w.index[a] < w.index[n] for w, a, n in zip(interpreters, arms, (theirs, ours), strict=True)):
+                return cls(one.scale, one.shift, arms, one.live)
+            return cls(one.scale, one.shift, (), None)
+        return cls(one.scale, one.shift, (), None if one.arms else one.live)
 
     def alive(self) -> bool:
         return not bool((self.scale.abs() < 1e-6).any())
 
-    def target(self, held: list[Values], own: Tensor) -> tuple[Tensor, Tensor]:
-        """What the result should give for the source's `own` (N, C, ...), and the offset d of scale * x + d there."""
-        per = (1, -1, *(1,) * (own.ndim - 2))
-        offset = self.shift.to(own).view(per).expand_as(own)
+    def target(self, held: list[Values], source_value: Tensor) -> tuple[Tensor, Tensor]:
+        """The target for a source value `source_value` (N, C, ...), and the offset d of scale * x + d there."""
+        per = (1, -1, *(1,) * (source_value.ndim - 2))
+        offset = self.shift.to(source_value).view(per).expand_as(source_value)
         if not self.arms:
-            return own, offset
+            return source_value, offset
         theirs, ours = (values[arm.name] for values, arm in zip(held, self.arms, strict=True))
-        return own + (theirs - ours) / self.scale.to(own).view(per), offset + ours
+        return source_value + (theirs - ours) / self.scale.to(source_value).view(per), offset + ours
 
 
 def _follow(traced: Traced, node: fx.Node) -> End:
@@ -162,23 +172,23 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         if is_add(user) and not arms:
             one, two = inputs(user)
             arms = (two if one is node else one,)
-        elif user.target in RELU_FUNCTIONS or type(module) is nn.ReLU:
-            return End(scale, shift, arms, True)
+        elif (live := activations.live_range(user if module is None else module)) is not None:
+            return End(scale, shift, arms, live)
         elif module is None or len(inputs(user)) != 1:
             break
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
             s, t = affine.read(module)
-            scale, shift = scale * s, shift * s + t
+            scale, shift = scale.to(s) * s, shift.to(s) * s + t
         elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (arms or not normalizes(module)):
             break
         act = None if module is None else affine.activation(module) or getattr(module, "act", None)
         if act is not None and not isinstance(act, nn.Identity):
-            return End(scale, shift, arms, type(act) is nn.ReLU)
+            return End(scale, shift, arms, activations.live_range(act))
         node = user
-    return End(scale, shift, arms, False)
+    return End(scale, shift, arms, None)
 
 
-def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, factors: Tensor | None, rounds: int) -> None:
+def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: int, factors: Tensor | None) -> None:
     groups = getattr(module, "groups", 1)
     weight = standardized.computed(source).detach()
     units, zero_sum = torch.ones(groups, 1, 1).to(weight), None
@@ -186,63 +196,67 @@ def _fit_linear(module: Any, source: Any, stop: Stop, end: End, seed: int, facto
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
-    relaxing = rounds if end.relu and end.alive() else 0
-    places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // stop.march.shown))
-    folds, generator = Folds(), torch.Generator().manual_seed(seed)
-    for i, held in enumerate(stop()):
-        own = held[0][stop.theirs.name] = source(held[0][inputs(stop.theirs)[0].name])
-        target, offset = end.target(held, own) if end.alive() else (own, own)
-        draw, seen = generator.get_state(), held[1][inputs(stop.ours)[0].name]
+    relaxing = ROUNDS if end.live and end.alive() else 0
+    places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // layer.lockstep.shown))
+    folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(seed)
+    for i, held in enumerate(layer()):
+        source_value = held[0][layer.theirs.name] = source(held[0][inputs(layer.theirs)[0].name])
+        target, offset = end.target(held, source_value) if end.alive() else (source_value, source_value)
+        draw, seen = generator.get_state(), held[1][inputs(layer.ours)[0].name]
         x, y = patches(module, seen, target, places, generator)
         x = x if factors is None else x / units
         folds.add(x, y)
         if relaxing:
             generator.set_state(draw)
-            _, d = patches(module, seen, offset, places, generator)
-            stop.march.spool(i, (x, y, d))
+            d = targets(module, offset, places, generator)
+            layer.lockstep.store_rows(i, (x, y, d))
     fit = regress(folds, prior, zero_sum=zero_sum)
     for _ in range(relaxing):
-        folds = folds.retargeted((x, _relaxed(x, y, d, end.scale, fit)) for x, y, d in stop.march.unspool())
+        folds = folds.retargeted((x, _relaxed(x, y, d, end, fit)) for x, y, d in layer.lockstep.stored_rows())
         fit = regress(folds, prior, zero_sum=zero_sum, like=fit)
     set_weight(module, (fit.weight / units).reshape(weight.shape), fit.bias.flatten())
 
 
-def _relaxed(x: Tensor, y: Tensor, offset: Tensor, scale: Tensor, fit: Fit) -> Tensor:
-    """Targets (N, G, p, o) that ask for nothing where the ReLU hides it: z' = z if z > 0 else min(0, ours)."""
+def _relaxed(x: Tensor, y: Tensor, offset: Tensor, end: End, fit: Fit) -> Tensor:
+    """Targets (N, G, p, o) that ask for nothing where the activation hides it.
+
+    z' = z between `low` and `high`, min(low, ours) below and max(high, ours) above.
+    """
+    assert end.live is not None
+    low, high = end.live
     groups, out, _ = fit.weight.shape
     # by group: else the weights would be copied for each image
     ours = torch.baddbmm(fit.bias.to(x)[:, None], by_group(x), fit.weight.to(x).transpose(1, 2))
     ours = ours.unflatten(1, (len(x), -1)).transpose(0, 1)
-    s = scale.expand(groups * out).reshape(groups, 1, out).to(x)
+    s = end.scale.expand(groups * out).reshape(groups, 1, out).to(x)
     wanted = s * y + offset
-    wanted = torch.where(wanted > 0, wanted, (s * ours + offset).clamp_max(0))
+    ours = s * ours + offset
+    wanted = torch.where(wanted > low, torch.where(wanted < high, wanted, ours.clamp_min(high)), ours.clamp_max(low))
     return (wanted - offset) / s
 
 
 @torch.no_grad()
 def set_weight(module: Linearity, weight: Tensor, bias: Tensor) -> None:
-    """Let the layer compute `weight` and `bias`."""
+    """Let the layer compute `weight`, and `bias` if it has one: a plan says which tensors there are."""
     standardized.compute(module, weight)
-    if module.bias is None:
-        module.bias = nn.Parameter(bias.to(module.weight))
-    else:
+    if module.bias is not None:
         module.bias.copy_(bias)
 
 
 @torch.no_grad()
-def _fit_norm(module: Any, source: nn.Module, stop: Stop, end: End) -> None:
+def _fit_norm(module: Any, source: nn.Module, layer: LayerValues, end: End, seed: int) -> None:
     """gamma and beta per channel: the least-squares affine map from the normalized input to the source's output."""
     s, t = affine.read(source)
+    generator = torch.Generator().manual_seed(seed)
     sums = torch.zeros(5, s.numel(), dtype=torch.float64, device=s.device)
-    for values in stop():
-        x = normalized(module, values[1][inputs(stop.ours)[0].name].double())
-        y = values[0][inputs(stop.theirs)[0].name].double()
-        per = (1, -1, *(1,) * (y.ndim - 2))
-        y = s.view(per) * y + t.view(per)
+    for values in layer():
+        before, after = values[0][inputs(layer.theirs)[0].name], values[1][inputs(layer.ours)[0].name]
+        places = draw(math.prod(after.shape[2:]), NORM_PLACES, generator).to(after.device)
+        x = columns(normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), places)
+        y = s[:, None] * columns(before, places) + t[:, None]
         if end.arms:
-            theirs, ours = (held[arm.name].double() for held, arm in zip(values, end.arms, strict=True))
+            theirs, ours = (columns(held[arm.name], places) for held, arm in zip(values, end.arms, strict=True))
             y = y + theirs - ours
-        x, y = x.transpose(0, 1).flatten(1), y.transpose(0, 1).flatten(1)
         sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1), x.new_full(s.shape, x.shape[1])])
     x_, y_, xx, xy, n = sums
     variance = xx / n - (x_ / n).square()

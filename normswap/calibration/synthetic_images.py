@@ -3,7 +3,7 @@
 A BatchNorm keeps each channel's mean and variance over the images that the network was trained on. Noise with the
 spectrum of natural images is changed by gradient descent until a batch of it has these statistics at every BatchNorm
 (distilled data, Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795, who add a prior against high
-frequencies). What is changed is the white noise before the spectrum is put on: steps of one size are then large where
+frequencies). The descent changes the white noise before the spectrum is put on: steps of one size are then large where
 natural images vary much, and no prior is needed.
 """
 
@@ -17,14 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration import natural_noise
-from normswap.errors import OptionError, SourceError, first_line
+from normswap.errors import OptionError, SourceError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
-from normswap.models.modes import Progress, evaluating
+from normswap.models.modes import Progress, evaluating, hooked
 
 COUNT, BATCH = 128, 32  # images
 STEPS, RATE = 30, 0.2
-REMEDY = "Give --calibrate DATA (images, no labels needed)"
+
+
+def _remedy() -> str:
+    """Say what to give in their place."""
+    return f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
 
 
 def make(
@@ -49,15 +53,19 @@ def make(
     """
     norms = [m for m in nn.Module.modules(model) if affine.is_batchnorm(m) and affine.refusal(m) is None]
     if not norms:
-        raise OptionError("nothing in the network says what its images were like", "no BatchNorm is left in it", REMEDY)
+        raise OptionError(
+            "nothing in the network says what its images were like", "no BatchNorm is left in it", _remedy()
+        )
     if len(size) < 2:
-        raise OptionError("synthetic images are made for networks that take images", f"this one takes {size}", REMEDY)
+        raise OptionError(
+            "synthetic images are made for networks that take images", f"this one takes {size}", _remedy()
+        )
     like = next(p for p in model.parameters() if p.is_floating_point())
     counts = [len(part) for part in torch.arange(count).tensor_split(-(-count // BATCH))]
     made = []
     with evaluating(model), _without_gradients(model), _remembering(norms) as distances:
-        for i, own in enumerate(counts):
-            white = natural_noise.white(own, size, seed * len(counts) + i).to(like.device)
+        for i, number in enumerate(counts):
+            white = natural_noise.white(number, size, seed * len(counts) + i).to(like.device)
             level = 1 / natural_noise.coloured(white).std()
             optimizer = torch.optim.Adam([white.requires_grad_()], lr=RATE)
             for step in range(STEPS):
@@ -82,12 +90,12 @@ def _loss(model: nn.Module, example: Example, distances: list[Tensor]) -> Tensor
         with torch.enable_grad():
             example.call(model)
     except Exception as error:  # whatever the network raises
-        raise SourceError("synthetic images cannot be made", first_line(error), REMEDY) from None
+        raise SourceError("synthetic images cannot be made", first_line(error), _remedy()) from None
     if not distances or not distances[0].requires_grad:
-        raise SourceError("synthetic images cannot be made", "nothing is known of the network's gradients", REMEDY)
+        raise SourceError("synthetic images cannot be made", "nothing is known of the network's gradients", _remedy())
     loss = torch.stack(distances).mean()
     if not bool(torch.isfinite(loss)):
-        raise SourceError("synthetic images cannot be made", "the network's numbers overflow on noise", REMEDY)
+        raise SourceError("synthetic images cannot be made", "the network's numbers overflow on noise", _remedy())
     return loss
 
 
@@ -106,8 +114,9 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _remembering(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """While the network runs, each norm adds how far what reaches it is from what it remembers: per channel, in units
-    of the deviation, the square of the mean's error and of the deviation's, averaged.
+    """While the network runs, each norm adds how far what reaches it is from what it remembers.
+
+    Per channel, in units of the deviation, the square of the mean's error and of the deviation's, averaged.
     """
     distances: list[Tensor] = []
 
@@ -118,9 +127,5 @@ def _remembering(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         off = (var * scale.square() + 1e-12).sqrt() - affine.statistics(norm)[1].to(var).sqrt() * scale
         distances.append(((mean * scale + shift).square() + off.square()).mean())
 
-    handles = [norm.register_forward_pre_hook(look) for norm in norms]
-    try:
+    with hooked(norm.register_forward_pre_hook(look) for norm in norms):
         yield distances
-    finally:
-        for handle in handles:
-            handle.remove()

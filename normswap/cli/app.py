@@ -22,7 +22,7 @@ import typer.core
 
 import normswap
 from normswap.cli import commands
-from normswap.errors import NormswapError
+from normswap.errors import NormswapError, OptionError, command_line
 
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
@@ -37,6 +37,18 @@ class _Group(typer.core.TyperGroup):
             option.default = False
         return option
 
+
+_START = """\
+normswap moves a pretrained vision network to another normalization scheme
+and keeps the function it learned.
+
+  normswap demo                            the whole way on a small network that ships with it
+  normswap inspect demo                    its residual blocks and norms (or: resnet50, a file ...)
+  normswap advise demo --batch-size 2      which scheme to choose, and why
+  normswap convert demo --to skipinit      another scheme; normswap schemes lists them
+  normswap export demo -o demo.onnx        no norm left, checked in ONNX Runtime
+
+normswap --help lists all commands, normswap COMMAND --help says what one takes."""
 
 app = typer.Typer(
     name="normswap",
@@ -54,10 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's threads that wait spin; where another process wants the cores that costs several times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        with _quiet():
+        with _quiet(), command_line():
             _register()
             arguments = sys.argv[1:] if argv is None else list(argv)
-            result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
+            if not arguments:
+                print(_START)
+                return 0
+            if "" in arguments:
+                raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
+            result = app(arguments, prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
         return _fail(error.format_message())  # type: ignore[attr-defined]

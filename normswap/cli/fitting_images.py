@@ -1,4 +1,4 @@
-"""What values are fitted to, as `convert` is told of it: the user's images, or what is made in their place."""
+"""The images that values are fitted to, as options of `convert`: the user's images, or what is made in their place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from normswap.cli.options import Device, remark_on_images
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What values are fitted to."""
+    """The images that values are fitted to."""
 
     calibrate: Annotated[
         str | None,
@@ -30,6 +32,7 @@ class Fitting:
         int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000; synthetic: 128].")
     ] = None
     seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
+    device: Device = "cpu"
 
     def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
         """The record of a network whose values are fitted to that."""
@@ -46,8 +49,8 @@ class Fitting:
             made = WORDS[self.calibrate]
             return made if self.samples is None else replace(made, count=self.samples)
         from normswap.images.datasets import make_loader
-        from normswap.models import zoo
 
-        config = zoo.data_config(model)  # no word of classes: labels are not needed
         count = 1000 if self.samples is None else self.samples
-        return make_loader(config, self.calibrate, split="train", samples=count, seed=self.seed)
+        loader = make_loader(model, self.calibrate, split="train", samples=count, seed=self.seed, labelled=False)
+        remark_on_images(model, loader)
+        return loader

@@ -1,4 +1,4 @@
-"""What networks are called in the names of outputs and in tables."""
+"""The names of networks in outputs and in tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from normswap.models import kinds
 
 
 def last_part(name: str) -> str:
-    """What a network is called: the last part of its source."""
+    """The name of a network: the last part of its source."""
     prefix, _, rest = name.partition(":")
     known = prefix in kinds.prefixes()
     path = Path(rest if known else name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,21 +17,33 @@ from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
+    from typing_extensions import Unpack
 
+    from normswap.exporting.exported_file import ExportedFile
     from normswap.images.datasets import Loader
+    from normswap.models.zoo import Asked
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        help="A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by normswap), "
-        "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), smp:ARCH:ENCODER, package.module:factory "
-        "of your own, or a .safetensors/.pth file with --arch.",
-    ),
+_MODEL = (
+    "A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by normswap), "
+    "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), smp:ARCH:ENCODER, package.module:factory "
+    "of your own, or a .safetensors/.pth file with --arch"
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}.")]
+ModelOrFile = Annotated[
+    str, typer.Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}; or a file that `export` wrote.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where to train.")]
+
+
+def _check_device(name: str) -> str:
+    if name not in ("auto", "cpu"):  # others cost the import of torch
+        from normswap.models import devices
+
+        devices.find(name)
+    return name
+
+
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where networks run.", callback=_check_device)]
 Weights = Annotated[
     str, typer.Option(metavar="pretrained|random|FILE", help="Random: the bare architecture; FILE: these weights.")
 ]
@@ -66,19 +78,19 @@ class Opening:
 
     def said(self, name: str) -> str:
         """MODEL and what opens it so, as words of a command line."""
-        given: list[tuple[str, object]] = [
+        flags: list[tuple[str, object]] = [
             ("--weights", None if self.weights == "pretrained" else self.weights), ("--arch", self.arch),
             *(("--arch-arg", one) for one in self.arch_arg or ()),
             ("--num-classes", self.num_classes), ("--in-chans", self.in_chans), ("--input-size", self.input_size),
         ]  # fmt: skip
-        words = [str(word) for flag, value in given if value is not None for word in (flag, value)]
+        words = [str(word) for flag, value in flags if value is not None for word in (flag, value)]
         return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
 
-    def open(self, name: str, *, mapped: bool = False) -> nn.Module:
+    def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
         """The network of that name.
 
         Args:
-            mapped: see `zoo.open_source`.
+            mapped: see `zoo.open_source`; runs: it may be an exported file, too, which runs as it is.
 
         Raises:
             SourceError, OptionError: it cannot be had.
@@ -87,25 +99,120 @@ class Opening:
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
             name, weights=self.weights_of(name), arch=self.arch, arch_args=args, num_classes=self.num_classes,
-            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, mapped=mapped,
+            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, mapped=mapped, runs=runs,
         )  # fmt: skip
 
 
-def open_model(name: str, **options: object) -> nn.Module:
-    """`checkpoint.open_model`, and on a terminal something to look at meanwhile."""
+@dataclass(frozen=True)
+class Stated:
+    """How a network wants its images, where it does not say so itself, or says something else."""
+
+    image_mean: Annotated[
+        str | None,
+        typer.Option("--image-mean", "--mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
+    ] = None
+    image_std: Annotated[
+        str | None, typer.Option("--image-std", "--std", metavar="R,G,B", help="Their standard deviation.")
+    ] = None
+    crop_pct: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Share of a resized image that the crop keeps.")
+    ] = None
+    interpolation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="bilinear, bicubic ...: how it resizes.")
+    ] = None
+
+    def state(self, model: nn.Module) -> nn.Module:
+        """The network itself, whose record says so from now on.
+
+        Raises:
+            OptionError: no image can be prepared so.
+        """
+        from normswap.models.preprocessing import Preprocessing, state
+
+        mean, std = _numbers("--image-mean", self.image_mean), _numbers("--image-std", self.image_std)
+        return state(model, Preprocessing(mean, std, self.crop_pct, self.interpolation))
+
+
+@dataclass(frozen=True)
+class ImageOpening(Stated, Opening):
+    """How a MODEL that reads images is opened."""
+
+    def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
+        """See `Opening.open`."""
+        return self.state(Opening.open(self, name, mapped=mapped, runs=runs))
+
+
+def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{flag} {text}", "it is a number, or one per channel: 0.485,0.456,0.406") from None
+
+
+def remark_on_images(model: nn.Module, loader: Loader) -> None:
+    """Say how labels and files were understood, and what preprocessing is assumed.
+
+    Also whether the network's first norm says another.
+    """
+    from normswap.images import stem_statistics
+    from normswap.models.preprocessing import assumed, assumption
+
+    remark(loader.notes)
+    if missing := assumption(model):
+        remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])
+    if {"mean", "std"} & set(assumed(model)) and loader.count:
+        step = max(loader.count // stem_statistics.COUNT, 1)
+        images, _ = next(iter(loader.only(range(0, loader.count, step)[: stem_statistics.COUNT])))
+        remark(stem_statistics.advice(model, images))
+
+
+def open_model(
+    name: str,
+    *,
+    input_size: Sequence[int] | None = None,
+    trust_factory: bool = False,
+    mapped: bool = False,
+    runs: bool = False,
+    **asked: Unpack[Asked],
+) -> nn.Module:
+    """`checkpoint.open_model`, and on a terminal something to look at meanwhile; `runs`: see `Opening.open`."""
     # downloads show a bar of their own
-    local = Path(name.removeprefix("local-dir:")).exists() or options.get("weights") == "random"
+    local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
     with progress.working(f"opening {name}", spin=local):
         from normswap import provenance
+        from normswap.models import zoo
         from normswap.storage import checkpoint
-        from normswap.training.run_folder import demand_no_run
+        from normswap.training.run_folder import check_no_run
 
-        demand_no_run(Path(name))
-        model = checkpoint.open_model(name, **options)  # type: ignore[arg-type]
+        check_no_run(Path(name))
+        if runs and (exported := exported_file(name)):
+            zoo.check_unasked(name, {**asked, "input_size": input_size})
+            return exported.network()
+        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, mapped=mapped, **asked)
     record = provenance.of(model)
-    for note in record.notes if record else ():
-        print(f"note: {note}", file=sys.stderr)
+    remark(record.notes if record else ())
     return model
+
+
+def exported_file(name: str) -> ExportedFile | None:
+    """The exported file that MODEL names, if it names one.
+
+    Raises:
+        OptionError, SourceError: as `ExportedFile.find`.
+    """
+    from normswap.models.zoo import EXPORTED
+
+    if Path(name).suffix.lower() not in EXPORTED:  # what reads them takes long to import
+        return None
+    from normswap.exporting.exported_file import ExportedFile
+
+    return ExportedFile.find(name)
+
+
+def remark(notes: Iterable[str]) -> None:
+    """Say on stderr, which --json leaves free, how something was understood."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _pair(text: str) -> tuple[str, Value | list[Value]]:
@@ -148,9 +255,11 @@ class Drawn:
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
 
-    def claim(self) -> None:
-        """Raises:
-        OptionError, OutputError: they cannot be written there.
+    def check_writable(self) -> None:
+        """Check that the files can be written.
+
+        Raises:
+            OptionError, OutputError: they cannot be written there.
         """
         if self.output is not None:
             from normswap.analysis.plots import check_format
@@ -158,7 +267,7 @@ class Drawn:
             check_format(self.output)
         for file in (self.output, self.csv):
             if file is not None:
-                atomic_write.claim(file, force=self.force)
+                atomic_write.check_writable(file, force=self.force)
 
     def write(self, plot: Callable[[Path], Path], table: Callable[[Path], Path]) -> list[Path]:
         """Write what is wanted; returns the files."""
@@ -173,7 +282,9 @@ class Images:
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", show_default=False, help="Class folders, a tar of them, or timm's PREFIX/NAME[:ROOT]."
+            metavar="PATH",
+            show_default=False,
+            help="Class folders, a tar of them, a CSV of files and labels, or timm's PREFIX/NAME[:ROOT].",
         ),
     ] = None
     batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 64
@@ -182,16 +293,19 @@ class Images:
         int | None, typer.Option(min=1, metavar="N", help="Take this many images, drawn by a fixed seed.")
     ] = None
     split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "validation"
+    device: Device = "cpu"
 
-    def loader(self, model: nn.Module | Mapping[str, object], *, seed: int = 0) -> Loader:
-        """Batches as the network, or its preprocessing record, wants them.
+    def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
+        """Batches as the network wants them; how they were understood goes to stderr.
 
         Raises:
             SourceError, OptionError: there are none, or none for this network.
         """
         from normswap.images.datasets import make_loader
 
-        return make_loader(
+        loader = make_loader(
             model, str(self.data), batch_size=self.batch_size, workers=self.workers, samples=self.samples,
-            split=self.split, seed=seed,
+            split=self.split, seed=seed, labelled=labelled,
         )  # fmt: skip
+        remark_on_images(model, loader)
+        return loader

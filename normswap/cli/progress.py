@@ -1,4 +1,4 @@
-"""What is going on, by rich, on stderr: only where that is a terminal, so that logs stay clean.
+"""Progress by rich, on stderr: only where that is a terminal, so that logs stay clean.
 
 rich is imported inside functions: it takes a third of the time that `normswap --help` has.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from normswap.training.progress_records import Moment
+    from normswap.training.progress_records import TrainingProgress
 
 
 def _console() -> Console:
@@ -57,10 +57,10 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[Moment], None], Callable[[str], None]]]:
+def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[TrainingProgress], None], Callable[[str], None]]]:
     """A bar over all updates of a training run, and a way to say something beside it; a line per epoch in a log.
 
-    The first function takes the engine's `Moment`, the second a sentence.
+    The first function takes the engine's `TrainingProgress`, the second a sentence.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -70,7 +70,7 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[Moment], None],
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task("starting", total=None)
 
-        def show(moment: Moment) -> None:
+        def show(moment: TrainingProgress) -> None:
             words = f"epoch {moment.epoch:.2f}/{moment.epochs:g}  {moment.images_per_s:.0f} img/s  lr {moment.lr:.3g}"
             words += f"  loss {moment.loss:.4f}"
             top1 = "" if moment.top1 is None else f"  top-1 {moment.top1:.2f}"

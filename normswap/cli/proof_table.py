@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from normswap.cli.tables import facts, listing, size, small, table
+from normswap.cli.tables import listing, size, small, table
 from normswap.plan import Body
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 
 
+def verdict(body: Body, *, fits: bool = False) -> str:
+    """Say in a sentence what the result keeps of its source.
+
+    Args:
+        body: a report, as `summary.of_report` has it.
+        fits: whether the scheme can fit its values to images.
+    """
+    if body["exact"]:
+        last = body["logits"][-1]
+        measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
+        allowed = f"allowed {small(body['tolerance'].get(last['precision']))}"
+        kept = all(error["within"] for error in body["logits"])
+        return f"{'kept exactly' if kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
+    if body.get("kept"):
+        return f"kept: {said_of_kept(body['kept'])}"
+    return "not known: give --calibrate DATA, 25 images of anything; it fits and measures" if fits else "not known"
+
+
 def proof(body: Body) -> None:
-    """The measurements, one row per precision and input size; what approximate ones answer on noise is no news."""
+    """Print the measurements, one row per precision and input size; `verdict` says what they mean."""
     exact = body["exact"]
     rows = [
         (
             error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"]),
             f"{100 * error['agreement']:.4g} %" if exact and error["agreement"] is not None else None,
             small(body["tolerance"].get(error["precision"])) if exact else None,
-            ("ok" if error["within"] else "FAILED") if exact else "not exact",
+            ("ok" if error["within"] else "FAILED") if exact else None,
         )
         for error in body["logits"]
     ]  # fmt: skip
-    title = f"Verification on {body['inputs']}: {'the function is kept' if exact else 'the function changes'}"
-    table(title, _COLUMNS, rows, right=_COLUMNS[2:6])
+    title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
+    table(title.format(body["inputs"]), _COLUMNS, rows, right=_COLUMNS[2:6])
     listing("vacuous", body["vacuous"], most=5)
-    if body.get("kept"):
-        facts(("kept", said_of_kept(body["kept"])))
 
 
 def said_of_kept(kept: Body) -> str:
-    """What held-out images say of an approximate result."""
+    """The finding of held-out images on an approximate result."""
     answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
     right = "" if kept.get("right") is None else f"{100 * kept['right']:.1f} % of its accuracy expected as a classifier"
-    said = (answers + bound, right, f"relative L2 {small(kept['relative_l2'])}")
-    return f"{', '.join(filter(None, said))}; {kept['count']} held-out {kept['of']}"
+    parts = (answers + bound, right, f"relative L2 {small(kept['relative_l2'])}")
+    return f"{', '.join(filter(None, parts))}; {kept['count']} held-out {kept['of']}"

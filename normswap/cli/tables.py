@@ -1,4 +1,4 @@
-"""Tables, facts and lines on stdout, by rich, at 100 columns or the terminal's width.
+"""Tables, facts and lines on stdout, by rich, at the terminal's width; in a pipe at COLUMNS, or 100.
 
 rich is imported inside functions: it takes a third of the time that `normswap --help` has.
 """
@@ -6,42 +6,71 @@ rich is imported inside functions: it takes a third of the time that `normswap -
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 _WIDTH = 100
+_FEW = 4  # of a list of values, in a table
 _NAME = 40  # so much of the first column stays on one line
 
 
 def _out() -> Console:
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else _WIDTH
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size((_WIDTH, 0)).columns
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
-    """A table; columns named in `right` are numbers, and one that is empty in every row is left out."""
+def _print(renderable: RenderableType) -> None:
+    """Print it; in a pipe without the blanks that fill its lines up."""
+    console = _out()
+    if sys.stdout.isatty():
+        console.print(renderable)
+        return
+    with console.capture() as captured:
+        console.print(renderable)
+    sys.stdout.writelines(f"{text.rstrip()}\n" for text in captured.get().splitlines())
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table, without the columns that are empty in every row.
+
+    Args:
+        right: columns of numbers, which are never wrapped.
+        spare: columns that are left out, the first of them first, where the terminal is too narrow for whole lines.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     cells = [[cell(value) for value in row] for row in rows]
-    kept = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
+    widths = [max((len(texts[i]) for texts in cells), default=0) for i in range(len(columns))]
+    kept = [i for i, width in enumerate(widths) if width]
+    for name in spare:
+        if sum(max(widths[i], len(columns[i])) + 3 for i in kept) > _out().width:
+            kept = [i for i in kept if columns[i] != name]
     made = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i in kept:
-        longest = max(len(texts[i]) for texts in cells)
+        longest = widths[i]
         if columns[i] in right:  # a number that is cut would be another number
             made.add_column(columns[i], justify="right", no_wrap=True, min_width=longest)
         else:  # names are told apart by their ends as well
             made.add_column(columns[i], overflow="fold", min_width=min(longest, _NAME) if i == 0 else None)
     for texts in cells:
         made.add_row(*(Text(texts[i]) for i in kept))
-    _out().print(made)
+    _print(made)
 
 
 def facts(*pairs: tuple[str, object]) -> None:
@@ -55,7 +84,7 @@ def facts(*pairs: tuple[str, object]) -> None:
     for name, value in pairs:
         if value not in (None, ""):
             made.add_row(Text(name), Text(cell(value)))
-    _out().print(made)
+    _print(made)
 
 
 def entry(name: str, lines: Iterable[str]) -> None:
@@ -100,6 +129,12 @@ def cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
+
+
+def few(values: Sequence[object]) -> str:
+    """Write the first values, and how many there are where those are not all."""
+    shown = " ".join(cell(value) for value in values[:_FEW])
+    return shown if len(values) <= _FEW else f"{shown} ... ({len(values)} values)"
 
 
 def counts(counted: Mapping[str, int]) -> str:

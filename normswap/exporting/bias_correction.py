@@ -1,4 +1,7 @@
-"""What rounding the weights adds to each channel in the mean, taken off its bias (Nagel et al. 2019, section 4.2)."""
+"""Bias correction.
+
+The mean that rounding the weights adds to each channel, taken off its bias (Nagel et al. 2019, section 4.2).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.graph.inspection import LINEAR
+from normswap.models.modes import hooked
 
 
 @torch.no_grad()
@@ -40,10 +44,9 @@ def correct(network: nn.Module, images: Iterable[Tensor], rounded: Mapping[str, 
         lost.weight.copy_(module.weight - weight)
         lost.bias = None
         handles.append(module.register_forward_pre_hook(watch(path, lost)))
-    for x in images:
-        network(x)
-    for handle in handles:
-        handle.remove()
+    with hooked(handles):
+        for x in images:
+            network(x)
     for path, total in sums.items():
         module = layers[path]
         more = (total / counts[path]).to(module.weight.dtype)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normswap.calibration.natural_noise import pink
 from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
-from normswap.images.agreement import unit
+from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
@@ -61,10 +61,15 @@ class Figures:
     top1: float | None = None
     output: str = ""
 
+    @property
+    def passed(self) -> bool:
+        """Whether the file computes what the network does, within the tolerance."""
+        return self.relative_l2 <= self.tolerance
+
 
 @dataclass(frozen=True)
 class Reference:
-    """What a file must compute.
+    """The answers that a file must compute.
 
     Args:
         source: the network, in float32.
@@ -86,7 +91,7 @@ class Reference:
         return cls(source, Signature.of_images(source, "logits"))
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What a file gives for what the network takes."""
+        """The file's answers to inputs of the network."""
         return together(runs(self.raw(x[0]), *x[1:]))
 
 
@@ -98,19 +103,21 @@ def check(
     dtype: str = "fp32",
     described: str = "given images",
     what: str = "the exported file",
+    refuse: bool = True,
 ) -> Figures:
-    """Run a file and its network on the same images and compare.
+    """Run a file and its network on the same images, and hold the file to the network.
 
     Args:
         batches: images (N, C, H, W), preprocessed for the source, or all that goes in, and their labels.
         dtype: the precision of the file.
         described: what reports call the images; what: what an error calls the file.
+        refuse: whether it is an error, and not only a figure, if the file computes something else.
 
     Raises:
-        VerificationError: the file computes something else, or does not run.
+        VerificationError: the file computes something else, does not run, or gives another number of tensors.
     """
     signature = reference.signature
-    every = {name: _Sums() for name in signature.outputs}
+    every = {name: _AnswerSums() for name in signature.outputs}
     first: Example | None = None
     for batch, labels in batches:
         x = together(batch)
@@ -119,14 +126,14 @@ def check(
             continue
         answers = signature.answers(reference.source, x)
         try:
-            given = reference.answers(runs, x)
+            outputs = reference.answers(runs, x)
         except Exception as error:  # every runtime has its own
             raise VerificationError(f"{what} does not run on {example}", first_line(error)) from None
-        if len(given) != len(answers):
-            raise VerificationError(f"{what} gives {len(given)} tensors", f"the network gives {len(answers)}")
+        if len(outputs) != len(answers):
+            raise VerificationError(f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}")
         measures = reference.rounded and next(iter(every.values())).count < _ROUNDED
-        rounded = reference.answers(reference.rounded, x) if measures and reference.rounded else [None] * len(given)
-        for (name, logits), values, lossy in zip(answers.items(), given, rounded, strict=True):
+        rounded = reference.answers(reference.rounded, x) if measures and reference.rounded else [None] * len(outputs)
+        for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
             expected = logits.softmax(-1) if reference.softmax else logits
             every[name].add(example.count, logits, expected, values, labels)
             if lossy is not None:
@@ -136,21 +143,22 @@ def check(
         raise OptionError("no images to check the file on")
     name, sums = max(every.items(), key=lambda pair: pair[1].distance.relative)
     allowed = _allowed(reference, dtype, first, name, sums)
-    if not sums.distance.relative <= allowed:
-        where = f" at {name}" if len(every) > 1 else ""
+    shown = next((every[one] for one in ANSWERS if one in every), sums if len(every) == 1 else _AnswerSums())
+    figures = Figures(
+        sums.distance.relative, sums.largest / (sums.top or 1.0), shown.agreement, sums.count, allowed, described,
+        shown.argued, shown.unit, shown.hits("source"), shown.hits("file"), name if len(every) > 1 else "",
+    )  # fmt: skip
+    if refuse and not figures.passed:
+        where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(
-            f"{what} computes something else: relative L2 error {sums.distance.relative:.1e}{where}, "
-            f"allowed {allowed:.1e}",
+            f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
+            f"allowed {figures.tolerance:.1e}",
             remedy="Nothing was written",
         )
-    told = next((every[one] for one in ANSWERS if one in every), sums if len(every) == 1 else _Sums())
-    return Figures(
-        sums.distance.relative, sums.largest / (sums.top or 1.0), told.agreement, sums.count, allowed, described,
-        told.argued, told.unit, told.hits("source"), told.hits("file"), name if len(every) > 1 else "",
-    )  # fmt: skip
+    return figures
 
 
-def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _Sums) -> float:
+def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:
     """The relative L2 that a file of this precision may be off by.
 
     Args:
@@ -167,7 +175,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
     return allowed
 
 
-def _stray(reference: Reference, first: Example, name: str, sums: _Sums) -> float:
+def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
     """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
     signature = reference.signature
     outputs = running.outputs_double(reference.source, running.double(first))
@@ -193,8 +201,8 @@ class Distance:
         return math.sqrt(self.off / max(self.whole, 1e-300))
 
 
-class _Sums:
-    """What is gathered over the batches."""
+class _AnswerSums:
+    """Sums over the batches."""
 
     def __init__(self) -> None:
         self.distance, self.rounding = Distance(), Distance()
@@ -205,24 +213,24 @@ class _Sums:
         self.right = {"source": 0, "file": 0}
         self.labelled = 0
 
-    def add(self, count: int, logits: Tensor, expected: Tensor, given: Tensor, labels: Tensor | None) -> None:
+    def add(self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None) -> None:
         self.first = logits if self.first is None else self.first
         self.count += count
         self.peak = max(self.peak, _largest(logits))
         self.top = max(self.top, _largest(expected))
-        self.distance.add(expected, given)
+        self.distance.add(expected, actual)
         if not math.isfinite(self.distance.off):
             self.largest = math.inf
             return
-        self.largest = max(self.largest, _largest((expected - given).double()))
+        self.largest = max(self.largest, _largest((expected - actual).double()))
         if expected.ndim < 2 or expected.shape[1] < 2 or len(expected) != count:
             return
         self.compared += count
-        same = expected.argmax(1) == given.argmax(1)
+        same = expected.argmax(1) == actual.argmax(1)
         self.argued, self.same, self.unit = self.argued + same.numel(), self.same + int(same.sum()), unit(expected)
         if labels is not None and expected.ndim == 2 and bool(((labels >= 0) & (labels < expected.shape[1])).all()):
             self.labelled += count
-            for who, scores in (("source", expected), ("file", given)):
+            for who, scores in (("source", expected), ("file", actual)):
                 self.right[who] += int((scores.argmax(1) == labels).sum())
 
     def hits(self, who: str) -> float | None:
@@ -240,18 +248,8 @@ def _largest(values: Tensor) -> float:
 
 
 def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: int = 16, seed: int = 0) -> Tensor:
-    """Inputs (count, C, H, W) that are smooth as images are: noise of many scales, in 0..1, then normalized
-    by mean and std (C, 1, 1).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    channels, height, width = size
-    total = torch.zeros(count, channels, height, width)
-    side = 2
-    while side <= 2 * max(height, width):
-        grid = torch.randn(count, channels, min(side, height), min(side, width), generator=generator)
-        total += F.interpolate(grid, (height, width), mode="bilinear", align_corners=False) / side**0.5
-        side *= 2
-    return (torch.sigmoid(2 * total) - mean) / std
+    """Make inputs (count, C, H, W), smooth as images are: noise in 0..1, normalized by mean and std (C, 1, 1)."""
+    return (torch.sigmoid(2 * pink(count, size, seed)) - mean) / std
 
 
 def split(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:

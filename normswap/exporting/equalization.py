@@ -1,4 +1,4 @@
-"""The gauge that int8 wants: factors per channel that level what shares one step size.
+"""The equalization that int8 wants: factors per channel that level what shares one step size.
 
 A quantizer has one step for all channels of an activation, and one for all weights of a tensor, or of a row of it. A
 channel that is small beside the others there loses its digits. Cross-layer equalization (Nagel et al. 2019,
@@ -21,11 +21,12 @@ from normswap.errors import TraceError
 from normswap.exporting.exported_module import as_convolutions
 from normswap.folding import channel_factors
 from normswap.folding.channel_factors import Channels, Reach
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.layers.bounded import BoundedReLU
 from normswap.layers.own import per_channel
 from normswap.models import calling
+from normswap.models.modes import hooked
 
 _ROUNDS = 40
 _FARTHEST = 7.0  # of a factor's logarithm
@@ -33,8 +34,8 @@ _SILENT = 1e-6  # of the largest: a channel that is smaller asks for nothing
 
 
 @dataclass(frozen=True)
-class Gauge:
-    """What is levelled.
+class Equalization:
+    """A choice of what equalization levels.
 
     Args:
         rows: weights by output channel; ranges: activations; columns: weights by input channel.
@@ -46,15 +47,15 @@ class Gauge:
     columns: bool = False
 
 
-AS_FOLDED = Gauge("as folded")
+AS_FOLDED = Equalization("as folded")
 
 
-def gauges(*, per_channel: bool) -> tuple[Gauge, ...]:
+def equalizations(*, per_channel: bool) -> tuple[Equalization, ...]:
     """Those to try. Rows with a step each need no levelling."""
-    columns, ranges = Gauge("weights", columns=True), Gauge("ranges", ranges=True, columns=True)
+    columns, ranges = Equalization("weights", columns=True), Equalization("ranges", ranges=True, columns=True)
     if per_channel:
         return AS_FOLDED, columns, ranges
-    both = Gauge("weights and ranges", rows=True, ranges=True, columns=True)
+    both = Equalization("weights and ranges", rows=True, ranges=True, columns=True)
     return AS_FOLDED, replace(columns, rows=True), ranges, both
 
 
@@ -73,16 +74,16 @@ class Equalizer:
         self.network = as_convolutions(network) if per_channel else _scalable(network, self.batches[0][:1])
         try:
             example = calling.batches(self.batches[0][:1])
-            self.channels: Channels | None = Channels(Draft(inspection.inspect(self.network, example)))
+            self.channels: Channels | None = Channels(PlanBuilder(inspection.inspect(self.network, example)))
         except TraceError:
             self.channels = None
         self.peaks = _peaks(self.network, self.channels.layers if self.channels else [], self.batches)
 
-    def equalized(self, gauge: Gauge) -> nn.Module:
-        """A copy in that gauge, which computes the same."""
+    def equalized(self, equalization: Equalization) -> nn.Module:
+        """A copy equalized that way, which computes the same."""
         twin = copy.deepcopy(self.network)
         if self.channels is not None:
-            channel_factors.scale(twin, self.channels, self._factors(gauge))
+            channel_factors.scale(twin, self.channels, self._factors(equalization))
         return twin
 
     @torch.no_grad()
@@ -97,11 +98,9 @@ class Equalizer:
             return look
 
         bounded = {path: module for path, module in network.named_modules() if isinstance(module, BoundedReLU)}
-        handles = [module.register_forward_hook(watch(path)) for path, module in bounded.items()]
-        for x in self.batches if bounded else ():
-            network(x)
-        for handle in handles:
-            handle.remove()
+        with hooked(module.register_forward_hook(watch(path)) for path, module in bounded.items()):
+            for x in self.batches if bounded else ():
+                network(x)
         for path, module in bounded.items():
             bound = module.bound
             if not reached.get(path, True):
@@ -109,7 +108,7 @@ class Equalizer:
             elif bool((bound == bound[0]).all()):
                 network.set_submodule(path, nn.Hardtanh(0.0, float(bound[0])))
 
-    def _factors(self, gauge: Gauge) -> Tensor:
+    def _factors(self, equalization: Equalization) -> Tensor:
         assert self.channels is not None
         logs = torch.zeros(self.channels.count, dtype=torch.float64)
         sizes = {one.path: _magnitudes(self.network.get_submodule(one.path)) for one in self.channels.layers}
@@ -129,13 +128,13 @@ class Equalizer:
                 table = table / logs[one.reads].exp().view(groups, 1, -1).expand(-1, len(table) // groups, -1).flatten(
                     0, 1
                 )
-                if gauge.rows:
+                if equalization.rows:
                     ask(one.writes, table.amax(1), -1)
-                if gauge.ranges:
+                if equalization.ranges:
                     ask(one.reads, self.peaks[one.path] * logs[one.reads].exp(), -1)
                 if self.per_channel:
                     table = table / table.amax(1, keepdim=True).clamp_min(1e-300)
-                if gauge.columns and not (self.per_channel and table.shape[1] == 1):
+                if equalization.columns and not (self.per_channel and table.shape[1] == 1):
                     ask(one.reads, channel_factors.columns(table, groups).amax(1), 1)
             logs += wish / votes.clamp_min(1)
             logs[channel_factors.HELD] = 0
@@ -159,10 +158,8 @@ def _scalable(network: nn.Module, x: Tensor) -> nn.Module:
     def watch(path: str) -> Callable[..., None]:
         return lambda _module, args: widths[path].append(args[0].shape[1])
 
-    handles = [module.register_forward_pre_hook(watch(path)) for path, module in sixes.items()]
-    twin(x)
-    for handle in handles:
-        handle.remove()
+    with hooked(module.register_forward_pre_hook(watch(path)) for path, module in sixes.items()):
+        twin(x)
     for path, calls in widths.items():
         if len(calls) == 1:
             twin.set_submodule(path, BoundedReLU(x.new_full((calls[0],), 6.0)))
@@ -172,20 +169,16 @@ def _scalable(network: nn.Module, x: Tensor) -> nn.Module:
 @torch.no_grad()
 def _peaks(network: nn.Module, layers: list[Reach], batches: Sequence[Tensor]) -> dict[str, Tensor]:
     """(I,) by path: how large each input channel of a layer gets, the mean over the images."""
-    found: dict[str, Tensor] = {}
+    peaks: dict[str, Tensor] = {}
 
     def watch(path: str) -> Callable[..., None]:
         def look(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             size = args[0].double().abs().flatten(2).amax(2) if args[0].ndim > 2 else args[0].double().abs()
-            found[path] = found.get(path, 0) + size.sum(0)
+            peaks[path] = peaks.get(path, 0) + size.sum(0)
 
         return look
 
-    handles = [network.get_submodule(one.path).register_forward_pre_hook(watch(one.path)) for one in layers]
-    try:
+    with hooked(network.get_submodule(one.path).register_forward_pre_hook(watch(one.path)) for one in layers):
         for x in batches:
             network(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {path: total / sum(map(len, batches)) for path, total in found.items()}
+    return {path: total / sum(map(len, batches)) for path, total in peaks.items()}

@@ -24,7 +24,9 @@ from normswap.surgery import carrying_out, conversion
 from normswap.surgery.network import Network
 
 
-def undressed(model: nn.Module, size: tuple[int, ...], *, features: bool = False, inputs: Inputs = None) -> nn.Module:
+def fold_for_export(
+    model: nn.Module, size: tuple[int, ...], *, features: bool = False, inputs: Inputs = None
+) -> nn.Module:
     """A folded copy, verified against `model` as every conversion is; just a copy where there is nothing to fold.
 
     Args:
@@ -40,15 +42,15 @@ def undressed(model: nn.Module, size: tuple[int, ...], *, features: bool = False
     try:
         seen = network.anatomy
     except TraceError:
-        if any(affine.is_affine(module) or reparametrized.is_dressed(module) for module in model.modules()):
+        if any(affine.is_affine(module) or reparametrized.is_reparametrized(module) for module in model.modules()):
             raise
         return copy.deepcopy(model).eval()
     if not features:
         seen = replace(seen, classifier=None)
-    sketch = schemes.get("folded").plan(seen)
-    if not (sketch.seats or sketch.takes or sketch.refusals):
+    builder = schemes.get("folded").plan(seen)
+    if not (builder.replacements or builder.linears or builder.refusals):
         return copy.deepcopy(model).eval()
-    step: Step = conversion.draft(seen, "folded")[0]
+    step: Step = conversion.plan_step(seen, "folded")[0]
     return carrying_out.carry_out(network, step).model.eval()
 
 
@@ -78,5 +80,5 @@ def streamlined(
 @torch.no_grad()
 def _run(network: nn.Module, example: Example, dtype: torch.dtype) -> Tensor:
     twin = network if dtype == torch.float32 else copy.deepcopy(network).to(dtype)
-    given = named_tensors(example.like(twin).map(torch.clone).call(twin))
-    return torch.cat([value.float().flatten() for _, value in given if value.is_floating_point()])
+    outputs = named_tensors(example.like(twin).map(torch.clone).call(twin))
+    return torch.cat([value.float().flatten() for _, value in outputs if value.is_floating_point()])

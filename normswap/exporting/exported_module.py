@@ -1,4 +1,4 @@
-"""The network as it goes into a file: undressed, with what the user wants before and after it.
+"""The network as it goes into a file: folded, with what the user wants before and after it.
 
 Whatever the weights' dtype, images come in and answers go out in float32: a caller need not know.
 """
@@ -21,42 +21,42 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class Shipped(nn.Module):
-    """What the signature says in and out, in float32, through `network` in its own dtype: images (N, C, H, W) and
-    answers (N, classes), where it says nothing else.
+    """The signature's inputs and outputs in float32, through `network` in its own dtype.
+
+    Images (N, C, H, W) and answers (N, classes), where it says nothing else.
 
     Args:
         network: a folded network, in float32.
         signature: what goes in and comes out.
-        scale, shift: (C, 1, 1) each: the images x become scale * x + shift first; None: nothing to do.
+        normalization: mean and std, (C, 1, 1) each, where it takes pixels in 0..1 and normalizes them itself.
         softmax: answer with probabilities.
 
     Attributes:
         dtype: what it computes in; stored: bfloat16 for weights that it holds exactly to be stored in it.
     """
 
-    scale: Tensor | None
-    shift: Tensor | None
+    mean: Tensor | None
+    std: Tensor | None
 
     def __init__(
         self,
         network: nn.Module,
         signature: Signature | None = None,
         *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
+        normalization: tuple[Tensor, Tensor] | None = None,
         softmax: bool = False,
     ) -> None:
         super().__init__()
         self.network, self.signature = network, signature or Signature.of_images(network, "logits")
         self.dtype = self.stored = torch.float32
-        self.softmax = softmax
-        self.register_buffer("scale", scale)
-        self.register_buffer("shift", shift)
+        self.normalization, self.softmax = normalization, softmax
+        for name, values in zip(("mean", "std"), normalization or (None, None), strict=True):
+            self.register_buffer(name, values)
         self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
         """The same, with another network inside, in float32."""
-        return Shipped(network, self.signature, scale=self.scale, shift=self.shift, softmax=self.softmax)
+        return Shipped(network, self.signature, normalization=self.normalization, softmax=self.softmax)
 
     def half(self) -> Shipped:
         """The same network, which computes in float16 from now on."""
@@ -65,17 +65,12 @@ class Shipped(nn.Module):
         return self
 
     def prepared(self, images: Tensor) -> Tensor:
-        """What the network reads, in float32."""
-        x = images
-        if self.scale is not None:
-            x = x * self.scale
-        if self.shift is not None:
-            x = x + self.shift
-        return x
+        """The network's input, in float32."""
+        return images if self.mean is None or self.std is None else (images - self.mean) / self.std
 
     def forward(self, images: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
-        given = self._cast((self.prepared(images), *others), self.dtype)
-        answers = self._cast(self.signature.call(self.network, given), torch.float32)
+        inputs = self._cast((self.prepared(images), *others), self.dtype)
+        answers = self._cast(self.signature.call(self.network, inputs), torch.float32)
         if len(answers) > 1:
             return answers
         return answers[0].softmax(-1) if self.softmax else answers[0]
@@ -88,7 +83,7 @@ class Shipped(nn.Module):
 
 @dataclass(frozen=True)
 class FileContents:
-    """What a format's writer gets.
+    """The input of a format's writer.
 
     Args:
         example: what the network is traced on: images (N, C, H, W), or all that it takes.

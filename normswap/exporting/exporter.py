@@ -18,7 +18,6 @@ from normswap.exporting import (
     checks,
     export_folding,
     formats,
-    input_normalization,
     quantizing,
     rounding,
     sidecar,
@@ -32,6 +31,8 @@ from normswap.exporting.signature import together
 from normswap.graph import inspection
 from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Inputs
+from normswap.models.modes import full_precision
+from normswap.models.preprocessing import assumption
 from normswap.plan import Body
 from normswap.storage import atomic_write
 from normswap.surgery.carrying_out import Conversion
@@ -50,7 +51,7 @@ class Exported:
 
     Args:
         file: where it is; parts: further files that belong to it; sidecar: its preprocess.json.
-        format, dtype: as asked for.
+        format: the target's, as asked for; dtype: of the weights, likewise.
         input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
             at a time is free.
         figures: how far the file, in its runtime, is from the source.
@@ -59,6 +60,7 @@ class Exported:
         notes: what the user should know.
         seconds: what it all took.
         quantized: how, if it is int8.
+        noise_only: whether it was checked on noise alone, for want of images.
     """
 
     file: Path
@@ -75,8 +77,10 @@ class Exported:
     notes: tuple[str, ...]
     seconds: float
     quantized: Quantized | None = None
+    noise_only: bool = False
 
 
+@full_precision()
 def export(
     model: nn.Module | Conversion,
     path: str | Path,
@@ -99,9 +103,9 @@ def export(
             give them, and all of them are checked, on these inputs. Without, images go in, and one answer comes out, or
             all that a network gives that has none, such as boxes and their scores.
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
-            default smooth noise. What int8 costs is measured on them, so there they have to be given. With `inputs`:
+            default smooth noise. The cost of int8 is measured on them, so there they have to be given. With `inputs`:
             batches of such inputs, by default those.
-        calibrate: for int8: other batches, which set ranges, gauge and biases.
+        calibrate: for int8: other batches, which set ranges, equalization and biases.
         int8: for int8: how it is quantized.
         log: called with what is going on.
         options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, force, count_plain.
@@ -113,9 +117,13 @@ def export(
         VerificationError: the file computes something else than `model`, or loses more than it may. Nothing was
             written.
     """
+    if unknown := sorted(options.keys() - FileOptions.__annotations__.keys()):
+        raise OptionError(
+            f"export has no option {', '.join(unknown)}", f"there are {', '.join(FileOptions.__annotations__)}"
+        )
     start, settings = time.perf_counter(), FileSettings(**options)
     request = ExportRequest.of(model, Path(path), inputs, settings)
-    claim(request.file, settings)
+    check_writable(request.file, settings)
     calibration = Calibration.of(request, calibrate, images, int8)
     request, answers = request.answered()
     log("folding")
@@ -135,20 +143,22 @@ def export(
         reference, batches = request.reference(prepared.rounded), _announced(batches, images, log)
         figures = checks.check(reference, form.open(aside), batches, dtype=settings.dtype, described=described)
         if calibration and quantized:
-            lost = quantizing.demand(figures, calibration.settings.max_drop)
+            lost = quantizing.check_drop(figures, calibration.settings.max_drop)
             measured = {**asdict(figures), "lost": lost}
             body["quantization"] = {**asdict(quantized), "measured": measured, "notes": prepared.notes}
+        noise_only = request.on_noise(images)
+        body["checked"] = {**asdict(figures), "noise_only": noise_only}
         nodes = form.nodes(aside)
         sidecar.write(aside, body)
     plain = _plain_nodes(request, log) if settings.count_plain else None
     size = sum(each.stat().st_size for each in (file, *parts))
     return Exported(
         file, parts, beside, form.NAME, settings.dtype, request.size, contents.dynamic, figures, nodes, plain, size,
-        prepared.notes, time.perf_counter() - start, quantized,
+        prepared.notes, time.perf_counter() - start, quantized, noise_only,
     )  # fmt: skip
 
 
-def claim(file: Path, settings: FileSettings) -> None:
+def check_writable(file: Path, settings: FileSettings) -> None:
     """See, before any work, that the file can be written.
 
     Raises:
@@ -161,7 +171,7 @@ def claim(file: Path, settings: FileSettings) -> None:
     if settings.dtype == "int8":
         formats.quantizer(form.NAME)
     for each in (file, *_parts(file, form), sidecar.place(file)):
-        atomic_write.claim(each, force=settings.force)
+        atomic_write.check_writable(each, force=settings.force)
 
 
 def _parts(file: Path, form: formats.Format) -> tuple[Path, ...]:
@@ -171,7 +181,7 @@ def _parts(file: Path, form: formats.Format) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What goes into the file.
+    """The network that goes into the file.
 
     Args:
         network: of its precision, but for int8: as it is before it is quantized.
@@ -187,54 +197,58 @@ class _Prepared:
 
 
 def _prepared(request: ExportRequest, calibration: Calibration | None, log: Callable[[str], None]) -> _Prepared:
-    """The network that goes into the file. All that is to leave its function as it is comes before the proof; after it
-    numbers are rounded, and nothing else is done.
+    """The network that goes into the file.
+
+    All that is to leave its function as it is comes before the proof; after it numbers are rounded, and nothing else is
+    done.
     """
     dtype = request.settings.dtype
-    network, anatomy, note = _folded(request)
-    equalized, rounded = None, None
-    images = None
+    network, anatomy = folded(request)
+    equalized = images = None
     if calibration is not None:
-        log("finding the gauge")
+        log("choosing the equalization")
         equalized = Equalized.of(network, calibration)
         network, images = equalized.network, calibration.images
     if dtype != "fp32":  # such a file is held to the same itself
         batches, described = request.batches(images)
         checks.check(request.reference(), network, batches, described=described, what="the folded network")
-    if dtype in ("fp16", "bf16"):
-        rounded = network.around(rounding.to_nearest(network.network, _STORED[dtype]))
+    nearest = rounded(network, dtype) if dtype in ("fp16", "bf16") else None
     if dtype == "fp16":
         network = network.half()
     if dtype == "bf16":
         rounding.to_bfloat16_(network.network, anatomy)
         network.stored = torch.bfloat16
-    notes = (note, _BF16 if dtype == "bf16" else "", request.form.NOTES.get(dtype, ""))
-    return _Prepared(network, rounded, equalized, tuple(filter(None, notes)))
+    assumed = assumption(request.source) if request.form.GRAPH else ""
+    notes = (_BF16 if dtype == "bf16" else "", request.form.NOTES.get(dtype, ""), assumed)
+    return _Prepared(network, nearest, equalized, tuple(filter(None, notes)))
 
 
-def _folded(request: ExportRequest) -> tuple[Shipped, Callable[[], Anatomy], str]:
-    """The network without norms, with what the user wants before and after it, in float32; how to look at it; and where
-    mean and std went.
+def rounded(network: Shipped, dtype: str) -> Shipped:
+    """A folded network whose numbers are rounded to half precision: what that costs by itself."""
+    return network.around(rounding.to_nearest(network.network, _STORED[dtype]))
+
+
+def folded(request: ExportRequest) -> tuple[Shipped, Callable[[], Anatomy]]:
+    """Fold the network, and put what the user wants before and after it, in float32.
+
+    Returns:
+        The network of the file, and how to look at the one inside.
     """
-    settings, before = request.settings, input_normalization.Before(None, None, "")
-    folded = export_folding.undressed(
+    settings = request.settings
+    inner = export_folding.fold_for_export(
         request.source, request.size, features=not request.form.GRAPH, inputs=list(request.inputs) or None
     )
-    anatomy = functools.cache(functools.partial(inspection.inspect, folded, [request.example]))
-    network = folded
+    anatomy = functools.cache(functools.partial(inspection.inspect, inner, [request.example]))
+    network = inner
     if request.form.GRAPH:
         arithmetic = _STORED[_ARITHMETIC[settings.dtype]]
-        network = export_folding.streamlined(folded, anatomy, request.source, request.example, arithmetic)
-    if settings.normalize:
-        before = input_normalization.bake(network, anatomy, *request.normalization)
-    shipped = Shipped(
-        network, request.signature, scale=before.scale, shift=before.shift, softmax=settings.softmax
-    )  # fmt: skip
-    return shipped, anatomy, before.note
+        network = export_folding.streamlined(inner, anatomy, request.source, request.example, arithmetic)
+    normalization = request.normalization if settings.normalize else None
+    return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax), anatomy
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
-    """What is written beside the file."""
+    """The record that is written beside the file."""
     settings, signature = request.settings, request.signature
     dynamic = settings.dynamic_batch
     images = sidecar.body(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
-from normswap.errors import OptionError, first_line
+from normswap.errors import OptionError, first_line, require_packages, spelled
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
     from torch import nn
@@ -21,7 +21,7 @@ FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take man
 
 
 class Format(Protocol):
-    """What a format's module offers."""
+    """The functions of a format's module."""
 
     NAME: str
     NEEDS: tuple[str, ...]  # packages
@@ -46,9 +46,12 @@ class Format(Protocol):
     def nodes(self, file: Path) -> dict[str, int]:
         """How many operators of each kind the file has, the most frequent first."""
 
+    def metadata(self, file: Path) -> dict[str, str]:
+        """The metadata that `sidecar.metadata` gave it; of a file of somebody else's, other ones or none."""
+
 
 class Quantizer(Protocol):
-    """What the module offers that writes a format in int8."""
+    """The functions of a module that writes a format in int8."""
 
     NEEDS: tuple[str, ...]  # packages
     RANGES: tuple[str, ...]  # the first is the usual one
@@ -69,6 +72,7 @@ class _Row(NamedTuple):
     module: str
     endings: tuple[str, ...]
     int8: str = ""  # the module that quantizes, if one does
+    extra: str = "export"  # of normswap, which brings its packages
 
 
 _FORMATS = {
@@ -77,12 +81,15 @@ _FORMATS = {
     "openvino": _Row("openvino_file", (".xml",), "openvino_int8"),
     "pt2": _Row("pt2", (".pt2",), "pt2_int8"),
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
+    "ncnn": _Row("ncnn_file", (".param",), extra="ncnn"),
+    "executorch": _Row("executorch_file", (".pte",), extra="executorch"),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
 }
 _ENDINGS = {ending: name for name, row in reversed(_FORMATS.items()) for ending in row.endings}  # the first has it
 
 
 def names() -> list[str]:
+    """The formats by name."""
     return list(_FORMATS)
 
 
@@ -95,12 +102,12 @@ def get(name: str) -> Format:
     if name not in _FORMATS:
         raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
     form = cast(Format, importlib.import_module(f"normswap.exporting.{_FORMATS[name].module}"))
-    _demand(name, form.NEEDS, "export")
+    require_packages(name, form.NEEDS, _FORMATS[name].extra)
     return form
 
 
 def quantizer(name: str) -> Quantizer:
-    """What writes a format in int8.
+    """The writer of a format in int8.
 
     Raises:
         OptionError: nothing does, or a package it needs is not installed.
@@ -108,16 +115,9 @@ def quantizer(name: str) -> Quantizer:
     if not _FORMATS[name].int8:
         able = ", ".join(other for other, row in _FORMATS.items() if row.int8)
         raise OptionError(f"{name} is not written in int8", f"there are {able}")
-    found = cast(Quantizer, importlib.import_module(f"normswap.exporting.{_FORMATS[name].int8}"))
-    _demand(f"{name} in int8", found.NEEDS, "quantize")
-    return found
-
-
-def _demand(what: str, packages: Iterable[str], extra: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            remedy = f"pip install 'normswap[{extra}]'"
-            raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
+    module = cast(Quantizer, importlib.import_module(f"normswap.exporting.{_FORMATS[name].int8}"))
+    require_packages(f"{name} in int8", module.NEEDS, "quantize")
+    return module
 
 
 def choose(file: Path, name: str | None) -> Format:
@@ -130,10 +130,31 @@ def choose(file: Path, name: str | None) -> Format:
     if name is None and meant is None:
         known = ", ".join(f"{ending} ({of})" for of, row in _FORMATS.items() for ending in row.endings)
         what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
-        raise OptionError(f"{what} says no format", remedy=f"Known: {known}; or name it with --format")
+        raise OptionError(
+            f"{what} says no format", remedy=f"Known: {known}; or name it: {spelled('format', metavar='NAME')}"
+        )
     if name in _FORMATS and meant is not None and file.suffix.lower() not in _FORMATS[name].endings:
         raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
     return get(name or str(meant))
+
+
+def of_file(file: Path) -> Format:
+    """The format of a file that is there: of those with its ending, the one whose further parts lie beside it.
+
+    Raises:
+        OptionError: no format has the ending, or a package it needs is not installed.
+    """
+    alike = [name for name, row in _FORMATS.items() if file.suffix.lower() in row.endings]
+    forms = [get(name) for name in alike] or [choose(file, None)]
+    whole = (form for form in forms if form.PARTS and all(file.with_suffix(part).is_file() for part in form.PARTS))
+    return next(whole, forms[0])
+
+
+def extra_files(file: Path) -> dict[str, str]:
+    """See `Format.metadata`, for the archives of torch."""
+    with zipfile.ZipFile(file) as archive:
+        inside = {name.partition("/extra/")[2]: name for name in archive.namelist() if "/extra/" in name}
+        return {key: archive.read(name).decode() for key, name in inside.items()}
 
 
 def reason(error: BaseException) -> str:

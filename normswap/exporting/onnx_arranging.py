@@ -2,7 +2,7 @@
 
 A node that has no form in int8 costs a pass over floats on both sides of it.
 
-- A ReLU after max-pooling comes before it, where a convolution takes it in: a maximum lets pass what rises.
+- A ReLU after max-pooling comes before it, where a convolution absorbs it: a maximum lets pass what rises.
 - A ReLU of a sum that is also read without it (the stream of a pre-activation network) gets a sum of its own, whose
   rounding to unsigned bytes is the ReLU.
 - The average over windows side by side is a depthwise convolution with 1/n, faster in int8 than the pooling.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -71,9 +71,13 @@ class _Graph:
     def average_as_convolution(self, pool: NodeProto) -> None:
         from onnx import numpy_helper
 
-        shape, said = self.shapes.get(pool.input[0], []), _attributes(pool)
-        kernel, steps = list(said["kernel_shape"]), list(said.get("strides", ()))
-        padded = any(said.get("pads", ())) or said.get("auto_pad", b"NOTSET") != b"NOTSET"
+        shape, kernel, steps = (
+            self.shapes.get(pool.input[0], []),
+            _numbers(pool, "kernel_shape"),
+            _numbers(pool, "strides"),
+        )
+        automatic = any(one.name == "auto_pad" and one.s != b"NOTSET" for one in pool.attribute)
+        padded = any(_numbers(pool, "pads")) or automatic
         if padded or kernel != steps or len(shape) != len(kernel) + 2 or not all(shape[1:]):
             return
         if any(size % step for size, step in zip(shape[2:], steps, strict=True)):
@@ -81,19 +85,21 @@ class _Graph:
         weight = np.full((shape[1], 1, *kernel), 1 / np.prod(kernel), np.float32)
         name = f"{pool.output[0]}_weight"
         self.proto.initializer.append(numpy_helper.from_array(weight, name))
-        given = [pool.input[0], name]
-        self.nodes[self._at(pool)] = _node("Conv", given, pool.output[0], pool.name, strides=steps, group=shape[1])
+        node_inputs = [pool.input[0], name]
+        self.nodes[self._at(pool)] = _node(
+            "Conv", node_inputs, pool.output[0], pool.name, strides=steps, group=shape[1]
+        )
 
     def mean_as_pooling(self, mean: NodeProto) -> None:
         from onnx import numpy_helper
 
-        given, rank = _attributes(mean), len(self.shapes.get(mean.input[0], ()))
-        axes = self._values(mean.input[1]) if len(mean.input) > 1 else list(given.get("axes", ()))
+        rank = len(self.shapes.get(mean.input[0], ()))
+        axes = self._values(mean.input[1]) if len(mean.input) > 1 else _numbers(mean, "axes")
         if rank < 3 or sorted(axis % rank for axis in axes) != [*range(2, rank)]:
             return
         self.readers.subtract(mean.input)
         at, made = self._at(mean), mean.output[0]
-        if given.get("keepdims", 1):
+        if _numbers(mean, "keepdims") != [0]:
             self.nodes[at] = _node("GlobalAveragePool", [mean.input[0]], made, mean.name)
             return
         pooled, shape = f"{made}_pooled", f"{made}_shape"
@@ -119,7 +125,7 @@ class _Graph:
 
 
 def _read(graph: GraphProto) -> Iterator[str]:
-    """What the nodes read, those of inner graphs, too."""
+    """The values that the nodes read, those of inner graphs, too."""
     for node in graph.node:
         yield from node.input
         for attribute in node.attribute:
@@ -127,13 +133,17 @@ def _read(graph: GraphProto) -> Iterator[str]:
                 yield from _read(inner)
 
 
-def _attributes(node: NodeProto) -> dict[str, Any]:
+def _numbers(node: NodeProto, name: str) -> list[int]:
+    """The whole numbers that an attribute holds; none where it is not there."""
+    attribute = next((one for one in node.attribute if one.name == name), None)
+    if attribute is None:
+        return []
+    return [*attribute.ints] or [attribute.i]
+
+
+def _node(kind: str, inputs: list[str], made: str, name: str, **attributes: int | list[int]) -> NodeProto:
     from onnx import helper
 
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-
-
-def _node(kind: str, given: list[str], made: str, name: str, **attributes: Any) -> NodeProto:
-    from onnx import helper
-
-    return helper.make_node(kind, given, [made], name, **attributes)
+    node = helper.make_node(kind, inputs, [made], name)
+    node.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
+    return node

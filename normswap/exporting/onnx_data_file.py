@@ -17,7 +17,7 @@ NEEDS = onnx_file.NEEDS
 GRAPH = True
 PARTS = (".onnx.data",)
 NOTES: Mapping[str, str] = {}
-nodes, open = onnx_file.nodes, onnx_file.open
+metadata, nodes, open = onnx_file.metadata, onnx_file.nodes, onnx_file.open
 
 
 def write(contents: FileContents, file: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.errors import RefusedError, VerificationError, first_line, spelled
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
@@ -38,7 +38,7 @@ def write(contents: FileContents, file: Path) -> None:
     if size > _LIMIT:
         raise RefusedError(
             f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}",
-            remedy="Try --format onnx-data, which puts them beside it",
+            remedy=f"Try {spelled('format', 'onnx-data')}, which puts them beside it",
         )
     model = graph(contents)
     check(model)
@@ -46,7 +46,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def graph(contents: FileContents) -> onnx.ModelProto:
-    """What the file holds, its weights in it.
+    """The model in the file, its weights in it.
 
     Raises:
         RefusedError: ONNX cannot express the network.
@@ -135,9 +135,9 @@ def open(file: Path) -> Runs:
         raise VerificationError(f"ONNX Runtime {ort.__version__} cannot run it", first_line(error)) from None
     names = [each.name for each in session.get_inputs()]
 
-    def runs(*given: Tensor) -> object:
-        found = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
-        return alone(torch.from_numpy(value) for value in found)
+    def runs(*tensors: Tensor) -> object:
+        outputs = session.run(None, {name: x.numpy() for name, x in zip(names, tensors, strict=True)})
+        return alone(torch.from_numpy(value) for value in outputs)
 
     return runs
 
@@ -148,3 +148,10 @@ def nodes(file: Path) -> dict[str, int]:
 
     kinds = (node.op_type for node in onnx.load(file, load_external_data=False).graph.node)
     return dict(Counter(kinds).most_common())
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    import onnx
+
+    return {entry.key: entry.value for entry in onnx.load(file, load_external_data=False).metadata_props}

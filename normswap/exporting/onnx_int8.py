@@ -68,7 +68,7 @@ def quantize(plain: Path, file: Path, how: Quantization) -> None:
     try:
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
-                model, file, _Reader(images), quant_format=QuantFormat.QDQ,
+                model, file, _CalibrationReader(images), quant_format=QuantFormat.QDQ,
                 per_channel=how.settings.per_channel,
                 reduce_range=how.settings.weight_bits == SAFE_BITS, activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8, calibrate_method=methods[how.ranges], nodes_to_exclude=spared,
@@ -94,7 +94,7 @@ def _few(images: Sequence[Tensor], graph: onnx.GraphProto) -> Sequence[Tensor]:
     return [batch for batch, end in zip(images, ends, strict=True) if end <= room] or [images[0][:1]]
 
 
-class _Reader:
+class _CalibrationReader:
     """Images, as onnxruntime asks for them."""
 
     def __init__(self, images: Sequence[Tensor]) -> None:

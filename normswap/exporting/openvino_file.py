@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from normswap.exporting import onnx_file
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import alone
+
+if TYPE_CHECKING:
+    import openvino as ov
 
 NAME = "openvino"
 NEEDS = ("openvino", "onnx", "onnxscript")
@@ -38,7 +41,7 @@ def write(contents: FileContents, file: Path) -> None:
     save(graph(contents), file, contents.metadata, half=half)
 
 
-def graph(contents: FileContents) -> object:
+def graph(contents: FileContents) -> ov.Model:
     """An OpenVINO model, in float32.
 
     Raises:
@@ -55,7 +58,7 @@ def graph(contents: FileContents) -> object:
             raise RefusedError("OpenVINO cannot express the network", first_line(error)) from None
 
 
-def save(model: Any, file: Path, metadata: Mapping[str, str], *, half: bool = False) -> None:
+def save(model: ov.Model, file: Path, metadata: Mapping[str, str], *, half: bool = False) -> None:
     """Write the XML and what lies beside it."""
     import openvino as ov
 
@@ -77,9 +80,9 @@ def open(file: Path) -> Runs:
     except Exception as error:  # its own exceptions derive from nothing else
         raise VerificationError("OpenVINO cannot run it", first_line(error)) from None
 
-    def runs(*given: Tensor) -> object:
-        found = compiled([x.numpy() for x in given])
-        return alone(torch.from_numpy(found[place].copy()) for place in range(len(compiled.outputs)))
+    def runs(*tensors: Tensor) -> object:
+        outputs = compiled([x.numpy() for x in tensors])
+        return alone(torch.from_numpy(outputs[place].copy()) for place in range(len(compiled.outputs)))
 
     return runs
 
@@ -90,3 +93,12 @@ def nodes(file: Path) -> dict[str, int]:
 
     kinds = (op.get_type_name() for op in ov.Core().read_model(file).get_ops())
     return dict(Counter(kind for kind in kinds if kind not in ("Constant", "Parameter", "Result")).most_common())
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    import openvino as ov
+
+    model = ov.Core().read_model(file)  # what it notes may be asked for only while it lives
+    noted = model.get_rt_info()
+    return {key: str(value.value) for key, value in noted["normswap"].items()} if "normswap" in noted else {}

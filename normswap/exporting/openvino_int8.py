@@ -12,7 +12,7 @@ import io
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -22,6 +22,9 @@ from normswap.exporting.exported_module import FileContents
 from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
+
+if TYPE_CHECKING:
+    import openvino as ov
 
 NEEDS = ("nncf", "openvino")
 RANGES = ("minmax", "histogram")
@@ -41,7 +44,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     openvino_file.save(_quantized(openvino_file.graph(contents), how), file, contents.metadata)
 
 
-def _quantized(model: object, how: Quantization) -> object:
+def _quantized(model: ov.Model, how: Quantization) -> ov.Model:
     """An OpenVINO model in int8."""
     with _hushed():
         import nncf
@@ -65,7 +68,7 @@ def _quantized(model: object, how: Quantization) -> object:
             raise RefusedError("NNCF cannot quantize it", first_line(error)) from None
 
 
-def _readers(model: Any, keep: Sequence[str]) -> list[str]:
+def _readers(model: ov.Model, keep: Sequence[str]) -> list[str]:
     """The names of the operations that read the weights of these layers."""
     names = {f"network.{path}.weight" for path in keep}
     constants = [op for op in model.get_ops() if op.get_friendly_name() in names]

@@ -1,5 +1,8 @@
-"""pt2: a torch.export archive. It needs torch alone: `torch.export.load(file).module()(images)`; in int8 after `import
-torch.ao.quantization.fx._decomposed`, which defines its operators."""
+"""pt2: a torch.export archive.
+
+It needs torch alone: `torch.export.load(file).module()(images)`; in int8 after `import
+torch.ao.quantization.fx._decomposed`, which defines its operators.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from torch.nn.utils import parametrize
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.formats import FP16, Runs, reason
+from normswap.exporting.formats import FP16, Runs, extra_files, reason
 from normswap.graph.inspection import LINEAR
 from normswap.models.weight_files import quiet
 
@@ -25,6 +28,7 @@ NAME = "pt2"
 NEEDS = ()
 GRAPH = True
 PARTS = ()
+metadata = extra_files
 _HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
 NOTES = {
     "fp16": FP16,

@@ -60,8 +60,10 @@ def _quantized(program: ExportedProgram, how: Quantization) -> fx.GraphModule:
 
 
 def _config(how: Quantization) -> object:
-    """As X86InductorQuantizer's own, but for the weights' levels and steps as small as the numbers: its least step,
-    2^-12, would leave nothing of a channel that a gauge has made small."""
+    """As X86InductorQuantizer's own, but for the weights' levels and steps as small as the numbers.
+
+    Its least step, 2^-12, would leave nothing of a channel that equalization has made small.
+    """
     from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
@@ -82,8 +84,11 @@ def _config(how: Quantization) -> object:
 
 
 def _name_kinds_(graph: fx.Graph) -> None:
-    """Call each convolution and linear layer one of its own: torchao goes by the class of the module that an operator
-    comes from, passes over subclasses (timm's Conv2dSame) and gives up where a module is called twice."""
+    """Call each convolution and linear layer one of its own.
+
+    torchao goes by the class of the module that an operator comes from, passes over subclasses (timm's Conv2dSame) and
+    gives up where a module is called twice.
+    """
     for node in graph.nodes:
         if node.target in _KINDS:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]

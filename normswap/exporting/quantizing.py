@@ -1,7 +1,7 @@
-"""int8: the gauge, the runtime's own quantizer, and what came of it, measured where nothing was set by it.
+"""int8: the equalization, the runtime's own quantizer, and what came of it, measured where nothing was set by it.
 
-The gauge is the one in which rounding costs the network least, in PyTorch, on calibration images. How ranges are read
-off these is chosen by trial: the file whose answers are nearest to the network's.
+The equalization is the one in which rounding costs the network least, in PyTorch, on calibration images. How ranges are
+read off these is chosen by trial: the file whose answers are nearest to the network's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from normswap.errors import OptionError, VerificationError
+from normswap.errors import OptionError, VerificationError, spelled
 from normswap.exporting import bias_correction, formats, sensitivity, weight_rounding
 from normswap.exporting.checks import Distance, Figures
-from normswap.exporting.equalization import AS_FOLDED, Equalizer, gauges
+from normswap.exporting.equalization import AS_FOLDED, Equalizer, equalizations
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.formats import Format, Quantizer, Runs
 from normswap.exporting.request import Batches, ExportRequest, labelled
@@ -55,7 +55,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What int8 is set by.
+    """The images and settings of a conversion to int8.
 
     Args:
         images: (N, C, H, W), as the source takes them; fed: as the file does.
@@ -87,7 +87,7 @@ class Calibration:
         settings = settings or Int8Settings()
         if calibrate is None or images is None:
             what = "images to calibrate on" if calibrate is None else "other images to measure on"
-            raise OptionError(f"int8 needs {what}", remedy="Give --calibrate DATA")
+            raise OptionError(f"int8 needs {what}", remedy=f"Give {spelled('calibrate', metavar='DATA')}")
         if settings.weight_bits not in LEVELS:
             known = " and ".join(map(str, LEVELS))
             raise OptionError(f"weights of {settings.weight_bits} bits", f"there are {known}")
@@ -107,14 +107,14 @@ class Calibration:
 
     @property
     def grid(self) -> WeightGrid:
-        """What the tool rounds weights to."""
+        """The grid that the tool rounds weights to."""
         levels = functools.partial(self.tool.levels, bits=self.settings.weight_bits)
         return WeightGrid(levels, self.settings.per_channel)
 
 
 @dataclass(frozen=True)
 class Equalized:
-    """A network that computes what it did, in a gauge in which int8 costs little.
+    """A network that computes what it did, equalized so that int8 costs little.
 
     Args:
         batches: what its inner network reads.
@@ -129,7 +129,7 @@ class Equalized:
 
     @classmethod
     def of(cls, shipped: Shipped, calibration: Calibration) -> Equalized:
-        """The network in the gauge in which rounding all that is to be rounded costs least."""
+        """The network under the equalization with which rounding all that is to be rounded costs least."""
         settings, grid = calibration.settings, calibration.grid
         batches = shipped.prepared(calibration.fed).split(_BATCH)
         x = batches[0]
@@ -139,12 +139,15 @@ class Equalized:
         costs = sensitivity.costs(equalizer.network, x, able, grid) if settings.sensitive else {}
         fp32 = dict([*costs.items()][: settings.sensitive])
         layers = tuple(path for path in able if path not in fp32)
-        made = {gauge: equalizer.equalized(gauge) for gauge in gauges(per_channel=settings.per_channel)}
-        errors = {gauge: sensitivity.error(network, x, layers, grid) for gauge, network in made.items()}
-        best = min(errors, key=lambda gauge: errors[gauge])
-        gauge = best if errors[best] < _WORTH * errors[AS_FOLDED] else AS_FOLDED
-        equalizer.settle_(made[gauge])
-        return cls(shipped.around(made[gauge]), gauge.name, batches, layers, fp32)
+        made = {
+            equalization: equalizer.equalized(equalization)
+            for equalization in equalizations(per_channel=settings.per_channel)
+        }
+        errors = {equalization: sensitivity.error(network, x, layers, grid) for equalization, network in made.items()}
+        best = min(errors, key=lambda equalization: errors[equalization])
+        equalization = best if errors[best] < _WORTH * errors[AS_FOLDED] else AS_FOLDED
+        equalizer.settle_(made[equalization])
+        return cls(shipped.around(made[equalization]), equalization.name, batches, layers, fp32)
 
 
 def write(
@@ -186,7 +189,7 @@ def _rounded(equalized: Equalized, grid: WeightGrid) -> Shipped:
     return equalized.network.around(network)
 
 
-def demand(figures: Figures, most: float | None) -> float | None:
+def check_drop(figures: Figures, most: float | None) -> float | None:
     """How many points the file loses: of top-1, or of agreement where there are no labels; None where there is neither.
 
     Raises:
@@ -201,12 +204,12 @@ def demand(figures: Figures, most: float | None) -> float | None:
     else:
         raise VerificationError(
             "what int8 loses cannot be counted in points", "the network gives no scores of classes",
-            "Nothing was written; without --max-drop the relative L2 stands beside the file",
+            f"Nothing was written; without {spelled('max_drop')} the relative L2 stands beside the file",
         )  # fmt: skip
     if most is not None and not lost <= most:
         raise VerificationError(
             f"int8 loses {lost:.2f} points of {what}, allowed {most:g}",
-            remedy="Nothing was written; try --sensitive 4, more --samples, or images more like those it will see",
+            remedy=f"Nothing was written; try {spelled('sensitive', 4)}, more images, or others",
         )
     return lost
 

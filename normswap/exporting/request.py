@@ -15,7 +15,7 @@ from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import NoAnswerError, Signature
-from normswap.models import calling
+from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.carrying_out import Conversion
 
@@ -24,7 +24,7 @@ Batches = Iterable[object] | Tensor
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What `export` was asked for.
+    """The request to `export`.
 
     Args:
         source: a copy on the CPU, in float32 and eval mode.
@@ -58,7 +58,9 @@ class ExportRequest:
             option = "normalize" if settings.normalize else "softmax"
             raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
         settings = replace(settings, dynamic_batch=settings.dynamic_batch or not form.GRAPH)
-        source = copy.deepcopy(model.model if isinstance(model, Conversion) else model).cpu().float().eval()
+        network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
+        network_input.check_values(network)
+        source = copy.deepcopy(network).cpu().float().eval()
         config = sidecar.config(source)
         if inputs is not None:
             calls = tuple(one.like(source) for one in calling.batches(inputs))
@@ -75,7 +77,7 @@ class ExportRequest:
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
-        """What goes in while the file is made: torch.export takes a dimension of 1 for a constant."""
+        """The inputs while the file is made: torch.export takes a dimension of 1 for a constant."""
         count = 2 if self.settings.dynamic_batch else 1
         return tuple(self.inputs[0].first(count).tensors()) if self.inputs else (torch.zeros(count, *self.size),)
 
@@ -123,20 +125,23 @@ class ExportRequest:
         return images * std + mean
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
-        """What the file must compute; `rounded`, what its precision costs."""
+        """The answers that the file must compute; `rounded`, the cost of its precision."""
         return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded)
 
+    def on_noise(self, images: Batches | None) -> bool:
+        """Whether the file is checked on no images and no inputs of the user's, but on noise alone."""
+        return images is None and (not self.inputs or self.imaged)
+
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
-        """What the file is checked on, and what reports call that: images, or the inputs, or smooth noise."""
-        noise = "smooth noise, seed 0" if images is None else ""
+        """The inputs that the file is checked on, and their name in reports: images, or the inputs, or smooth noise."""
+        noise = "smooth noise, seed 0" if self.on_noise(images) else ""
         if self.inputs:
-            described = noise if noise and self.imaged else "given inputs"
-            return self._calls(self.inputs if images is None else images), described
+            return self._calls(self.inputs if images is None else images), noise or "given inputs"
         pairs = labelled(self.pictures() if images is None else images)
         return checks.split(pairs, None if self.settings.dynamic_batch else 1), noise or "given images"
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
-        """What goes into the file, call by call; a sample at a time where their number is not free."""
+        """The inputs of the file, call by call; a sample at a time where their number is not free."""
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
             for one in [example] if self.settings.dynamic_batch else example.each():
@@ -159,8 +164,10 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(form: Format, settings: FileSettings) -> None:
-    """Raises:
-    OptionError: what is only for images in and an answer out.
+    """Check that only images go in and one answer comes out.
+
+    Raises:
+        OptionError: what is only for images in and an answer out.
     """
     if settings.dtype == "int8":
         raise OptionError("int8 is for images in and one answer out", "inputs= says something else", "Leave it out")

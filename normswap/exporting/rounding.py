@@ -63,8 +63,10 @@ def is_bfloat16(tensor: Tensor) -> bool:
 
 
 def main_path(network: nn.Module, anatomy: Callable[[], Anatomy]) -> set[str]:
-    """The convolutions and linear layers that the whole signal passes: all before the first residual block, those on
-    skip paths, and the classifier; of a network without blocks, the first and the last.
+    """The convolutions and linear layers that the whole signal passes.
+
+    All before the first residual block, those on skip paths, and the classifier; of a network without blocks, the first
+    and the last.
     """
     linear = [path for path, module in network.named_modules() if isinstance(module, LINEAR)]
     try:
@@ -76,22 +78,22 @@ def main_path(network: nn.Module, anatomy: Callable[[], Anatomy]) -> set[str]:
     if not seen.blocks:
         return {str(node.target) for node in (*calls[:1], *calls[-1:])}
     first = inputs(seen.blocks[0].total)
-    found = {str(node.target) for node in calls if all(traced.depends(arm, on=node) for arm in first)}
+    paths = {str(node.target) for node in calls if all(traced.depends(arm, on=node) for arm in first)}
     for block in seen.blocks:
         skip = next(arm for arm in inputs(block.total) if arm is not block.branch)
         for node in calls:
             if traced.depends(skip, on=node) and not traced.depends(block.branch, on=node):
-                found.add(str(node.target))
-    return found | ({seen.classifier} if seen.classifier else set())
+                paths.add(str(node.target))
+    return paths | ({seen.classifier} if seen.classifier else set())
 
 
 def diffused(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(O, ...) in float64, values of `dtype`: filter by filter, what one value loses the next one gains."""
     columns = weight.detach().double().flatten(1).T.contiguous()
-    found = torch.empty_like(columns)
+    rounded = torch.empty_like(columns)
     lost = torch.zeros_like(columns[0])
     for i, column in enumerate(columns):
         wanted = column + lost
-        found[i] = wanted.to(dtype).double()
-        lost = wanted - found[i]
-    return found.T.reshape(weight.shape)
+        rounded[i] = wanted.to(dtype).double()
+        lost = wanted - rounded[i]
+    return rounded.T.reshape(weight.shape)

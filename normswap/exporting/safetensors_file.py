@@ -10,7 +10,7 @@ import copy
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import rounding
@@ -54,3 +54,9 @@ def open(file: Path) -> Runs:
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`: it has none."""
     return {}
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata() or {})

@@ -1,4 +1,7 @@
-"""What int8 costs a network, or its layers alone: weights and what they read are rounded, and the answers compared."""
+"""The cost of int8 for a network, or its layers alone.
+
+Weights and what they read are rounded, and the answers compared.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def error(network: nn.Module, x: Tensor, layers: Collection[str], grid: WeightGr
 
 def costs(network: nn.Module, x: Tensor, layers: Collection[str], grid: WeightGrid) -> dict[str, float]:
     """The same of each layer alone, by path, largest first."""
-    found = {path: error(network, x, [path], grid) for path in layers}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    errors = {path: error(network, x, [path], grid) for path in layers}
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
 def _round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

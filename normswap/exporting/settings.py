@@ -1,4 +1,4 @@
-"""What a user may ask of an exported file, as records; no torch, so that the command's help need not wait for it."""
+"""The settings of an exported file, as records; no torch, so that the command's help need not wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class FileSettings:
     """How a file is to be written.
 
     Args:
-        format: onnx, onnx-data, openvino, pt2, torchscript or safetensors; by default what the file's ending says.
+        format: onnx, onnx-data, openvino, pt2, torchscript, ncnn, executorch or safetensors; by default the one that
+            the file's ending says.
         dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
             classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change; int8, by the runtime's
             own quantizer, on a network whose channels are scaled for it (`equalization`).
@@ -73,7 +74,7 @@ class Int8Settings:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a runtime's quantizer is told.
+    """The settings of a runtime's quantizer.
 
     Args:
         images: batches (N, C, H, W) as the file takes them, which ranges are read off.

@@ -10,15 +10,14 @@ change, so this is done for exports only.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from torch import Tensor, fx, nn
 
-from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, check_linear, pads
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs, is_add
-from normswap.layers import affine
+from normswap.layers import affine, own_forwards
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Vacant
 
@@ -51,7 +50,7 @@ class _Absorber:
     """Collects what is added to each convolution's bias, in float64."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self.draft = Draft(anatomy)
+        self.builder = PlanBuilder(anatomy)
         self.traced = anatomy.traced
         self.model = model
         self.added: dict[str, Tensor] = {}
@@ -64,26 +63,27 @@ class _Absorber:
         (call,), (value,) = calls, inputs(calls[0])
         shift = module.bias.detach().double()
         try:
-            found = [(self._maker(value), shift)]
+            changes = [(self._maker(value), shift)]
             for reader in self.traced.users[value]:
                 if reader is not call:
-                    found += self._undo(reader, value, shift)
-        except Blocked:
+                    changes += self._undo(reader, value, shift)
+        except NotFoldable:
             return
-        for conv, more in found:
+        for conv, more in changes:
             self.added[conv] = self.added[conv] + more if conv in self.added else more
         self.vacant.append(path)
 
     def carry_out(self) -> None:
         for path, more in self.added.items():
-            conv: Any = self.model.get_submodule(path)
-            bias = more if conv.bias is None else conv.bias.detach().double() + more
-            conv.bias = nn.Parameter(bias.to(conv.weight.dtype), requires_grad=conv.weight.requires_grad)
+            conv, weight = self.model.get_submodule(path), self.model.get_parameter(f"{path}.weight")
+            before = getattr(conv, "bias", None)
+            bias = more if before is None else before.detach().double() + more
+            conv.register_parameter("bias", nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad))
         for path in self.vacant:
             act = copy.deepcopy(affine.activation(self.model.get_submodule(path)))
             for part in act.modules() if act is not None else ():
                 if hasattr(part, "inplace"):
-                    part.inplace = False  # type: ignore[assignment]  # it would overwrite the stream
+                    vars(part).update(inplace=False)  # it would overwrite the stream
             self.model.set_submodule(path, Vacant(act))
 
     def _maker(self, value: fx.Node) -> str:
@@ -91,25 +91,25 @@ class _Absorber:
         for arm in inputs(value) if is_add(value) else [value]:
             try:
                 return self._conv_above(arm, alone=arm is not value)
-            except Blocked:
+            except NotFoldable:
                 continue
-        raise Blocked("no convolution ends there")
+        raise NotFoldable("no convolution ends there")
 
     def _undo(self, reader: fx.Node, value: fx.Node, shift: Tensor) -> list[tuple[str, Tensor]]:
-        """What takes `shift` off again for a reader of `value`."""
+        """The changes that take `shift` off again for a reader of `value`."""
         if is_add(reader):
             (other,) = [arm for arm in inputs(reader) if arm is not value]
             return [(self._conv_above(other, alone=True), -shift)]
-        if self.draft.silent(reader):
+        if self.builder.is_identity(reader):
             return [undo for user in self.traced.users[reader] for undo in self._undo(user, reader, shift)]
         conv = self.traced.module(reader)
-        if isinstance(conv, nn.Conv2d) and not pads(conv):
+        if isinstance(conv, nn.Conv2d) and not own_forwards.pads(conv):
             path = self._usable(reader)
             weight = conv.weight.detach().double().sum((2, 3))  # (O, I / groups)
             groups = shift.reshape(conv.groups, 1, -1)
             change = (weight.reshape(conv.groups, -1, weight.shape[1]) * groups).sum(2).flatten()
             return [(path, -change)]
-        raise Blocked("a reader cannot take it off")
+        raise NotFoldable("a reader cannot take it off")
 
     def _conv_above(self, node: fx.Node, *, alone: bool) -> str:
         """The convolution that makes `node`, directly or through what passes a shift on, and that nothing else reads.
@@ -119,23 +119,23 @@ class _Absorber:
         """
         while True:
             if alone and len(self.traced.users[node]) > 1:
-                raise Blocked("it has another reader")
+                raise NotFoldable("it has another reader")
             if isinstance(self.traced.module(node), LINEAR):
                 return self._usable(node)
             if not self._passes(node):
-                raise Blocked("no convolution makes it")
+                raise NotFoldable("no convolution makes it")
             (node,), alone = inputs(node), True
 
     def _passes(self, node: fx.Node) -> bool:
         """Whether a constant per channel that is added before is the same constant after."""
         module = self.traced.module(node)
         pools = isinstance(module, _POOLS) or (isinstance(module, nn.AvgPool2d) and not module.padding)
-        return len(inputs(node)) == 1 and (pools or self.draft.silent(node))
+        return len(inputs(node)) == 1 and (pools or self.builder.is_identity(node))
 
     def _usable(self, node: fx.Node) -> str:
         path = str(node.target)
         module = self.traced.modules[path]
-        check_linear(self.draft, path, module)
+        check_linear(self.builder, path, module)
         if len(self.traced.calls[id(module)]) != 1:
-            raise Blocked(f"{path} is called more than once")
+            raise NotFoldable(f"{path} is called more than once")
         return path

@@ -1,4 +1,4 @@
-"""What a caller of the file has to know: FILE.preprocess.json beside it, and the same inside where the format allows.
+"""The sidecar of an exported file: FILE.preprocess.json beside it, and the same inside where the format allows.
 
 The whole name of the file is kept in the name, as exports of one folder may differ in what they leave to do.
 """
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.exporting.signature import INPUT, Signature
-from normswap.models import zoo
+from normswap.models import preprocessing, zoo
 from normswap.plan import Body
+from normswap.storage import atomic_write
 from normswap.version import __version__
 
 
@@ -28,26 +29,16 @@ def place(file: Path) -> Path:
 
 def config(model: nn.Module) -> Body:
     """timm's preprocessing record of a network: input_size, mean, std, interpolation, crop_pct, crop_mode."""
-    found = zoo.data_config(model)
+    data_config = zoo.data_config(model)
     if provenance.of(model) is None:  # timm does not record how many channels a network was made for
         stem = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
         if stem is not None:
-            found["input_size"] = (stem.in_channels, *tuple(found["input_size"])[1:])
-    return found
-
-
-def preprocessing(model: nn.Module) -> Body:
-    """The record by which images are made for a network."""
-    record = provenance.of(model)
-    return {
-        **(record.pretrained_cfg if record else {}),
-        **config(model),
-        "num_classes": getattr(model, "num_classes", None),
-    }
+            data_config["input_size"] = (stem.in_channels, *tuple(data_config["input_size"])[1:])
+    return data_config
 
 
 def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool) -> Body:
-    """What is left to do with an image before the file takes it, and what its answers mean.
+    """How to prepare an image for the file, and what its answers mean.
 
     Args:
         size: (C, H, W) that the file takes.
@@ -72,15 +63,16 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
         },
         "resize": {"to": [math.floor(side / known["crop_pct"]) for side in size[1:]], **crop},  # as timm rounds
         "normalize": None if normalize else {"mean": list(known["mean"]), "std": list(known["std"])},
+        "assumed": list(preprocessing.assumed(model)),
         "output": {"name": output, "dtype": "float32", "labels": labels},
     }
 
 
-def plain_body(signature: Signature, given: Sequence[Tensor], made: Mapping[str, Tensor], *, dynamic: bool) -> Body:
-    """What goes into a file that takes more than images, and what comes out.
+def plain_body(signature: Signature, tensors: Sequence[Tensor], made: Mapping[str, Tensor], *, dynamic: bool) -> Body:
+    """The inputs and outputs of a file that takes more than images.
 
     Args:
-        given: the tensors that it was traced on; made: what the network gives for those.
+        tensors: the tensors that it was traced on; made: what the network gives for those.
     """
 
     def said(name: str, tensor: Tensor) -> Body:
@@ -88,13 +80,13 @@ def plain_body(signature: Signature, given: Sequence[Tensor], made: Mapping[str,
         return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
     return {
-        "inputs": [said(name, tensor) for name, tensor in zip(signature.inputs, given, strict=True)],
+        "inputs": [said(name, tensor) for name, tensor in zip(signature.inputs, tensors, strict=True)],
         "outputs": [said(name, tensor) for name, tensor in made.items()],
     }
 
 
 def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
-    """What goes into the file: all values are text, lists and records as JSON."""
+    """The metadata of the file: all values are text, lists and records as JSON."""
     record = provenance.of(model) or provenance.Provenance(source=type(model).__name__)
     return {
         "source": record.source,
@@ -113,10 +105,27 @@ def write(file: Path, body: Body) -> None:
 
 
 def read(file: Path) -> Body | None:
-    """What is written beside an exported file, if that is a sidecar."""
+    """The sidecar beside an exported file that takes images, if there is one."""
     try:
-        found = json.loads(place(file).read_text(encoding="utf-8"))
-        _ = found["input"]["size"], found["normalize"], found["output"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        body = body_of(file, {})
+        _ = body["input"]["size"], body["normalize"], body["output"]["name"]
+    except (KeyError, TypeError):
         return None
-    return dict(found)
+    return body
+
+
+def body_of(file: Path, noted: Mapping[str, str]) -> Body:
+    """The sidecar beside an exported file, or the same from its metadata; empty where neither is there.
+
+    Args:
+        noted: what `metadata` once put into the file.
+    """
+    atomic_write.finish(file)
+    try:
+        text = place(file).read_text(encoding="utf-8")
+    except OSError:
+        text = noted.get("preprocess", "{}")
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {}

@@ -1,4 +1,4 @@
-"""What goes into a file and comes out of it, by name: images and an answer, or all that a network takes and gives."""
+"""The inputs and outputs of a file, by name: images and an answer, or all that a network takes and gives."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Signature:
                 output = example.map(torch.clone).call(model)
         except Exception as error:  # whatever the network raises
             raise OptionError(f"the network does not run on {example}", first_line(error)) from None
-        given = _named(output, "output")
-        if not given:
+        outputs = _named(output, "output")
+        if not outputs:
             raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")
-        if twice := set(taken) & set(given):
-            given = {f"output_{name}" if name in twice else name: value for name, value in given.items()}
-        return cls(example.hollow, tuple(taken), tuple(given), whole=True)
+        if twice := set(taken) & set(outputs):
+            outputs = {f"output_{name}" if name in twice else name: value for name, value in outputs.items()}
+        return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:
         """The call of the network with what goes into the file."""
@@ -70,7 +70,7 @@ class Signature:
         return self.form.map(lambda _: next(values))
 
     def call(self, network: nn.Module, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the network gives for that, in the order of `outputs`."""
+        """The network's outputs for that, in the order of `outputs`."""
         output = self.example(tensors).call(network)
         return tuple(value for _, value in named_tensors(output)) if self.whole else (answer(output),)
 
@@ -83,31 +83,31 @@ class Signature:
         """
         try:
             with torch.no_grad():
-                given = self.call(network, tensors)
+                outputs = self.call(network, tensors)
         except NormswapError as error:
             raise NoAnswerError(error.what, error.why, _OTHERS) from None
         except Exception as error:  # whatever the network raises
             what = f"an input of size {','.join(map(str, tensors[0].shape[1:]))}"
             raise OptionError(f"the network does not run on {what}", first_line(error)) from None
-        if len(given) != len(self.outputs):
+        if len(outputs) != len(self.outputs):
             raise OptionError(
-                f"the network gives {len(given)} tensors here and {len(self.outputs)} on the first input",
+                f"the network gives {len(outputs)} tensors here and {len(self.outputs)} on the first input",
                 "a file always gives the same",
             )
-        if not self.whole and (given[0].ndim < 2 or len(given[0]) != len(tensors[0])):
+        if not self.whole and (outputs[0].ndim < 2 or len(outputs[0]) != len(tensors[0])):
             raise NoAnswerError("the network does not give one tensor, a row per image", remedy=_OTHERS)
-        pairs = zip(self.outputs, given, strict=True)
+        pairs = zip(self.outputs, outputs, strict=True)
         return {name: value.float() if value.is_floating_point() else value for name, value in pairs}
 
 
 def _named(value: object, alone: str) -> dict[str, Tensor]:
     """Every tensor by the keys on the way to it; a tensor without any, and numbered ones, are called `alone`."""
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
         key = name.replace(".", "_")
         key = key if key and not key[0].isdigit() else "_".join(part for part in (alone, key) if part)
-        found[key if key not in found else f"{key}_{len(found)}"] = tensor
-    return found
+        named[key if key not in named else f"{key}_{len(named)}"] = tensor
+    return named
 
 
 def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -117,5 +117,5 @@ def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """The only one, or all of them."""
-    found = tuple(values)
-    return found[0] if len(found) == 1 else found
+    several = tuple(values)
+    return several[0] if len(several) == 1 else several

@@ -12,7 +12,7 @@ from torch import Tensor
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import FP16, Runs, reason
+from normswap.exporting.formats import FP16, Runs, extra_files, reason
 from normswap.models.weight_files import quiet
 
 NAME = "torchscript"
@@ -20,6 +20,7 @@ NEEDS = ()
 GRAPH = True
 PARTS = ()
 NOTES = {"fp16": FP16}
+metadata = extra_files
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.layers.seat import Linearity
+from normswap.layers.planned_layer import Linearity
 
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """What a file's tool rounds weights to.
+    """The grid that a file's tool rounds weights to.
 
     Args:
         levels: of a layer: so many steps from 0 the largest weight is; of 63.5 the file has 64 on one side and 63 on

@@ -25,7 +25,8 @@ from normswap.calibration.least_squares import Kernel, Moments, by_group, naming
 from normswap.calibration.sampling import fits, patches
 from normswap.exporting.weight_grid import WeightGrid
 from normswap.graph.inspection import LINEAR
-from normswap.layers.seat import Linearity
+from normswap.layers.planned_layer import Linearity
+from normswap.models.modes import hooked
 
 _DAMP = 0.01  # of the mean variance, as GPTQ's own
 _WIDEST = 1024  # numbers in a patch whose losses are shared; blocks of 288 of 1152 lose as little as all at once
@@ -83,17 +84,17 @@ def weights(
         SourceError: what reaches a layer overflows when it is squared.
     """
     seen = _moments(network, batches, layers)
-    found = {}
+    rounded = {}
     for path, module in network.named_modules():
         if path not in layers or not isinstance(module, LINEAR):
             continue
         if path in seen:
             with naming(path, "rounded"):
                 blocks = _blocks(seen.pop(path))
-                found[path] = _diffused(module, blocks, grid)
+                rounded[path] = _diffused(module, blocks, grid)
         else:
-            found[path] = Rounded(module.weight.detach().clone(), grid.rounded(module))
-    return found
+            rounded[path] = Rounded(module.weight.detach().clone(), grid.rounded(module))
+    return rounded
 
 
 def _moments(network: nn.Module, batches: Sequence[Tensor], layers: Collection[str]) -> dict[str, list[Moments]]:
@@ -114,17 +115,14 @@ def _moments(network: nn.Module, batches: Sequence[Tensor], layers: Collection[s
             moments.add(part, none)
             moments.flush()  # of all layers at once, what waits would be more than the sums
 
-    handles = [
+    handles = (
         module.register_forward_hook(functools.partial(look, path))
         for path, module in network.named_modules()
         if path in layers and isinstance(module, LINEAR) and fits(module)
-    ]
-    try:
+    )
+    with hooked(handles):
         for x in batches:
             network(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen
 
 
@@ -141,13 +139,13 @@ def _diffused(module: Linearity, blocks: Iterable[_Block], grid: WeightGrid) -> 
     shape = (groups, len(weight) // groups, -1)
     step = grid.steps(module).double().expand_as(weight).reshape(shape)
     nearest = grid.rounded(module).double().reshape(shape)
-    given = weight.double().reshape(shape)
-    largest = given.abs().amax(2, keepdim=True) if grid.per_channel else given.abs().amax()
-    settled, most = given.abs() >= largest, math.floor(grid.levels(module))  # the largest make the step, and stay
-    found = nearest.clone()
+    weights = weight.double().reshape(shape)
+    largest = weights.abs().amax(2, keepdim=True) if grid.per_channel else weights.abs().amax()
+    settled, most = weights.abs() >= largest, math.floor(grid.levels(module))  # the largest make the step, and stay
+    rounded = nearest.clone()
     for block in blocks:
         at = block.order[:, None].expand(-1, shape[1], -1)
-        wish, held, size, fixed = (each.gather(2, at) for each in (given, found, step, settled))
+        wish, held, size, fixed = (each.gather(2, at) for each in (weights, rounded, step, settled))
         lost = torch.zeros_like(wish)
         for start in range(0, wish.shape[2], _BLOCK):
             end = min(start + _BLOCK, wish.shape[2])
@@ -157,6 +155,6 @@ def _diffused(module: Linearity, blocks: Iterable[_Block], grid: WeightGrid) -> 
                 number = ((wish[:, :, i] + more) / size[:, :, i] + 0.5).floor().clamp(-most, most)
                 held[:, :, i] = torch.where(fixed[:, :, i], held[:, :, i], number * size[:, :, i])
                 lost[:, :, i] = wish[:, :, i] - held[:, :, i]
-        found.scatter_(2, at, held)
-    both = (torch.where(settled, given, found), found)
+        rounded.scatter_(2, at, held)
+    both = (torch.where(settled, weights, rounded), rounded)
     return Rounded(*(each.to(weight).reshape(weight.shape) for each in both))

@@ -1,179 +1,175 @@
-"""Undress: turn every BatchNorm (and every scalar or affine layer of an earlier conversion) into plain weights.
+"""Fold: turn every BatchNorm (and every scalar or affine layer of an earlier conversion) into plain weights.
 
-Each site is y = act(s * x + t). In this order: fold it back into the convolutions before it; or forward into the
+Each of them is y = act(s * x + t). In this order: fold it back into the convolutions before it; or forward into the
 unpadded convolutions after it; or, before a ReLU, move |s| through the ReLU into the next convolutions' inputs and
 keep a shift (`ChannelBias`); or keep it as a `ChannelAffine`, which is always exact. The algebra is in
-`layers.Folded` and `affine.split`; this file only decides, from the graph, who takes in whom, and says why not.
+`layers.Folded` and `affine.split`; this file only decides, from the graph, which layer absorbs which, and says why not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import fx, nn
 
-from normswap.folding import gauge, norm_free
-from normswap.folding.draft import Draft
+from normswap.folding import norm_free, rescaling
 from normswap.folding.outcomes import FOLDED_FORWARD, LEFT_SHIFT, NEVER_CALLED, folded_back, left_affine, stays
 from normswap.folding.overwriting import overwritten
-from normswap.folding.passage import (
-    Blocked,
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.producers import producers
+from normswap.folding.propagation import (
+    NotFoldable,
     check_linear,
     consumers,
     distinct,
     last_linear,
     name,
-    pads,
-    passes_positive,
-    read_directly,
+    propagates_scale,
 )
-from normswap.folding.producers import makers
+from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
-from normswap.layers import affine, reparametrized
+from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import is_homogeneous
-from normswap.layers.own import OwnLayer
-from normswap.layers.scalars import Scale
-from normswap.plan import Outcome, Way
+from normswap.layers.own import OwnLayer, scales_branch
+from normswap.plan import AbsorbMode, Outcome
 
 
-def undress(anatomy: Anatomy, *, leave: Collection[str] = ()) -> Draft:
-    """Decide what happens to every affine site of the network, but those at the paths in `leave` or outside its part.
+def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
+    """Decide what happens to every affine module of the network, but those at the paths in `leave` or outside its part.
 
-    Sites that cannot be read (no running statistics, unknown subclasses, untraceable surroundings) are in
+    Modules that cannot be read (no running statistics, unknown subclasses, untraceable surroundings) are in
     `refusals`; norms with per-sample statistics are left alone.
     """
-    draft = Draft(anatomy)
-    traced = anatomy.traced
-    _bake(draft)
-    norm_free.free(draft)
-    reached: set[int] = set()
-    for node in [*traced.nodes, *traced.hidden]:
-        module = traced.module(node)
-        if module is None or id(module) in reached or not affine.is_affine(module):
-            continue
-        reached.add(id(module))
-        if str(node.target) not in leave and anatomy.takes_part(str(node.target)):
-            _undress_site(draft, str(node.target), module)
-    for path, module in traced.modules.items():
-        if affine.is_batchnorm(module) and id(module) not in reached and anatomy.takes_part(path):
-            outer = next((p for p in traced.opaque if path.startswith(f"{p}.")), None)
-            read = read_directly(traced, module)
-            if read:
-                draft.refusals[path] = f"forward reads {read} by itself and does not call the module"
-            elif outer:
-                draft.refusals[path] = f"it is inside {outer}, which cannot be looked into: {traced.opaque[outer]}"
-            else:
-                draft.settle(path, NEVER_CALLED)
-    return draft
+    builder = PlanBuilder(anatomy)
+    _bake(builder)
+    norm_free.free(builder)
+    for site in anatomy.maps:
+        if site.path not in leave and anatomy.takes_part(site.path):
+            _fold_module(builder, site)
+    for norm in anatomy.norms:
+        if norm.is_batchnorm and not norm.called and anatomy.takes_part(norm.path):
+            _explain_uncalled(builder, norm.path)
+    return builder
 
 
-def _bake(draft: Draft) -> None:
-    """Every layer whose weight is made anew at each step becomes plain, whatever else it takes in."""
-    traced = draft.anatomy.traced
+def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
+    """Say why nothing happens to a norm that forward does not call."""
+    traced = builder.anatomy.traced
+    outer = next((p for p in traced.opaque if path.startswith(f"{p}.")), None)
+    read = traced.read_directly(traced.modules[path])
+    if read:
+        builder.refusals[path] = f"forward reads {read} by itself and does not call the module"
+    elif outer:
+        builder.refusals[path] = f"it is inside {outer}, which cannot be looked into: {traced.opaque[outer]}"
+    else:
+        builder.settle(path, NEVER_CALLED)
+
+
+def _bake(builder: PlanBuilder) -> None:
+    """Every layer whose weight is made anew at each step becomes plain, whatever else it absorbs."""
+    traced = builder.anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
         conv = traced.modules[path]
-        if not reparametrized.is_dressed(conv) or not draft.anatomy.takes_part(path):
+        if not reparametrized.is_reparametrized(conv) or not builder.anatomy.takes_part(path):
             continue
         try:
-            check_linear(draft, path, conv)
-        except Blocked as why:
-            draft.notes.append(f"{path} stays a {type(conv).__name__}: {why}")
+            check_linear(builder, path, conv)
+        except NotFoldable as why:
+            builder.notes.append(f"{path} stays a {type(conv).__name__}: {why}")
         else:
-            draft.take(path).bake = not reparametrized.is_stuck(conv)
+            builder.linear(path).bake = not reparametrized.keeps_input_bias(conv)
 
 
-def _undress_site(draft: Draft, path: str, module: nn.Module) -> None:
-    why = affine.refusal(module)
-    read = read_directly(draft.anatomy.traced, module)
-    if why or read:
-        draft.refusals[path] = why or f"{read} is read in forward, not only by the norm itself"
+def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
+    path = site.path
+    if site.refusal:
+        builder.refusals[path] = site.refusal
         return
     reasons = []
     for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar, _fold_stream):
         try:
-            way(draft, path, module)
-        except Blocked as reason:
+            way(builder, path, site.module)
+        except NotFoldable as reason:
             reasons.append(str(reason))
         else:
             return
-    if affine.holds_statistics(module):
-        draft.seat(path, "ChannelAffine")
-        draft.settle(path, left_affine(reasons[0]))
+    if site.holds_statistics:
+        builder.replace(path, "ChannelAffine")
+        builder.settle(path, left_affine(reasons[0]))
     else:
-        draft.settle(path, stays(reasons[0]))
+        builder.settle(path, stays(reasons[0]))
 
 
-def _fold_back(draft: Draft, path: str, module: nn.Module) -> None:
+def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Into the convolutions before: exact if all they ever produce goes through this very module."""
-    found = makers(draft, module)
-    for linear, part in found.items():
-        draft.take(linear).add(path, Way.AFTER, part)
-    draft.vacate(path)
-    draft.settle(path, folded_back(*found))
+    parts = producers(builder, module)
+    for linear, part in parts.items():
+        builder.linear(linear).add(path, AbsorbMode.AFTER, part)
+    builder.remove(path)
+    builder.settle(path, folded_back(*parts))
 
 
-def _fold_forward(draft: Draft, path: str, module: nn.Module) -> None:
+def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Into the convolutions after it, when nothing lies between and they pad nothing."""
     if affine.activation(module) is not None:
-        raise Blocked("an activation follows")
-    convs = consumers(draft, module, draft.silent)
+        raise NotFoldable("an activation follows")
+    convs = consumers(builder, module, builder.is_identity)
     for conv_path in convs:
-        conv: Any = draft.anatomy.traced.modules[conv_path]
-        if isinstance(conv, nn.Linear) or conv.transposed or pads(conv):
-            raise Blocked(f"{conv_path} pads its input with zeros, which the shift would have to move")
-    for call in draft.anatomy.traced.calls[id(module)]:
-        later = overwritten(draft, call)
+        conv = builder.anatomy.traced.linear(conv_path)
+        if isinstance(conv, nn.Linear) or conv.transposed or own_forwards.pads(conv):
+            raise NotFoldable(f"{conv_path} pads its input with zeros, which the shift would have to move")
+    for call in builder.anatomy.traced.calls[id(module)]:
+        later = overwritten(builder, call)
         if later is not None:
-            raise Blocked(f"{name(later)} overwrites its input later")
+            raise NotFoldable(f"{name(later)} overwrites its input later")
     for conv_path in convs:
-        draft.take(conv_path).add(path, Way.BEFORE)
-    draft.vacate(path)
-    draft.settle(path, Outcome(FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
+        builder.linear(conv_path).add(path, AbsorbMode.BEFORE)
+    builder.remove(path)
+    builder.settle(path, Outcome(FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
 
 
-def _move_scale(draft: Draft, path: str, module: nn.Module) -> None:
+def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """|s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
     if isinstance(module, OwnLayer) and not module.SCALES:
-        raise Blocked("it has no scale per channel")
+        raise NotFoldable("it has no scale per channel")
     act = affine.activation(module)
     if not is_homogeneous(act):
-        raise Blocked(f"it is followed by {type(act).__name__}, which a scale cannot pass")
-    convs = consumers(draft, module, lambda node: passes_positive(draft, node))
+        raise NotFoldable(f"it is followed by {type(act).__name__}, which a scale cannot pass")
+    convs = consumers(builder, module, lambda node: propagates_scale(builder, node))
     for conv_path in convs:
-        draft.take(conv_path).add(path, Way.BEFORE_MAGNITUDE)
-    dtype = next(draft.anatomy.traced.modules[convs[0]].parameters()).dtype
+        builder.linear(conv_path).add(path, AbsorbMode.BEFORE_MAGNITUDE)
+    dtype = next(builder.anatomy.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
-    draft.seat(path, "ChannelBias", signed=signed)
-    draft.settle(path, Outcome(LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
+    builder.replace(path, "ChannelBias", signed=signed)
+    builder.settle(path, Outcome(LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
 
 
-def _fold_scalar(draft: Draft, path: str, module: nn.Module) -> None:
+def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """A scalar after a gate: through the gate into the convolution before it."""
-    if not isinstance(module, Scale):
-        raise Blocked("it is no scalar")
+    if not scales_branch(module):
+        raise NotFoldable("it is no scalar")
     alpha = module.alpha.item()
     if not alpha >= 0 or (module.bias is not None and module.bias.any()):
-        raise Blocked("only a scalar that is not negative, without a bias, can pass a gate")
-    calls = draft.anatomy.traced.calls[id(module)]
+        raise NotFoldable("only a scalar that is not negative, without a bias, can pass a gate")
+    calls = builder.anatomy.traced.calls[id(module)]
     if len(calls) > 1:
-        raise Blocked("it is called more than once")
+        raise NotFoldable("it is called more than once")
     (above,) = inputs(calls[0])
-    conv, readers = last_linear(draft, above, calls[0])
-    if not alpha and any(_escapes(draft, reader, calls[0]) for reader in readers):
-        raise Blocked("it is 0, and the branch is read elsewhere too")
-    draft.take(conv).gain *= alpha
+    conv, readers = last_linear(builder, above, calls[0])
+    if not alpha and any(_escapes(builder, reader, calls[0]) for reader in readers):
+        raise NotFoldable("it is 0, and the branch is read elsewhere too")
+    builder.linear(conv).gain *= alpha
     for reader in readers if alpha else ():  # what a gate makes of a dead branch does not matter
-        draft.take(reader).in_gain /= alpha
-    draft.vacate(path)
-    draft.settle(path, folded_back(conv, reason="through the gate"))
+        builder.linear(reader).in_gain /= alpha
+    builder.remove(path)
+    builder.settle(path, folded_back(conv, reason="through the gate"))
 
 
-def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
+def _escapes(builder: PlanBuilder, path: str, end: fx.Node) -> bool:
     """Whether what the module at `path` computes reaches the model's output by a way that avoids `end`."""
-    traced = draft.anatomy.traced
+    traced = builder.anatomy.traced
     seen = set(traced.calls[id(traced.modules[path])])
     ahead = list(seen)
     while ahead:
@@ -183,15 +179,15 @@ def _escapes(draft: Draft, path: str, end: fx.Node) -> bool:
     return any(node.op == "output" for node in seen)
 
 
-def _fold_stream(draft: Draft, path: str, module: nn.Module) -> None:
-    """A factor of a residual stream: through sums and gates into all that makes it (`gauge`)."""
-    if not isinstance(module, Scale) or module.bias is not None:
-        raise Blocked("it is no scalar without a bias")
-    calls = draft.anatomy.traced.calls[id(module)]
+def _fold_stream(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    """A factor of a residual stream: through sums and gates into all that makes it (`rescaling`)."""
+    if not scales_branch(module) or module.bias is not None:
+        raise NotFoldable("it is no scalar without a bias")
+    calls = builder.anatomy.traced.calls[id(module)]
     if len(calls) > 1:
-        raise Blocked("it is called more than once")
+        raise NotFoldable("it is called more than once")
     (above,) = inputs(calls[0])
-    with gauge.attempt(draft):
-        gauge.enlarge(draft, above, module.alpha.item(), {calls[0]})
-    draft.vacate(path)
-    draft.settle(path, folded_back("what makes the stream"))
+    with rescaling.attempt(builder):
+        rescaling.enlarge(builder, above, module.alpha.item(), {calls[0]})
+    builder.remove(path)
+    builder.settle(path, folded_back("what makes the stream"))

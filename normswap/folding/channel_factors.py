@@ -1,10 +1,10 @@
-"""The gauge channel by channel: which channels of a folded network must share one positive factor, and which are free.
+"""Rescaling channel by channel: which channels of a folded network must share one positive factor, and which are free.
 
 Each channel that a convolution or linear layer writes may be multiplied by a factor of its own, if what reads it
 divides by it (Nagel et al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Here the channels travel through the
-graph: what is homogeneous, pools or is silent hands them on; a sum makes its two arms share factors, a concatenation
-joins them, a gate x g(x) hands on those of x. Everything else holds its channels: their factor is 1. A depthwise
-convolution's inputs and outputs have factors of their own, as those of any convolution do.
+graph: what is homogeneous, pools or is the identity hands them on; a sum makes its two arms share factors, a
+concatenation joins them, a gate x g(x) hands on those of x. Everything else holds its channels: their factor is 1. A
+depthwise convolution's inputs and outputs have factors of their own, as those of any convolution do.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, check_linear, passes_positive
-from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
+from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.bounded import BoundedReLU
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
+from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import Linearity
 from normswap.layers.reparametrized import CONVOLUTIONS
-from normswap.layers.scalars import Scale
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
 _FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
@@ -51,18 +52,18 @@ class Channels:
     """The groups of channels of a folded network.
 
     Args:
-        draft: of the network, as it is.
+        builder: of the network, as it is.
 
     Attributes:
         layers: those whose weights follow; levels: those that hand channels on, and whose shifts or bounds follow.
         count: how many groups there are; group 0 holds what cannot be scaled.
     """
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft, self.traced = draft, draft.anatomy.traced
+    def __init__(self, builder: PlanBuilder) -> None:
+        self.builder, self.traced = builder, builder.anatomy.traced
         self.parent = [HELD]
         self.of: dict[fx.Node, list[int]] = {}
-        found = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
+        visited = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
         roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
         kept, groups = roots.unique(return_inverse=True)
         self.count = len(kept)
@@ -70,7 +71,7 @@ class Channels:
         def reach(node: fx.Node, reads: list[int]) -> Reach:
             return Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
 
-        reached = [(self.traced.module(node), reach(node, reads)) for node, reads in found]
+        reached = [(self.traced.module(node), reach(node, reads)) for node, reads in visited]
         self.layers = [one for module, one in reached if not _level(module)]
         self.levels = [one for module, one in reached if _level(module)]
 
@@ -99,8 +100,7 @@ class Channels:
         if not any(known):
             return None
         if node.target is torch.cat and all(known) and _dim(node, 0) == 1:
-            listed: Any = node.args[0] if node.args else node.kwargs["tensors"]
-            return [channel for source in listed for channel in self.of[source]]
+            return [channel for source in listed(node) for channel in self.of[source]]
         if len(sources) == 1:
             return self._alone(node, sources[0], known[0] or [])
         shape = node.meta["shape"]
@@ -123,30 +123,31 @@ class Channels:
             return None
         if _level(module):
             return channels if self._called(module) == 1 else None
-        scaled = isinstance(module, nn.Upsample) or (isinstance(module, Scale) and module.bias is None)
-        if self.draft.silent(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
+        scaled = isinstance(module, nn.Upsample) or (scales_branch(module) and module.bias is None)
+        if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
         if isinstance(module, nn.Flatten) or node.target in _FLAT:
             whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
             return [channel for channel in channels for _ in range(math.prod(before[2:]))] if whole else None
         if node.target in (torch.mean, "mean", torch.amax, "amax"):
             dims = _dim(node, None)
-            over = {dim % len(before) for dim in ([dims] if isinstance(dims, int) else dims or [0])}
+            dims = dims if isinstance(dims, list | tuple) else [dims]
+            over = {dim % len(before) for dim in dims if isinstance(dim, int)} or {0}
             return channels if over and min(over) > 1 else None
-        return channels if passes_positive(self.draft, node) else None
+        return channels if propagates_scale(self.builder, node) else None
 
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
         if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
             return False  # channels that are not the second dimension are not followed
         try:
-            check_linear(self.draft, str(node.target), module)
-        except Blocked:
+            check_linear(self.builder, str(node.target), module)
+        except NotFoldable:
             return False
         return True
 
     def _called(self, module: nn.Module) -> int:
         """How often, on the way that was recorded first: an export has one size, and goes one way."""
-        return sum(call not in self.traced.hidden for call in self.traced.calls[id(module)])
+        return sum(call not in self.traced.alternative_nodes for call in self.traced.calls[id(module)])
 
     def _new(self, count: int) -> list[int]:
         first = len(self.parent)
@@ -176,7 +177,7 @@ def _level(module: nn.Module | None) -> str | None:
     return "bias" if isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act) else None
 
 
-def _dim(node: fx.Node, default: object) -> Any:
+def _dim(node: fx.Node, default: object) -> object:
     """The `dim` that a function is called with."""
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
 
@@ -184,7 +185,8 @@ def _dim(node: fx.Node, default: object) -> Any:
 def columns(weight: Tensor, groups: int) -> Tensor:
     """(O, I / groups, ...) -> (I, O / groups, ...): by input channel."""
     outs = len(weight) // groups
-    return weight.unflatten(0, (groups, outs)).transpose(1, 2).flatten(0, 1)
+    grouped: Tensor = weight.unflatten(0, (groups, outs))
+    return grouped.transpose(1, 2).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -194,9 +196,9 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
     Args:
         factors: (groups,), positive; the first one is 1.
     """
-    factors = factors.double()
+    factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
-        module: Any = model.get_submodule(layer.path)
+        module = cast(Linearity, model.get_submodule(layer.path))
         weight, groups = standardized.computed(module), getattr(module, "groups", 1)
         out = factors[layer.writes]
         incoming = (1 / factors[layer.reads]).view(groups, 1, -1).expand(-1, len(out) // groups, -1).flatten(0, 1)
@@ -205,6 +207,6 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out)
     for layer in channels.levels:
-        module = model.get_submodule(layer.path)
-        level = getattr(module, str(_level(module)))
+        clipped = model.get_submodule(layer.path)
+        level = getattr(clipped, str(_level(clipped)))
         level.copy_(level.double() * factors[layer.writes])

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from normswap.folding.draft import Draft
 from normswap.folding.outcomes import stays
-from normswap.folding.passage import Blocked, check_linear, distinct, name, pads, read_directly
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear, distinct, name
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers import channel_norm, reparametrized
-from normswap.plan import Outcome, Way
+from normswap.layers import channel_norm, own_forwards, reparametrized
+from normswap.plan import AbsorbMode, Outcome
 
 
 def found(anatomy: Anatomy) -> dict[str, nn.Module]:
@@ -32,81 +32,81 @@ def found(anatomy: Anatomy) -> dict[str, nn.Module]:
     }
 
 
-def move(draft: Draft) -> None:
+def move(builder: PlanBuilder) -> None:
     """Give the gamma and beta of every norm that has some to the linear layers after it, where that is exact."""
-    norms = {path: norm for path, norm in found(draft.anatomy).items() if any(True for _ in norm.parameters())}
+    norms = {path: norm for path, norm in found(builder.anatomy).items() if any(True for _ in norm.parameters())}
     if not norms:
         return
-    seen = channel_axes.read(draft.anatomy.traced, draft.silent)
+    seen = channel_axes.read(builder.anatomy.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
-            readers = linear_readers(draft, seen, path, norm)
-        except Blocked as why:
-            draft.settle(path, stays(str(why), " with its scale and shift"))
+            readers = linear_readers(builder, seen, path, norm)
+        except NotFoldable as why:
+            builder.settle(path, stays(str(why), " with its scale and shift"))
             continue
         for reader in readers:
-            draft.take(reader).add(path, Way.BEFORE)
-        draft.seat(path, "BareNorm")
+            builder.linear(reader).add(path, AbsorbMode.BEFORE)
+        builder.replace(path, "BareNorm")
         into = ", ".join(readers)
-        draft.settle(path, Outcome("scale and shift moved on", f"its scale and shift move to {into}"))
+        builder.settle(path, Outcome("scale and shift moved on", f"its scale and shift move to {into}"))
 
 
-def linear_readers(draft: Draft, seen: Axes, path: str, norm: nn.Module) -> list[str]:
+def linear_readers(builder: PlanBuilder, seen: Axes, path: str, norm: nn.Module) -> list[str]:
     """Paths of the linear layers that read the norm's output, channel by channel, where nothing else does.
 
     Raises:
-        Blocked: something else reads it, or one of them cannot take in a scale and shift of its input.
+        NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of its input.
     """
-    traced = draft.anatomy.traced
+    traced = builder.anatomy.traced
     why = channel_norm.refusal(norm) or seen.why
-    own = read_directly(traced, norm)
-    if why or own:
-        raise Blocked(why or f"{own} is read in forward, not only by the norm itself")
-    if any(n.path == path and n.role == "head" for n in draft.anatomy.norms):
-        raise Blocked("its output is the network's features")
-    ends = [end for call in traced.calls[id(norm)] for end in _ends(traced, draft, seen, call)]
+    read = traced.read_directly(norm)
+    if why or read:
+        raise NotFoldable(why or f"{read} is read in forward, not only by the norm itself")
+    if any(n.path == path and n.role == "head" for n in builder.anatomy.norms):
+        raise NotFoldable("its output is the network's features")
+    ends = [end for call in traced.calls[id(norm)] for end in _ends(traced, builder, seen, call)]
     for source, end in ends:
-        _check(draft, seen, source, end, {node for _, node in ends})
+        _check(builder, seen, source, end, {node for _, node in ends})
     if not ends:
-        raise Blocked("nothing reads it")
+        raise NotFoldable("nothing reads it")
     return distinct(traced.modules, [str(end.target) for _, end in ends])
 
 
-def _ends(traced: Traced, draft: Draft, seen: Axes, start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+def _ends(traced: Traced, builder: PlanBuilder, seen: Axes, start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """(value, reader) wherever the norm's output is read by more than a step that passes it on."""
-    found = []
+    ends = []
     for user in traced.users[start]:
         if user.op == "output":
-            raise Blocked("the model returns it")
-        if (draft.silent(user) or channel_axes.is_step(traced, user)) and len(inputs(user)) == 1:
-            found += _ends(traced, draft, seen, user)
+            raise NotFoldable("the model returns it")
+        if (builder.is_identity(user) or channel_axes.is_step(traced, user)) and len(inputs(user)) == 1:
+            ends += _ends(traced, builder, seen, user)
         else:
-            found.append((start, user))
-    return found
+            ends.append((start, user))
+    return ends
 
 
-def _check(draft: Draft, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx.Node]) -> None:
-    traced = draft.anatomy.traced
+def _check(builder: PlanBuilder, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx.Node]) -> None:
+    traced = builder.anatomy.traced
     linear = traced.module(end)
     if not isinstance(linear, LINEAR):
-        raise Blocked(f"{name(end)} reads it, not a linear layer")
+        raise NotFoldable(f"{name(end)} reads it, not a linear layer")
     path, axis = str(end.target), seen.get(source)
-    if path == draft.anatomy.classifier:
-        raise Blocked(f"the features that {path} reads would change")
-    check_linear(draft, path, linear)
-    if reparametrized.is_stuck(linear):
-        raise Blocked(f"{path} adds a scalar to its input")
+    if path == builder.anatomy.classifier:
+        raise NotFoldable(f"the features that {path} reads would change")
+    check_linear(builder, path, linear)
+    if reparametrized.keeps_input_bias(linear):
+        raise NotFoldable(f"{path} adds a scalar to its input")
     if any(call not in ends for call in traced.calls[id(linear)]):
-        raise Blocked(f"{path} is called elsewhere too, on another input")
+        raise NotFoldable(f"{path} is called elsewhere too, on another input")
     if axis is None:
-        raise Blocked(f"which of the inputs of {path} its channels become is not known")
+        raise NotFoldable(f"which of the inputs of {path} its channels become is not known")
     if not axis.pure:
-        raise Blocked(f"zeros are padded before {path}, which the shift would have to move")
+        raise NotFoldable(f"zeros are padded before {path}, which the shift would have to move")
     if isinstance(linear, nn.Linear):
         fits = axis.last
     else:
         fits = axis.dim == 1 and axis.size == linear.in_channels
-        if linear.transposed or pads(linear):
-            raise Blocked(f"{path} pads its input with zeros, which the shift would have to move")
+        if linear.transposed or own_forwards.pads(linear):
+            raise NotFoldable(f"{path} pads its input with zeros, which the shift would have to move")
     if not fits:
-        raise Blocked(f"the inputs of {path} are not its channels")
+        raise NotFoldable(f"the inputs of {path} are not its channels")

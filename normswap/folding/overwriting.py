@@ -7,10 +7,10 @@ import operator
 
 from torch import fx, nn
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.spelling import after
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers.activations import SILENT
+from normswap.layers.activations import IDENTITIES
 from normswap.layers.placeholders import Vacant
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -21,12 +21,12 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
+def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
     """A later node that writes into the value that `call` reads, which must then not be passed on uncopied."""
-    traced = draft.anatomy.traced
+    traced = builder.anatomy.traced
     late = traced.index(call)
     (value,) = inputs(call)
-    while (draft.silent(value) or overwrites(traced, value)) and inputs(value):
+    while (builder.is_identity(value) or overwrites(traced, value)) and inputs(value):
         value = inputs(value)[0]
     family = [value]
     for node in family:
@@ -35,34 +35,36 @@ def overwritten(draft: Draft, call: fx.Node) -> fx.Node | None:
                 if traced.index(user) > late:
                     return user
                 family.append(user)
-            elif draft.silent(user) and user is not call:
+            elif builder.is_identity(user) and user is not call:
                 family.append(user)
     return None
 
 
-def torn(draft: Draft) -> dict[str, str]:
-    """Seats that pass on the memory they read and will not any more, where it is written to under one of its names and
-    read under the other: why each must stay as it is, by path.
+def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
+    """Why some layers must stay as they are, by path.
+
+    They pass on the memory that they read, and will not any more, where it is written to under one of its names and
+    read under the other.
     """
-    traced, found = draft.anatomy.traced, {}
+    traced, conflicts = builder.anatomy.traced, {}
     for node in traced.nodes:
         if node.target is not after:
             continue
         one, other = (_passing(traced, value) for value in inputs(node))
         for name in (*(n for n in one if n not in other), *(n for n in other if n not in one[1:])):
             path = str(name.target)
-            if name.op == "call_module" and _copies(draft, path):
-                found[path] = "what it passes on is written to later, and read under the name it had before"
-    return found
+            if name.op == "call_module" and _copies(builder, path):
+                conflicts[path] = "what it passes on is written to later, and read under the name it had before"
+    return conflicts
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
-    """What the value's memory has gone through in eval mode, the latest first."""
-    found = []
-    while inputs(value) and (shares(traced, value) or isinstance(traced.module(value), SILENT)):
-        found.append(value)
+    """The nodes that the value's memory has gone through in eval mode, the latest first."""
+    passed = []
+    while inputs(value) and (shares(traced, value) or isinstance(traced.module(value), IDENTITIES)):
+        passed.append(value)
         value = inputs(value)[0]
-    return found
+    return passed
 
 
 def shares(traced: Traced, node: fx.Node) -> bool:
@@ -75,9 +77,9 @@ def shares(traced: Traced, node: fx.Node) -> bool:
     return isinstance(module, _PASSING) or bool(getattr(module, "inplace", False))
 
 
-def _copies(draft: Draft, path: str) -> bool:
+def _copies(builder: PlanBuilder, path: str) -> bool:
     """Whether something will sit there that makes a tensor of its own."""
-    return path in draft.scalars or (path in draft.seats and not draft.vacated(path))
+    return path in builder.scalars or (path in builder.replacements and not builder.removes(path))
 
 
 def overwrites(traced: Traced, node: fx.Node) -> bool:
@@ -91,8 +93,9 @@ def overwrites(traced: Traced, node: fx.Node) -> bool:
         return False
     if getattr(node.target, "__name__", "").endswith("_") or node.target in _IN_PLACE:
         return True
+    assert callable(node.target)
     try:
-        given = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)
     except (TypeError, ValueError):  # torch's own have none, and no `inplace` either
         return False
-    return given.arguments.get("inplace") is True
+    return bound.arguments.get("inplace") is True

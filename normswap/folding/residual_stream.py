@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from normswap.folding import layer_scale
-from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, check_linear, name
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
 from normswap.graph.inspection import LINEAR
 from normswap.graph.tracing import inputs, is_add, is_constant_mul
 from normswap.layers import channel_norm
 from normswap.layers.layer_scale import scaled_dim
-from normswap.plan import Way
+from normswap.plan import AbsorbMode
 
 
 @dataclass
@@ -41,82 +41,85 @@ class Stream:
     scales: dict[str, str] = field(default_factory=dict)
 
 
-def around(draft: Draft, seen: Axes, starts: Sequence[fx.Node]) -> Stream:
+def around(builder: PlanBuilder, seen: Axes, starts: Sequence[fx.Node]) -> Stream:
     """The stream that the values of `starts` belong to, one for each way through the network, if it can be centred.
 
     Raises:
-        Blocked: something reads its mean, or something writes to it that cannot leave its mean out.
+        NotFoldable: something reads its mean, or something writes to it that cannot leave its mean out.
     """
     for start in starts:
         if seen.get(start) is None:
-            raise Blocked(seen.why or _complaint(draft, seen, start))
+            raise NotFoldable(seen.why or _complaint(builder, seen, start))
     stream, ahead = Stream(), [*starts]
     while ahead:
         node = ahead.pop()
         if node in stream.values:
             continue
         stream.values.add(node)
-        ahead += _above(draft, stream, node)
-        for user in draft.anatomy.traced.users[node]:
-            if _passes(draft, user) and seen.get(user) is not None:
+        ahead += _above(builder, stream, node)
+        for user in builder.anatomy.traced.users[node]:
+            if _passes(builder, user) and seen.get(user) is not None:
                 ahead.append(user)
-            elif not _ignores_the_mean(draft, seen, node, user):
-                raise Blocked(_complaint(draft, seen, user))
+            elif not _ignores_the_mean(builder, seen, node, user):
+                raise NotFoldable(_complaint(builder, seen, user))
     for path in stream.linears:
-        _check_linear(draft, stream, path)
+        _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
-        _check_tensor(draft, seen, stream, path)
+        _check_tensor(builder, seen, stream, path)
     return stream
 
 
-def centre(draft: Draft, stream: Stream) -> None:
+def centre(builder: PlanBuilder, stream: Stream) -> None:
     """Write down what has to be done so that the stream has no mean."""
     for scale, linear in stream.scales.items():
-        draft.take(linear).add(scale, Way.AFTER)
-        draft.vacate(scale)
+        builder.linear(linear).add(scale, AbsorbMode.AFTER)
+        builder.remove(scale)
     for path in stream.linears:
-        draft.take(path).extra["centred"] = True
+        builder.linear(path).extra["centred"] = True
     for path, dim in stream.tensors.items():
-        draft.seat(path, "Centred", dim=dim)
+        builder.replace(path, "Centred", dim=dim)
 
 
-def _passes(draft: Draft, node: fx.Node) -> bool:
+def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether no mean comes out of `node` if none goes in."""
     return (
-        draft.silent(node) or channel_axes.is_step(draft.anatomy.traced, node) or is_add(node) or is_constant_mul(node)
+        builder.is_identity(node)
+        or channel_axes.is_step(builder.anatomy.traced, node)
+        or is_add(node)
+        or is_constant_mul(node)
     )
 
 
-def _ignores_the_mean(draft: Draft, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
+def _ignores_the_mean(builder: PlanBuilder, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
-    norm = draft.anatomy.traced.module(user)
+    norm = builder.anatomy.traced.module(user)
     axis = seen.get(node)
     if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
 
 
-def _complaint(draft: Draft, seen: Axes, user: fx.Node) -> str:
+def _complaint(builder: PlanBuilder, seen: Axes, user: fx.Node) -> str:
     if is_add(user):
-        return f"{_stranger(draft, seen, user)} is added to it, whose channels are not the outputs of a linear layer"
+        return f"{_stranger(builder, seen, user)} is added to it, whose channels are not the outputs of a linear layer"
     if user.op == "output":
         return "the model returns it, with its mean"
-    norm = draft.anatomy.traced.module(user)
+    norm = builder.anatomy.traced.module(user)
     if norm is not None and channel_norm.is_at_each_position(norm):
         return f"{name(user)} reads it too, which normalizes several tokens or groups of channels by one mean"
-    if channel_axes.is_step(draft.anatomy.traced, user):
+    if channel_axes.is_step(builder.anatomy.traced, user):
         return f"{called(user)} takes its channels apart"
     return f"{called(user)} reads it too, and needs its mean"
 
 
-def _stranger(draft: Draft, seen: Axes, total: fx.Node) -> str:
-    """What a sum adds, and its channels are not those of the stream."""
+def _stranger(builder: PlanBuilder, seen: Axes, total: fx.Node) -> str:
+    """The arm of a sum whose channels are not those of the stream."""
     arms = inputs(total)
     node = next((arm for arm in arms if seen.get(arm) is None), arms[-1])
-    while draft.silent(node):
+    while builder.is_identity(node):
         node = inputs(node)[0]
     if is_add(node) and seen.get(node) is None:
-        return _stranger(draft, seen, node)
+        return _stranger(builder, seen, node)
     return called(node)
 
 
@@ -126,55 +129,55 @@ def called(node: fx.Node) -> str:
     return f"{name(node)} in {inside[0]}" if inside else name(node)
 
 
-def _above(draft: Draft, stream: Stream, node: fx.Node) -> list[fx.Node]:
+def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
     """The values of the stream that `node` is made of; none if it is written here."""
-    traced = draft.anatomy.traced
+    traced = builder.anatomy.traced
     module = traced.module(node)
     path = str(node.target)
     if isinstance(module, LINEAR):
         stream.linears.add(path)
     elif node.op == "get_attr":
         stream.tensors[path] = -1
-    elif module is not None and scaled_dim(module) is not None and not draft.silent(node):
-        stream.scales[path] = _scaled(draft, node, module)
+    elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
+        stream.scales[path] = _scaled(builder, node, module)
         stream.linears.add(stream.scales[path])
-    elif _passes(draft, node):
+    elif _passes(builder, node):
         return inputs(node)
     else:
-        raise Blocked(f"{name(node)} writes to it, whose output has a mean")
+        raise NotFoldable(f"{name(node)} writes to it, whose output has a mean")
     return []
 
 
-def _scaled(draft: Draft, scale: fx.Node, module: nn.Module) -> str:
+def _scaled(builder: PlanBuilder, scale: fx.Node, module: nn.Module) -> str:
     """The linear layer whose output this LayerScale, and nothing else, reads."""
     try:
-        return layer_scale.maker(draft, module)
-    except Blocked as why:
-        raise Blocked(f"{scale.target} writes to it, and {why}") from None
+        return layer_scale.producer(builder, module)
+    except NotFoldable as why:
+        raise NotFoldable(f"{scale.target} writes to it, and {why}") from None
 
 
-def _check_linear(draft: Draft, stream: Stream, path: str) -> None:
-    traced = draft.anatomy.traced
+def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
+    traced = builder.anatomy.traced
     linear = traced.modules[path]
-    check_linear(draft, path, linear)
+    check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
-        raise Blocked(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
+        raise NotFoldable(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
     scaled = path in stream.scales.values()
     if not scaled and any(call not in stream.values for call in traced.calls[id(linear)]):
-        raise Blocked(f"{path} writes to it, and elsewhere too")
+        raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 
-def _check_tensor(draft: Draft, seen: Axes, stream: Stream, path: str) -> None:
-    traced = draft.anatomy.traced
+def _check_tensor(builder: PlanBuilder, seen: Axes, stream: Stream, path: str) -> None:
+    traced = builder.anatomy.traced
     value: object = traced.modules[""]
     for part in path.split("."):
         value = getattr(value, part, None)
     if not isinstance(value, nn.Parameter):
-        raise Blocked(f"{path} writes to it, which is no parameter")
-    for node in (*traced.nodes, *traced.hidden):
+        raise NotFoldable(f"{path} writes to it, which is no parameter")
+    for node in (*traced.nodes, *traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
             continue
         axis = seen.get(node)
         if node not in stream.values or axis is None or axis.dim is None:
-            raise Blocked(f"{path} writes to it, and is read elsewhere too")
+            raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
         stream.tensors[path] = axis.dim

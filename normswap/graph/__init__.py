@@ -1,5 +1,5 @@
 """SEE: a forward becomes an anatomy of residual blocks, norms with their roles, and channel axes. Changes nothing.
 
-Enters: the record and questions that a graph alone can answer. What may be done about it is `folding`'s.
+Enters: the record and questions that a graph alone can answer. The ways to change it are `folding`'s.
 Imports: `layers`, `models`.
 """

@@ -1,24 +1,58 @@
-"""What `inspect` saw, as records: norms with their roles, residual blocks, and the graph they were read from."""
+"""The result of `inspect` as records: norms with their roles, residual blocks, and the graph they were read from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx, nn
 
 from normswap.graph.tracing import Traced
+from normswap.layers import affine
+from normswap.layers.known_norms import Statistics
+from normswap.layers.placeholders import Chain
 from normswap.provenance import Provenance
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One normalization layer (the module, however often it is called)."""
+    """One normalization layer (the module, however often it is called).
+
+    Args:
+        kind: the name of its class.
+        block: the path of the block that it belongs to.
+        statistics: where it takes them from in eval mode.
+        called: how often forward calls it.
+        averages: calibration images can tell which BatchNorm computes most nearly what it does.
+    """
 
     path: str
     kind: str
     channels: int
     role: str
     block: str | None
+    statistics: Statistics
+    called: int
+    averages: bool
+
+    @property
+    def is_batchnorm(self) -> bool:
+        """Whether it normalizes with population statistics in eval mode."""
+        return self.statistics is Statistics.POPULATION
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """A called module that is y = act(s x + t) per channel in eval mode: a norm, or a layer of an earlier conversion.
+
+    Args:
+        holds_statistics: it is a norm, or one lives on in it, so that it may become a plain scale and shift.
+        refusal: why s and t can be neither read nor moved; None where they can.
+    """
+
+    path: str
+    module: nn.Module = field(repr=False, compare=False)
+    holds_statistics: bool
+    refusal: str | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +64,7 @@ class Block:
         stage: the path of the stage it belongs to.
         skip: `identity`, `projection` (has a convolution) or `other` (pooling, padding).
         order: `post` (an activation follows the sum), `pre` (the branch begins with norm or activation) or `linear`.
-        tail: path of the innermost module that returns the branch's value, the seat for a scalar; None if a
+        tail: path of the innermost module that returns the branch's value, where a scalar goes; None if a
             function of the block itself does.
         norms: norms on the branch and on the skip, in order of the forward pass.
         last: the branch's last norm.
@@ -53,14 +87,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What `inspect` saw.
+    """The result of `inspect`.
 
     Args:
         blocks: the residual blocks in order of the forward pass.
         norms: every norm, in order of the forward pass; unreached ones last.
+        maps: every module that is an affine map in eval mode, in order of the forward pass.
         refusals: (path, reason) of what could not be looked into.
         classifier: path of the last linear layer before the output.
-        dropout: the seat of the dropout before it: a module path, or that of a `drop_rate` attribute.
+        dropout: the place of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
         outside: paths of the modules that a conversion leaves as they are (see `selection`).
         provenance: where the network is from, what was done to it, and the norms it once had.
@@ -72,6 +107,7 @@ class Anatomy:
     classifier: str | None
     dropout: str | None
     traced: Traced = field(repr=False, compare=False)
+    maps: tuple[AffineMap, ...] = ()
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
 
@@ -85,3 +121,30 @@ class Anatomy:
 
     def block(self, path: str) -> Block:
         return next(block for block in self.blocks if block.path == path)
+
+    def current_path(self, original: str) -> str:
+        """Where the place of a norm that is gone is now: whatever chained something after it called it `inner`."""
+        while isinstance(self.traced.modules.get(original), Chain):
+            original = f"{original}.inner"
+        return original
+
+    def original_path(self, path: str) -> str:
+        """The original at which the norm at `path` stands: it may be one part of a chain."""
+        parts = path.split(".")
+        while parts and parts[-1] in ("inner", "then") and ".".join(parts) not in self.provenance.original_paths:
+            parts.pop()
+        return ".".join(parts)
+
+    def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Mean and deviation per channel of the output of the norm that stood at `path`, if they are known.
+
+        Its beta and |gamma|, or what its class was registered to say.
+        """
+        original, norms = self.original_path(path), self.provenance.norms
+        names = ("running_mean", "weight", "bias", "output_mean", "output_std")
+        mean, gamma, beta, out_mean, out_std = (norms.get(f"{original}.{name}") for name in names)
+        if mean is None:
+            return None, None
+        if out_mean is not None and out_std is not None:
+            return out_mean.double(), out_std.double()
+        return affine.output_moments(mean, gamma, beta)

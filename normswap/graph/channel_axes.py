@@ -31,7 +31,7 @@ _STEPS = (
     "view_as", "expand_as", "swapaxes", "movedim", "to", "float",
 )  # fmt: skip
 _STEP_MODULES = (nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, timm_layers.BlurPool2d)
-_Silent = Callable[[fx.Node], bool]
+_IsIdentity = Callable[[fx.Node], bool]
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,21 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 
 @torch.no_grad()
-def read(traced: Traced, silent: _Silent) -> Axes:
+def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
     """Follow the channels through every record.
 
     Args:
-        silent: whether a node passes its input on unchanged.
+        is_identity: whether a node passes its input on unchanged.
     """
     records = [traced, *traced.others]
-    found = [_Reading(traced, one, silent, dict(zip(one.nodes, traced.nodes, strict=True))).axes() for one in records]
-    first, *others = found
-    found_there = [_Reading(traced, one, silent, {node: node for node in one.nodes}).axes() for one in traced.adopted]
-    same = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in others)}
+    readings = [
+        _Reading(traced, one, is_identity, dict(zip(one.nodes, traced.nodes, strict=True))).axes() for one in records
+    ]
+    first, *resized = readings
+    found_there = [
+        _Reading(traced, one, is_identity, {node: node for node in one.nodes}).axes() for one in traced.alternatives
+    ]
+    same = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in resized)}
     return Axes({node: axis for axes in (same, *found_there) for node, axis in axes.items()})
 
 
@@ -101,9 +105,9 @@ class _Label:
 class _Reading:
     """One record, read."""
 
-    def __init__(self, traced: Traced, record: Traced, silent: _Silent, same: dict[fx.Node, fx.Node]) -> None:
+    def __init__(self, traced: Traced, record: Traced, is_identity: _IsIdentity, same: dict[fx.Node, fx.Node]) -> None:
         self.traced, self.record, self.same = traced, record, same
-        self.silent = lambda node: silent(same[node])
+        self.is_identity: _IsIdentity = lambda node: is_identity(same[node])
         self.flexible = traced.flexible
         self.labels: dict[fx.Node, Any] = {}  # a label, or a tuple of them where the value is a tuple
 
@@ -116,12 +120,12 @@ class _Reading:
                 if isinstance(label, _Label)}  # fmt: skip
 
     def _label(self, node: fx.Node, shape: object) -> object:
-        if isinstance(shape, torch.Size) and (own := self._written(node, shape)):
-            return own
+        if isinstance(shape, torch.Size) and (label := self._written(node, shape)):
+            return label
         sources = inputs(node)
         if not any(source in self.labels for source in sources):
             return None
-        if self.silent(node) or is_constant_mul(node):
+        if self.is_identity(node) or is_constant_mul(node):
             return self.labels[sources[0]]
         if is_add(node):
             return self._common(node, sources)
@@ -147,14 +151,14 @@ class _Reading:
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
         """The label of a sum, if both arms, broadcast to its shape, agree on it."""
         for arm, other in (arms, arms[::-1]):
-            theirs = self.labels.get(other)
-            if arm.op == "get_attr" and theirs and not math.prod(arm.meta["shape"]) % (theirs.size * theirs.stride):
-                self.labels[arm] = theirs  # embeddings of maps have their channels where the maps have them
-        found = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
-        return found[0] if len(found) == 2 and found[0] == found[1] else None
+            label = self.labels.get(other)
+            if arm.op == "get_attr" and label and not math.prod(arm.meta["shape"]) % (label.size * label.stride):
+                self.labels[arm] = label  # embeddings of maps have their channels where the maps have them
+        labels = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
+        return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
     def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> Any:
-        """What the step makes of the channels' numbers in the values of `carriers`; other values count as 0."""
+        """The step's result on the channels' numbers in the values of `carriers`; other values count as 0."""
 
         def number(source: fx.Node) -> Any:
             shape = source.meta["shape"]
@@ -162,10 +166,10 @@ class _Reading:
                 return torch.zeros(shape, dtype=torch.float64) if isinstance(shape, torch.Size) else None
             label = self.labels[source]
             if isinstance(label, tuple):
-                return tuple(part and part.numbers(own) for part, own in zip(label, shape, strict=True))
+                return tuple(part and part.numbers(part_shape) for part, part_shape in zip(label, shape, strict=True))
             return label.numbers(shape)
 
-        args, kwargs = (fx.node.map_arg(part, number) for part in (node.args, node.kwargs))
+        args, kwargs = fx.node.map_arg(node.args, number), fx.node.map_arg(node.kwargs, number)
         try:
             moved = apply(self.traced, node, args, kwargs)
         except (RuntimeError, TypeError, AttributeError, IndexError):

@@ -8,21 +8,23 @@ first norm of a downsampling block, which feeds it; `head` after the last block;
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from normswap import provenance
-from normswap.graph.anatomy import Anatomy, Block, Norm
+from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
 from normswap.graph.recording import record
 from normswap.graph.tracing import Traced, inputs, is_add, is_mul
-from normswap.layers import affine
+from normswap.layers import affine, known_norms
 from normswap.layers.activations import is_activation, is_activation_call
+from normswap.models import network_input
 from normswap.models.calling import Inputs
 from normswap.provenance import Provenance
 
-__all__ = ["LINEAR", "Anatomy", "Block", "Norm", "inspect"]
+__all__ = ["LINEAR", "AffineMap", "Anatomy", "Block", "Norm", "inspect"]
 
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
@@ -35,17 +37,30 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         inputs: what it takes (`calling.batches`); by default what it says of itself.
 
     Raises:
-        TraceError: the model does not run, or something in its forward cannot be seen.
+        SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
     """
-    traced = record(model, inputs)
-    reader = _Reader(traced)
+    traced = record(network_input.require_module(model), inputs)
+    reader = _GraphReader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
     untraced = [*traced.opaque.items(), *_hidden_norms(traced)]
     classifier = reader.classifier()
     dropout = reader.dropout(classifier) if classifier else None
     end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
-    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, provenance=origin)
+    maps = tuple(_maps(traced))
+    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, provenance=origin)
+
+
+def _maps(traced: Traced) -> Iterator[AffineMap]:
+    seen: set[int] = set()
+    for node in [*traced.nodes, *traced.alternative_nodes]:
+        module = traced.module(node)
+        if module is None or id(module) in seen or not affine.is_affine(module):
+            continue
+        seen.add(id(module))
+        read = traced.read_directly(module)
+        why = affine.refusal(module) or (read and f"{read} is read in forward, not only by the norm itself")
+        yield AffineMap(str(node.target), module, affine.holds_statistics(module), why)
 
 
 def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
@@ -57,7 +72,7 @@ def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
     ]
 
 
-class _Reader:
+class _GraphReader:
     """The walks over the graph that tell blocks, arms and roles."""
 
     def __init__(self, traced: Traced) -> None:
@@ -65,23 +80,23 @@ class _Reader:
 
     def on(self, mask: int) -> list[fx.Node]:
         """The nodes of a mask, in order of the forward pass."""
-        found = []
+        norms = []
         while mask:
             low = mask & -mask
-            found.append(self.nodes[low.bit_length() - 1])
+            norms.append(self.nodes[low.bit_length() - 1])
             mask ^= low
-        return found
+        return norms
 
     def blocks(self) -> list[Block]:
-        found: list[Block] = []
+        blocks: list[Block] = []
         taken: dict[str, int] = {}
         for node in self.nodes:
             if is_add(node):
                 one, two = inputs(node)
                 block = self._block(node, one, two, taken)
                 if block:
-                    found.append(block)
-        return found
+                    blocks.append(block)
+        return blocks
 
     def _block(self, total: fx.Node, one: fx.Node, two: fx.Node, taken: dict[str, int]) -> Block | None:
         common = self.traced.above(one) & self.traced.above(two)
@@ -136,15 +151,21 @@ class _Reader:
         called = [str(n.target) for n in self.nodes if n.op == "call_module"]
         order = list(dict.fromkeys([*called, *modules]))
         seen: set[int] = set()
-        found = []
+        norms = []
         for path in order:
             module = modules[path]
             if not affine.is_norm(module) or id(module) in seen:
                 continue
             seen.add(id(module))
-            kind, count = type(module).__name__, affine.channels(module)
-            found.append(Norm(path, kind, count, role.get(path, "other"), home.get(path)))
-        return found
+            norms.append(self._norm(path, module, role.get(path, "other"), home.get(path)))
+        return norms
+
+    def _norm(self, path: str, module: nn.Module, role: str, block: str | None) -> Norm:
+        kind, called = known_norms.kind_of(module), len(self.traced.calls.get(id(module), ()))
+        averages = called == 1 and affine.average_refusal(module) is None
+        assert kind is not None
+        name, channels = type(module).__name__, affine.channels(module)
+        return Norm(path, name, channels, role, block, kind.statistics, called, averages)
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
         role: dict[str, str] = {}
@@ -216,8 +237,8 @@ class _Reader:
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
-        own = container in ("", *fork.meta["inside"])  # else the fork is the end of the block before
-        if own and (self._is_norm(fork) or (self.is_activation(fork) and container)):
+        inside_block = container in ("", *fork.meta["inside"])  # else the fork is the end of the block before
+        if inside_block and (self._is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
         if on_branch and (self._is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
             return "pre"
@@ -245,8 +266,8 @@ class _Reader:
                 return str(node.target)
             if node.target is F.dropout:
                 owner = node.meta["inside"][-1] if node.meta["inside"] else ""
-                seat = f"{owner}.drop_rate" if owner else "drop_rate"
-                return seat if hasattr(self.traced.modules[owner], "drop_rate") else None
+                attribute = f"{owner}.drop_rate" if owner else "drop_rate"
+                return attribute if hasattr(self.traced.modules[owner], "drop_rate") else None
             sources = inputs(node)
         return None
 

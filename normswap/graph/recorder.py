@@ -4,7 +4,7 @@ The network runs in eval mode, without gradients, on an example. A torch functio
 tensors: those that came from the input carry the node that made them, so shapes, branches and loops are plain Python,
 and what happens is written down. Calls of modules are intercepted as torch.fx does it.
 
-What leaves through Python (`.item()`, `bool`, `.numpy()`) has a reader in the graph that nobody can pass; what was
+A value given to Python (`.item()`, `bool`, `.numpy()`) has a reader in the graph that nobody can pass; what was
 overwritten through another view is a value made of both; a tensor that turns up from nowhere must be a constant.
 """
 
@@ -22,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from normswap.copying import tree
 from normswap.graph.spelling import (
+    Args,
     Attribute,
+    Function,
+    Kwargs,
     after,
     asks_size,
     is_plain,
@@ -33,7 +36,7 @@ from normswap.graph.spelling import (
     spelled,
     version,
 )
-from normswap.layers import affine
+from normswap.layers import affine, own_forwards
 from normswap.models.calling import Example, named_tensors
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -42,7 +45,7 @@ _MARK = "_normswap_mark"
 
 
 class _Mark:
-    """What a tensor remembers: the node that made it, or that of a collection and its place in there."""
+    """The memory of a tensor: the node that made it, or that of a collection and its place in there."""
 
     __slots__ = ("keys", "node", "run", "version")
 
@@ -77,10 +80,13 @@ class Recorder(TorchFunctionMode):
         self.outputs: dict[fx.Node, list[str]] = {}
         self.opaque: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
-        self.strangers: dict[str, str] = {}
+        self.untracked: dict[str, str] = {}
         self.branches: list[str] = []
-        self.sized = False  # whether forward asked for the size of anything
+        self.size_dependent = False  # whether forward asked for the size of anything
         self.resting = False
+        self.convolutions = {  # whatever they hold, to pad with
+            id(module) for module in tree(model).values() if module._modules and own_forwards.computes(module)
+        }
         self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}  # parameters, buffers and constants
         self._writes: dict[StorageWeakRef | None, fx.Node] = {}
 
@@ -101,16 +107,18 @@ class Recorder(TorchFunctionMode):
         with intercepted(self._call), self:
             result = entered.call(self.model)
         nodes = [self._node(tensor) for _, tensor in named_tensors(result)]
-        found = tuple(node for node in nodes if node is not None)
-        self._add("output", "output", (found[0] if len(found) == 1 else found,), {}, None)
+        outputs = tuple(node for node in nodes if node is not None)
+        self._add("output", "output", (outputs[0] if len(outputs) == 1 else outputs,), {}, None)
 
     # operations
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
-        self.sized = self.sized or asks_size(func)
+        self.size_dependent = self.size_dependent or asks_size(func)
         if is_plain(func):
             return func(*args, **kwargs)
         tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
@@ -120,16 +128,21 @@ class Recorder(TorchFunctionMode):
                 if id(tensor) not in self.named:
                     self._set(tensor, None)
             return result
-        kind, target, given, named = spelled(func, args, kwargs)
-        given, named = self._mapped(given), self._mapped(named)
+        kind, target, positional, named = spelled(func, args, kwargs)
+        positional, named = self._mapped(positional), self._mapped(named)
         before = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if not overwritten and next(named_tensors(result), None) is None:
-            kind, target, given, named = "call_function", left, (given[0] if given else None, func.__name__), {}
+            kind, target, positional, named = (
+                "call_function",
+                left,
+                (positional[0] if positional else None, func.__name__),
+                {},
+            )
             if func.__name__ in _LOOKS:
                 self.branches.append(self.around[-1] if self.around else "")
-        node = self._add(kind, target, given, named, result)
+        node = self._add(kind, target, positional, named, result)
         return self._made(node, result, tensors, overwritten)
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: object) -> fx.Node:
@@ -210,7 +223,7 @@ class Recorder(TorchFunctionMode):
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
-            self.strangers[name] = self.around[-1] if self.around else ""
+            self.untracked[name] = self.around[-1] if self.around else ""
         node = self._add("get_attr", name, (), {}, tensor)
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
@@ -231,7 +244,7 @@ class Recorder(TorchFunctionMode):
 
     # modules
 
-    def _call(self, module: nn.Module, original: Callable[..., object], args: Any, kwargs: Any) -> object:
+    def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
         path = self.paths.get(id(module))
         if self.resting or not path:
             return original(module, *args, **kwargs)
@@ -257,22 +270,22 @@ class Recorder(TorchFunctionMode):
             return True
         if affine.is_norm(module) or affine.is_affine(module):
             return True
-        if next(iter(module._modules), None) is None:
+        if next(iter(module._modules), None) is None or id(module) in self.convolutions:
             return not isinstance(module, _CONTAINERS)
         return type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS)
 
-    def _leaf(self, module: nn.Module, path: str, original: Callable[..., object], args: Any, kwargs: Any) -> object:
+    def _leaf(self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs) -> object:
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
-            given, named = self._mapped(args), self._mapped(kwargs)
+            positional, named = self._mapped(args), self._mapped(kwargs)
             before = [version(tensor) for tensor in tensors]
             hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
             result = original(module, *args, **kwargs)  # its hooks are the user's, who did not ask to see this
             module._forward_hooks = hooks
             overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
-            self.sized = self.sized or not isinstance(result, Tensor)
-            node = self._add("call_module", path, given, named, result)
+            self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
+            node = self._add("call_module", path, positional, named, result)
             self.outputs.setdefault(node, []).append(path)
             return self._made(node, result, tensors, overwritten)
         finally:

@@ -2,7 +2,7 @@
 
 A record holds for the way that was taken. A forward that asks nothing for its size takes the same way at every size, so
 one record, of a small example, is enough. Where another size takes another way, the nodes of that way are kept too
-(`Traced.hidden`), and whatever is done to a module must be right on both.
+(`Traced.alternative_nodes`), and whatever is done to a module must be right on both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
-from normswap.errors import TraceError, first_line
+from normswap.errors import TraceError, first_line, spelled
 from normswap.graph.recorder import Recorder
 from normswap.graph.tracing import Traced, inputs
 from normswap.graph.widening import Widening
@@ -36,27 +36,27 @@ _NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).pare
 _OTHERS = ((96, 128), (160, 224))  # the first that the network takes; less work than its own size
 
 
-def record(model: nn.Module, given: calling.Inputs = None) -> Traced:
+def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
 
     Args:
-        given: what it takes (`calling.batches`); by default what it says of itself.
+        inputs: what it takes (`calling.batches`); by default what it says of itself.
 
     Raises:
-        SourceError: it cannot be looked at yet (`network_input.demand_shapes`).
+        SourceError: it cannot be looked at yet (`network_input.check_shapes`).
         TraceError: it does not run; says where. Or something in it cannot be seen.
     """
-    network_input.demand_shapes(model)
-    main, first, others = _first(model, given)
+    network_input.check_shapes(model)
+    main, first, other_examples = _first(model, inputs)
     main.form = first.hollow
-    if main.strangers:
-        _demand_constants(model, main, first)
+    if main.untracked:
+        _check_constants(model, main, first)
     _follow_heads(model, main, first)
-    if main.one_way and first.images.ndim > 3:  # rows of features may come in more dimensions
+    if main.input_independent and first.images.ndim > 3:  # rows of features may come in more dimensions
         main.flexible = True
         return main
     flexible = False
-    for other in others:
+    for other in other_examples:
         try:
             second = record_once(model, other)
         except TraceError:
@@ -64,7 +64,7 @@ def record(model: nn.Module, given: calling.Inputs = None) -> Traced:
         if _same(main, second):
             main.others.append(second)
         elif _outline(main) != _outline(second):
-            main.adopt(second)
+            main.add_alternative(second)
             main.remarks.append(f"{other} takes another way than {first}; both were followed")
         main.recorded += second.recorded
         flexible |= other.images.shape[1:] != first.images.shape[1:]
@@ -76,10 +76,11 @@ def record(model: nn.Module, given: calling.Inputs = None) -> Traced:
     return main
 
 
-def _first(model: nn.Module, given: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
+def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
     """The record of the first example that runs, that example, and others to try."""
-    if given is not None:
-        batches = calling.batches(given)
+    if inputs is not None:
+        device = calling.anchor(model).device
+        batches = [batch.on(device) for batch in calling.batches(inputs)]
         short = batches[0].first(1)
         try:
             traced = record_once(model, short)
@@ -89,24 +90,26 @@ def _first(model: nn.Module, given: calling.Inputs) -> tuple[Traced, Example, li
         shapes = {str(short)}
         apart = [b.first(2) for b in batches if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes]
         return traced, short, [*apart[:1], *_resized(batches[0].first(2)), batches[0].first(2)]
-    found: TraceError | None = None
+    first_error: TraceError | None = None
     sizes = network_input.candidates(model)
     for small in network_input.small(sizes[0])[:1]:
         with suppress(TraceError):
             example = network_input.noise(model, small, batch=2)
             traced = record_once(model, example)
-            if traced.one_way:
+            if traced.input_independent:
                 return traced, example, []
     examples = [(size, network_input.noise(model, size)) for size in sizes]
     for size, example in (*examples, *network_input.tokens(model)):
         try:
             traced = record_once(model, example)
         except TraceError as error:
-            found = found or error
+            first_error = first_error or error
             continue
-        others = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
-        return traced, example, others
-    raise found or TraceError(f"what {type(model).__name__} takes is not known", remedy="Give an example: `inputs=`")
+        candidates = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
+        return traced, example, candidates
+    raise first_error or TraceError(
+        f"what {type(model).__name__} takes is not known", remedy="Give an example: `inputs=`"
+    )
 
 
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
@@ -120,7 +123,7 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
     except TraceError:  # in training it takes targets, or larger images
         return
     if any(one in second.calls for one in left):
-        main.adopt(second)
+        main.add_alternative(second)
         main.heads = True
         main.remarks.append("auxiliary heads, which only training runs, were followed, too")
 
@@ -139,7 +142,8 @@ def _other(x: Tensor, side: tuple[int, int]) -> Tensor:
     if x.ndim < 4:
         return F.interpolate(x, width + 32)
     size = side if height * width >= 128 * 160 else (height + 32, width + 64)
-    return F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
+    resized: Tensor = F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
+    return resized
 
 
 def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
@@ -149,10 +153,10 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
         yield network_input.noise(model, (out, *size), batch=3)
 
 
-def _demand_constants(model: nn.Module, one: Traced, example: Example) -> None:
+def _check_constants(model: nn.Module, one: Traced, example: Example) -> None:
     """Tensors that turned up from nowhere must be the same on another input of the same size."""
     two = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
-    for name, path in one.strangers.items():
+    for name, path in one.untracked.items():
         a, b = one.constants[name], two.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
@@ -212,7 +216,7 @@ def record_once(
         raise TraceError(
             f"{where}, at {recorder.failed}" if recorder.failed else where,
             reason(error),
-            "Give an example of what it takes: `inputs=`; to a command, `--input-size C,H,W`",
+            f"Give an example of what it takes, `inputs=` in Python, or `{spelled('size', metavar='C,H,W')}`",
         ) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
@@ -222,13 +226,13 @@ def record_once(
             calls.setdefault(id(modules[str(node.target)]), []).append(node)
     traced = Traced(recorder.graph, modules, calls, recorder.outputs, recorder.opaque, recorder.constants)
     traced.recorded.append(str(example))
-    traced.strangers, traced.sized = recorder.strangers, recorder.sized
+    traced.untracked, traced.size_dependent = recorder.untracked, recorder.size_dependent
     traced.branches = list(dict.fromkeys(recorder.branches))
     return traced
 
 
 def _eagerly(stack: ExitStack) -> None:
-    """What was compiled runs as it was written."""
+    """Let compiled modules run as they were written."""
     if "torch._dynamo" in sys.modules:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -251,7 +255,11 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
 
 def reason(error: Exception) -> str:
     """The reason, with the last line of the model's own code that led to it."""
-    said = first_line(error)
+    message = first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
-    return f"{said} (at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`)" if own else said
+    user_frames = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
+    return (
+        f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`)"
+        if user_frames
+        else message
+    )

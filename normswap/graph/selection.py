@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from normswap.errors import OptionError
+from normswap.errors import OptionError, spelled
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.plan import Body
 
@@ -30,11 +30,11 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
     known = [norm.path for norm in anatomy.norms]
     known += [block.path.partition("+")[0] for block in anatomy.blocks]
     known += [path for path, module in modules.items() if isinstance(module, LINEAR)]
-    for option, patterns in (("--only", only), ("--skip", skip)):
+    for option, patterns in (("only", only), ("skip", skip)):
         for pattern in patterns:
             if not any(matches(pattern, path) for path in known):
                 raise OptionError(
-                    f"{option} {pattern!r} names no norm, block or linear layer of the network",
+                    f"{spelled(option, pattern)} names no norm, block or linear layer of the network",
                     remedy=_near(pattern, known),
                 )
     outside = {
@@ -48,8 +48,8 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
 
 def patterns(options: Body) -> dict[str, list[str]]:
     """The patterns among a scheme's options, as a plan keeps them; a single one may be given as a string."""
-    given = {name: options[name] for name in ("only", "skip") if options.get(name)}
-    return {name: [one] if isinstance(one, str) else list(one) for name, one in given.items()}
+    chosen = {name: options[name] for name in ("only", "skip") if options.get(name)}
+    return {name: [one] if isinstance(one, str) else list(one) for name, one in chosen.items()}
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from normswap.models.calling import is_record
 
+Function: TypeAlias = Callable[..., object]  # torch's own
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = Mapping[str, object]
 _PLAIN = frozenset((
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "ndimension", "is_contiguous",
     "is_floating_point", "is_complex", "is_signed", "get_device", "type", "__len__", "__hash__", "_is_view",
@@ -36,7 +39,7 @@ _SWAPPED = {"rsub": operator.sub, "rdiv": operator.truediv, "rtruediv": operator
             "rmul": operator.mul}  # fmt: skip
 
 
-def setitem_(x: Tensor, index: Any, value: Any) -> Tensor:
+def setitem_(x: Tensor, index: int, value: Tensor) -> Tensor:
     """`x[index] = value`, as a node with a value: x."""
     x[index] = value
     return x
@@ -48,19 +51,24 @@ def after(x: Tensor, write: object) -> Tensor:
 
 
 def left(x: object, way: str) -> None:
-    """What reads x where no graph can follow: in Python."""
+    """A reader of x where no graph can follow: in Python."""
 
 
-def is_plain(func: Any) -> bool:
+def is_plain(func: Function) -> bool:
     """Whether `func` asks for a shape, a dtype, or the like, and reads no value."""
-    name = getattr(func, "__name__", "")
-    return name in _PLAIN or (name == "__get__" and func.__self__.__name__ in _PLAIN_PROPERTIES)
+    name = _property(func)
+    return getattr(func, "__name__", "") in _PLAIN if name is None else name in _PLAIN_PROPERTIES
 
 
-def asks_size(func: Any) -> bool:
+def asks_size(func: Function) -> bool:
     """Whether what a forward does after `func` may depend on the size of a tensor."""
-    name = getattr(func, "__name__", "")
-    return (func.__self__.__name__ if name == "__get__" else name) in _SIZES
+    return (_property(func) or getattr(func, "__name__", "")) in _SIZES
+
+
+def _property(func: Function) -> str | None:
+    """The name of the tensor's property that `func` gets; None of a function or method."""
+    got = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
+    return getattr(got, "__name__", None)
 
 
 class Attribute(str):
@@ -68,6 +76,7 @@ class Attribute(str):
 
 
 def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+    """Every tensor in a value, with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, Mapping):
@@ -81,11 +90,11 @@ def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple
             yield from places(part, (*keys, Attribute(name)))
 
 
-def spelled(func: Any, args: Any, kwargs: object) -> tuple[str, object, object, object]:
+def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
     """(kind, target, args, kwargs) of a node, as the symbolic trace of torch.fx would name them."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return "call_function", getattr, (args[0], func.__self__.__name__), {}
+    name, read = getattr(func, "__name__", ""), _property(func)
+    if read is not None:
+        return "call_function", getattr, (args[0], read), {}
     if getattr(Tensor, name, None) is not func:
         return "call_function", func, args, kwargs
     bare = name.strip("_") if name.startswith("__") else name
@@ -99,6 +108,7 @@ def spelled(func: Any, args: Any, kwargs: object) -> tuple[str, object, object, 
 
 
 def version(tensor: Tensor) -> int:
+    """How often the tensor was written to."""
     try:
         return tensor._version
     except RuntimeError:  # made in inference mode
@@ -114,6 +124,7 @@ def memory(tensor: Tensor) -> StorageWeakRef | None:
 
 
 def shapes(value: object) -> object:
+    """The shapes of all tensors in a value."""
     if isinstance(value, Tensor):
         return value.shape
     return tuple(shapes(part) for part in value) if isinstance(value, list | tuple) else None

@@ -1,16 +1,18 @@
-"""What was recorded, as a graph: its nodes, who reads whom, which modules are called; and questions about a node."""
+"""The record as a graph: its nodes, who reads whom, which modules are called; and questions about a node."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example
 
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -33,16 +35,16 @@ class Traced:
         opaque: paths that could not be looked into, with the reason.
         constants: tensors that forward makes itself and the graph refers to by name.
         others: the same graph, node by node, recorded on other sizes.
-        adopted: records that took another way through the network, or reached auxiliary heads.
-        hidden: their nodes.
+        alternatives: records that took another way through the network, or reached auxiliary heads.
+        alternative_nodes: their nodes.
         recorded: the sizes of the inputs, by record.
         remarks: what the record does not say.
-        strangers: names of constants that no operation was seen to make, with the paths of the modules that use them.
+        untracked: names of constants that no operation was seen to make, with the paths of the modules that use them.
         branches: paths of the modules that look at values.
         flexible: whether it takes more than one size, as far as is known.
-        heads: whether the hidden nodes are those of auxiliary heads, too, which only training runs.
+        heads: whether the alternative nodes are those of auxiliary heads, too, which only training runs.
         form: how the network is called, without values.
-        sized: whether its way may depend on the size of the input: it asked for one.
+        size_dependent: whether its way may depend on the size of the input: it asked for one.
     """
 
     graph: fx.Graph
@@ -52,14 +54,14 @@ class Traced:
     opaque: dict[str, str]
     constants: dict[str, Tensor] = field(default_factory=dict)
     others: list[Traced] = field(default_factory=list, repr=False)
-    adopted: list[Traced] = field(default_factory=list, repr=False)
-    hidden: list[fx.Node] = field(default_factory=list)
+    alternatives: list[Traced] = field(default_factory=list, repr=False)
+    alternative_nodes: list[fx.Node] = field(default_factory=list)
     recorded: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    strangers: dict[str, str] = field(default_factory=dict)
+    untracked: dict[str, str] = field(default_factory=dict)
     branches: list[str] = field(default_factory=list)
     flexible: bool = False
-    sized: bool = True
+    size_dependent: bool = True
     heads: bool = False
     form: Example = field(default_factory=lambda: Example(()))
     nodes: list[fx.Node] = field(init=False)
@@ -78,10 +80,27 @@ class Traced:
         distinct = {id(module): module for module in self.modules.values()}.values()
         return Counter(held for module in distinct for held in {id(p) for p in module._parameters.values()})
 
+    @functools.cached_property
+    def _attributes(self) -> dict[int, str]:
+        """The paths of the tensors that a forward reads by itself, by their ids, in order."""
+        paths: dict[int, str] = {}
+        for node in [*self.nodes, *self.alternative_nodes]:
+            if node.op == "get_attr" and self.users[node]:
+                value: object = self.modules[""]
+                for name in str(node.target).split("."):
+                    value = getattr(value, name, None)
+                paths.setdefault(id(value), str(node.target))
+        return paths
+
+    def read_directly(self, module: nn.Module) -> str | None:
+        """The path of a tensor of `module` that some forward reads by itself, not by calling the module."""
+        tensor_ids = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        return next((path for key, path in self._attributes.items() if key in tensor_ids), None)
+
     @property
-    def one_way(self) -> bool:
+    def input_independent(self) -> bool:
         """Whether it takes the same way for every input: it asked neither for a size nor for a value."""
-        return not (self.sized or self.branches)
+        return not (self.size_dependent or self.branches)
 
     def _connect(self, nodes: list[fx.Node]) -> None:
         for i, node in enumerate(nodes, len(self._above)):
@@ -92,19 +111,19 @@ class Traced:
                 mask |= self._above[self._index[source]]
             self._above.append(mask)
 
-    def adopt(self, other: Traced) -> None:
-        """Take in the graph of a record that took another way: what is done to a module must be right there, too."""
+    def add_alternative(self, other: Traced) -> None:
+        """Add the graph of a record that took another way: what is done to a module must be right there, too."""
         for node in other.nodes:
             if node.op == "call_module":
                 self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
-        self.adopted.append(other)
-        self.hidden += other.nodes
+        self.alternatives.append(other)
+        self.alternative_nodes += other.nodes
 
     def index(self, node: fx.Node) -> int:
-        """The place of `node` in the order of the forward pass (for hidden ones: within their own graph)."""
+        """The place of `node` in the order of the forward pass (for alternative ones: within their own graph)."""
         return self._index[node]
 
     def above(self, node: fx.Node) -> int:
@@ -127,12 +146,17 @@ class Traced:
         """The leaf module that `node` calls, if it calls one."""
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
+    def linear(self, path: str) -> Linearity:
+        """The linear layer at a path."""
+        return cast(Linearity, self.modules[path])
+
     def fetch(self, path: str) -> Tensor:
         """The tensor that a `get_attr` node names."""
         if path in self.constants:
             return self.constants[path]
         owner, _, name = path.rpartition(".")
-        return getattr(self.modules[owner], name)
+        tensor: Tensor = getattr(self.modules[owner], name)
+        return tensor
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:
@@ -142,6 +166,12 @@ def inputs(node: fx.Node) -> list[fx.Node]:
     if node.op == "call_method" and node.target in _SHAPE_LIKE:
         return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)]
     return list(node.all_input_nodes)
+
+
+def listed(cat: fx.Node) -> list[fx.Node]:
+    """The nodes whose values `cat` joins, as often as it does."""
+    joined = cat.args[0] if cat.args else cat.kwargs.get("tensors")
+    return [node for node in joined if isinstance(node, fx.Node)] if isinstance(joined, list | tuple) else []
 
 
 def is_add(node: fx.Node) -> bool:
@@ -162,13 +192,14 @@ def is_constant_mul(node: fx.Node) -> bool:
 
 def constant(node: fx.Node) -> float:
     """The number by which `node` multiplies."""
-    return float(next(arg for arg in node.args if isinstance(arg, int | float)))  # type: ignore[arg-type]
+    return float(next(arg for arg in node.args if isinstance(arg, int | float)))
 
 
-def apply(traced: Traced, node: fx.Node, args: Any, kwargs: Any) -> object:
-    """What `node` does, done to other values."""
+def apply(traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """Do what `node` does to other values."""
     if node.op == "call_module":
         return traced.modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    assert callable(node.target)
+    return node.target(*args, **kwargs)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from normswap.graph.spelling import Args, Function, Kwargs
 
 _CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
 _MAKERS = _CASTS | frozenset((
@@ -20,11 +20,13 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class Widening(TorchFunctionMode):
     """While it lasts, what is made in float32 or less is in float64, and what is cast to that is not rounded."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
-        if name in _CASTS and args[0].is_floating_point():
+        if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             return args[0].to(result.device, torch.float64, copy=True)
         return result.double()

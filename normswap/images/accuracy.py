@@ -1,4 +1,4 @@
-"""How well a network classifies: top-1, top-5, loss and speed over one pass of labelled images."""
+"""How well a network classifies labelled images (top-1, top-5, loss, speed), and how often two agree."""
 
 from __future__ import annotations
 
@@ -36,60 +36,57 @@ class Evaluation:
     images_per_s: float
 
 
-def evaluate(
-    model: nn.Module,
-    loader: Iterable[object],
-    *,
-    device: torch.device | str | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Classify every image of `loader` in eval mode; the modes and the device of `model` are restored.
+def evaluate(model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None) -> Evaluation:
+    """Classify every image of `loader` in eval mode; the modes of `model` are restored.
 
     Args:
         model: gives logits (N, classes), perhaps among other things.
         loader: batches of images (N, C, H, W), or of whatever the network takes, and labels (N,): as pairs, after its
             arguments, or as "labels" in a dict of keywords.
-        device: where to run; None where the model is.
         progress: called after each batch with the images done and their total (0 when unknown).
 
     Raises:
         SourceError: no images, none that it takes, no labels, or a label that is no class of the network.
         OptionError: it does not classify images.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    home = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
-    where = home.device if device is None else torch.device(device)
-    try:
-        with evaluating(model.to(where)), torch.inference_mode():
-            return _pass(model, loader, where, home.dtype, progress)
-    finally:
-        model.to(home.device)
+    return classify(model, loader, progress=progress)[0]
 
 
-def _pass(
-    model: nn.Module,
-    loader: Iterable[object],
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None,
-) -> Evaluation:
-    sums = torch.zeros(3, dtype=torch.float64)  # hits of the best, hits among the best five, loss
+def classify(
+    model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
+) -> tuple[Evaluation, Tensor]:
+    """Evaluate as `evaluate` does; also gives the network's answers (N,) in the order of the loader."""
     known = getattr(loader, "count", None)  # a list has a method of that name
-    count, total, start = 0, known if isinstance(known, int) else 0, time.perf_counter()
-    form = calling.form(model)
-    for batch in loader:
-        example, labels = form.read(batch)
-        logits = scores(_run(model, example.to(device, dtype))).cpu().double()
-        if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
-            raise SourceError("a batch without a label for each image", remedy="Give pairs (images, labels)")
-        sums += _score(logits, labels.cpu())
-        count += len(labels)
-        if progress is not None:
-            progress(count, total)
+    total, start = known if isinstance(known, int) else 0, time.perf_counter()
+    sums = torch.zeros(3, dtype=torch.float64)  # hits of the best, hits among the best five, loss
+    answers: list[Tensor] = []
+    count, form = 0, calling.form(model)
+    with evaluating(model), torch.inference_mode():
+        for batch in loader:
+            example, labels = form.read(batch)
+            logits = scores(_run(model, example.like(model))).cpu().double()
+            if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
+                raise SourceError("a batch without a label for each image", remedy="Give pairs (images, labels)")
+            sums += _score(logits, labels.cpu())
+            answers.append(logits.argmax(1))
+            count += len(labels)
+            if progress is not None:
+                progress(count, total)
     if not count:
         raise SourceError("no images to evaluate on")
     top1, top5, loss = (sums / count).tolist()
-    return Evaluation(100 * top1, 100 * top5, loss, count, count / (time.perf_counter() - start))
+    speed = count / (time.perf_counter() - start)
+    return Evaluation(100 * top1, 100 * top5, loss, count, speed), torch.cat(answers)
+
+
+def agreement(one: Tensor, two: Tensor) -> float:
+    """Compute the fraction of images with the same answer."""
+    return float((one == two).double().mean())
+
+
+def unit(scores: Tensor) -> str:
+    """Give the word for what each answer in (N, classes, ...) is about: an image, or a place in its map."""
+    return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
 
 
 def _run(model: nn.Module, example: Example) -> object:

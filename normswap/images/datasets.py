@@ -18,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from timm.data import ImageDataset, create_dataset, create_transform
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from normswap import provenance
+from normswap import demo_files, provenance
 from normswap.errors import OptionError, SourceError, first_line
-from normswap.models import zoo
+from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
+from normswap.images.places import CsvReader, chosen
+from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
-from normswap.models.weight_files import quiet, some
+from normswap.models.modes import evaluating
+from normswap.models.weight_files import quiet
 
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
 _PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".txz": lzma.open}
@@ -37,7 +40,7 @@ _unpacked: dict[tuple[Path, int], Path] = {}
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """What a worker hands back for an image it could not read: errors raised there arrive as a traceback."""
+    """The value that a worker gives for an image it could not read: errors raised there arrive as a traceback."""
 
     name: str
     why: str
@@ -51,22 +54,26 @@ class Loader:
         origin: what the user named, for errors.
         count: how many images one pass has; None when the dataset cannot tell.
         limit: stop after this many (a stream cannot be sampled).
+        notes: what the user should know of them: which part of a dataset they are, how labels were read.
     """
 
-    def __init__(self, batches: DataLoader[Any], origin: str, count: int | None, limit: int | None = None) -> None:
-        self.batches, self.origin, self.count, self.limit = batches, origin, count, limit
+    def __init__(
+        self, batches: DataLoader[object], origin: str, count: int | None, limit: int | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.batches, self.origin, self.count, self.limit, self.notes = batches, origin, count, limit, notes
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def only(self, rows: Sequence[int]) -> Loader:
-        """The same of these images; no other is read."""
+        """Return a loader of these images; no other is read."""
         old = self.batches
         some: DataLoader[object] = DataLoader(
             Subset(old.dataset, rows), old.batch_size, num_workers=old.num_workers, collate_fn=old.collate_fn,
             generator=old.generator,
         )  # fmt: skip
-        return Loader(some, self.origin, len(rows))
+        return Loader(some, self.origin, len(rows), notes=self.notes)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         left = self.limit
@@ -89,16 +96,19 @@ def make_loader(
     split: str = "validation",
     samples: int | None = None,
     seed: int = 0,
+    labelled: bool | None = True,
 ) -> Loader:
     """Batches from `data`, resized, cropped and normalized for evaluating `model`.
 
     Args:
         model: the network, or its preprocessing record (`zoo.data_config`, with `num_classes` and `label_names` if
             labels are to be checked against them).
-        data: a folder of class folders, a `.tar`, `.tar.xz` or `.tar.gz` of one, or a dataset of timm's as
-            `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
+        data: a folder of class folders, a `.tar`, `.tar.xz` or `.tar.gz` of one, a `.csv` of files and labels, or a
+            dataset of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
         split: which part of a dataset that has parts; a folder of that name inside the folder is used if present.
         samples: take this many images, drawn without replacement by `seed`; a stream gives its first ones.
+        labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders;
+            else they are -1.
 
     Raises:
         SourceError: nothing there, no images, an unreadable archive, or other classes than the network's.
@@ -106,7 +116,8 @@ def make_loader(
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")
-    dataset = open_images(model, data, split, create_transform(**_wanted(model)[0]))
+    dataset = open_images(model, data, split, create_transform(**_wanted(model)), labelled=labelled)
+    notes = dataset.notes if isinstance(dataset, LabelledImages) else ()
     count: int | None = None
     if isinstance(dataset, IterableDataset):
         if hasattr(dataset, "set_loader_cfg"):
@@ -119,70 +130,116 @@ def make_loader(
     batches: DataLoader[object] = DataLoader(
         dataset, batch_size, num_workers=workers, collate_fn=collate, generator=torch.Generator().manual_seed(seed)
     )
-    return Loader(batches, data, count if count is not None else samples, samples if count is None else None)
+    return Loader(batches, data, count if count is not None else samples, samples if count is None else None, notes)
 
 
 def open_images(
-    model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool = True
+    model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool | None = True
 ) -> Any:
-    """A dataset of (transformed image, the network's label); one that streams has no length.
+    """Return a dataset of (transformed image, the network's label); one that streams has no length.
 
     Args:
         model, data, split: as in `make_loader`.
         transform: what becomes of a PIL image.
-        labelled: without, labels mean nothing, and the folders may be any.
+        labelled: as in `make_loader`.
 
     Raises:
         SourceError: as `make_loader`.
     """
-    config, classes, names = _wanted(model)
-    mode = "RGB" if config["input_size"][0] == 3 else "L"
-    dataset = _open(data, split, mode)
+    mode = "RGB" if _wanted(model)["input_size"][0] == 3 else "L"
+    place = _place(data, split)
+    dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
         return dataset
-    return _Labelled(dataset, mode, transform, _label_table(dataset, classes, names, data) if labelled else None)
+    whole = place in (Path(data), demo_files.IMAGES)
+    notes = [] if whole else [f"images of {place}" if place else f"images of the part {split} of {data}"]
+    names = _names(dataset)
+    flat = labelled is None and set(names) == {""}
+    labels = LabelMap({}) if labelled is False or not names else no_labels(names) if flat else None
+    labels = label_map(names, outputs_of(model), data) if labels is None else labels
+    notes += [labels.note] if labels.note else []
+    outputs = labels.outputs or None
+    return LabelledImages(dataset, mode, transform, outputs, tuple(notes))
 
 
-def _wanted(model: nn.Module | Mapping[str, object]) -> tuple[Cfg, int | None, list[str]]:
-    """The transform's arguments, the number of classes if known, and their names if known."""
-    if isinstance(model, nn.Module):
-        origin = provenance.of(model)
-        record = dict(origin.pretrained_cfg) if origin else {}
-        classes = getattr(model, "num_classes", record.get("num_classes"))
-        config = zoo.data_config(model)
-    else:
-        record, config, classes = dict(model), dict(model), model.get("num_classes")
+def _wanted(model: nn.Module | Mapping[str, object]) -> Cfg:
+    """The transform's arguments."""
+    config: Cfg = zoo.data_config(model) if isinstance(model, nn.Module) else dict(model)
     kept = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
     config = {key: tuple(v) if isinstance(v := config[key], list) else v for key in kept if key in config}
     if config["input_size"][0] not in (1, 3):
         raise SourceError(f"the network takes {config['input_size'][0]} channels", "images have 1 or 3")
-    names = record.get("label_names") or []
-    return config, classes, [str(name) for name in (names.values() if isinstance(names, Mapping) else names)]
+    return config
 
 
-def _open(data: str, split: str, mode: str) -> object:
-    path, prefix = Path(data), data.partition("/")[0].lower()
-    if path.exists():
-        name, root = "", str(_plain_tar(path))
+def outputs_of(model: nn.Module | Mapping[str, object]) -> Outputs:
+    """How many outputs the network has, and their names, as it or its record says; else by running it once."""
+    record: Mapping[str, Any]
+    count: Any
+    if isinstance(model, nn.Module):
+        origin = provenance.of(model)
+        record = dict(origin.pretrained_cfg) if origin else {}
+        count = getattr(model, "num_classes", record.get("num_classes"))
+        count = _counted(model) if count is None else count
+    else:
+        record = model
+        count = record.get("num_classes")
+    names: Any = record.get("label_names") or []
+    return Outputs(count, tuple(map(str, names.values() if isinstance(names, Mapping) else names)))
+
+
+def _counted(model: nn.Module) -> int | None:
+    """How many scores the network gives; None where it runs on no example, or gives something else."""
+    try:
+        with evaluating(model), torch.inference_mode():
+            return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
+    except Exception:  # whatever the network raises: the images will show
+        return None
+
+
+def _place(data: str, split: str) -> Path | None:
+    """The file or folder that holds the images; None for a dataset of timm's."""
+    path = Path(data)
+    if data == demo_files.NAME and not path.exists():
+        path = demo_files.IMAGES
+    return chosen(path, split) if path.exists() else None
+
+
+def _open(place: Path | None, data: str, split: str, mode: str) -> object:
+    prefix = data.partition("/")[0].lower()
+    if place is not None:
+        name, root = "", str(_plain_tar(place))
     elif prefix in PREFIXES:
         name, _, root = data.partition(":")
     else:
         raise SourceError(f"{data} does not exist", remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.")
+    if place is not None and place.suffix.lower() == ".csv":
+        return ImageDataset(root, reader=CsvReader(place), input_img_mode=mode)
     try:
         with quiet():
-            return create_dataset(name, root=root or None, split=split, input_img_mode=mode)
+            return create_dataset(name, root=root or None, split=split, input_img_mode=mode, search_split=place is None)
     except ImportError as error:
         raise SourceError(f"{data} needs a package that is not installed", first_line(error)) from None
     except Exception as error:  # timm and the libraries behind it raise whatever they like
-        what = f"{data} is not a dataset of images" if path.exists() else f"{data} cannot be opened"
-        remedy = "Expected class folders with images, or a tar of them." if path.exists() else ""
-        why = "no images in it" if isinstance(error, ValueError) and path.suffix == ".tar" else first_line(error)
+        what = f"{data} is not a dataset of images" if place is not None else f"{data} cannot be opened"
+        remedy = "" if place is None else "Expected class folders with images, a tar of them, or a CSV of files."
+        why = "no images in it" if isinstance(error, ValueError) and Path(root).suffix == ".tar" else first_line(error)
         raise SourceError(what, why, remedy) from None
 
 
+def _names(dataset: object) -> Mapping[str, int]:
+    """The dataset's number of each label, by its name; empty where it has no names."""
+    for holder in (getattr(dataset, "reader", None), dataset):
+        for attribute in ("class_to_idx", "class_name_to_idx"):
+            names = getattr(holder, attribute, None)
+            if isinstance(names, Mapping) and names and len(set(names.values())) == len(names):
+                return {str(name): int(number) for name, number in names.items()}
+    return {}
+
+
 def _plain_tar(path: Path) -> Path:
-    """`path`, or for a compressed tar an uncompressed copy that goes at exit: xz and gz allow no random access."""
+    """Return `path`, or an uncompressed copy of a compressed tar, which allows no random access; it goes at exit."""
     if path.is_dir() or path.suffix not in _PACKED:
         return path
     key = (path.resolve(), path.stat().st_mtime_ns)
@@ -200,29 +257,13 @@ def _plain_tar(path: Path) -> Path:
     return _unpacked[key]
 
 
-def _label_table(dataset: object, classes: int | None, names: list[str], data: str) -> dict[int, int] | None:
-    """From the dataset's label to the network's: by name if it has names for all of them, else they must be as many.
-
-    Raises:
-        SourceError: neither is so.
-    """
-    reader = getattr(dataset, "reader", None)
-    found = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
-    if not found:
-        return None
-    if set(found) <= set(names):
-        return {label: names.index(name) for name, label in found.items()}
-    if classes is not None and len(found) != classes:
-        listed = f"{data} has {len(found)} classes ({some(sorted(found)) or 'no class folders'})"
-        raise SourceError(listed, f"the network has {classes}", "Every class is a folder of images.")
-    return None
-
-
-class _Labelled(Dataset[object]):
+class LabelledImages(Dataset[object]):
     """Images and the network's labels; an image that cannot be read comes as `_Unreadable`."""
 
-    def __init__(self, images: Any, mode: str, transform: Any, table: dict[int, int] | None) -> None:
-        self.images, self.mode, self.transform, self.table = images, mode, transform, table
+    def __init__(
+        self, images: Any, mode: str, transform: Any, outputs: Mapping[int, int] | None, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.images, self.mode, self.transform, self.outputs, self.notes = images, mode, transform, outputs, notes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -230,10 +271,12 @@ class _Labelled(Dataset[object]):
     def __getitem__(self, index: int) -> tuple[Tensor, int] | _Unreadable:
         try:
             image, label = self._image(index)
+        except UnidentifiedImageError:  # whose message shows an object of Python's
+            return _Unreadable(self._name(index), "it is no image that Pillow knows")
         except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for broken files
             return _Unreadable(self._name(index), first_line(error))
         label = -1 if label is None else int(label)
-        return self.transform(image), label if self.table is None else self.table[label]
+        return self.transform(image), label if self.outputs is None else self.outputs[label]
 
     def _image(self, index: int) -> tuple[object, int]:
         if not isinstance(self.images, ImageDataset):
@@ -253,7 +296,7 @@ class _Labelled(Dataset[object]):
 
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
-    """The image's bytes: timm's own way leaves a tar open, in a state that worker processes would share."""
+    """Read the image's bytes: timm's own way leaves a tar open, in a state that worker processes would share."""
     member, _, inside = reader.samples[index]  # `inside`: the tar within the tar that has it, or None
     with open(reader.root, "rb") as tar:
         tar.seek(member.offset_data + (inside.offset_data if inside else 0))
@@ -261,6 +304,6 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
 
 
 def collate(batch: list[object]) -> object:
-    """A batch for `Loader`, which raises what a worker could not read."""
+    """Make a batch for `Loader`, which raises what a worker could not read."""
     broken = next((item for item in batch if isinstance(item, _Unreadable)), None)
     return default_collate(batch) if broken is None else broken

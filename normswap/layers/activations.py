@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers
-from torch import nn
+from torch import fx, nn
 
-SILENT = (
+IDENTITIES = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d,
 )  # fmt: skip
 RELUS = (nn.ReLU, nn.LeakyReLU)
@@ -19,10 +21,13 @@ _NAMES = {"relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "har
 
 
 def is_homogeneous(act: nn.Module | None) -> bool:
-    """Whether act(c x) = c act(x) for every c > 0: ReLU, LeakyReLU, what is silent in eval mode, and rows of them."""
+    """Whether act(c x) = c act(x) for every c > 0.
+
+    ReLU, LeakyReLU, what is the identity in eval mode, and rows of them.
+    """
     if isinstance(act, nn.Sequential):
         return all(is_homogeneous(part) for part in act)
-    return act is None or type(act) in RELUS or isinstance(act, SILENT)
+    return act is None or type(act) in RELUS or isinstance(act, IDENTITIES)
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -34,3 +39,14 @@ def is_activation_call(target: object) -> bool:
     """Whether a function, or a method of that name, is an activation."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") in _NAMES
+
+
+def live_range(act: nn.Module | fx.Node) -> tuple[float, float] | None:
+    """Where an activation, a module or a call, is not flat, from and to; None where that is everywhere or unknown."""
+    if isinstance(act, fx.Node):
+        if act.target in RELU_FUNCTIONS:
+            return 0.0, inf
+        return (0.0, 6.0) if act.target is F.relu6 else (-3.0, inf) if act.target is F.hardswish else None
+    if isinstance(act, nn.Hardtanh):  # ReLU6 is one
+        return float(act.min_val), float(act.max_val)
+    return {nn.ReLU: (0.0, inf), nn.Hardswish: (-3.0, inf)}.get(type(act))

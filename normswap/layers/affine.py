@@ -8,7 +8,7 @@ can be measured (`unknown_norms`): any other forward may compute anything, and i
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.errors import RefusedError
 from normswap.layers import channel_norm, known_norms, layer_scale, unknown_norms
-from normswap.layers.known_norms import Pair, Read, Statistics
+from normswap.layers.known_norms import BatchNorm, Pair, Read, Statistics
 from normswap.layers.own import OwnLayer
-from normswap.provenance import output_moments
 
 
 def is_batchnorm(module: nn.Module) -> bool:
@@ -59,8 +58,8 @@ def has_moments(module: nn.Module) -> bool:
 
 def holds_statistics(module: nn.Module) -> bool:
     """Whether an affine module is a norm, or one lives on in it, so that it may become a plain scale and shift."""
-    own = _own(module)
-    return own.HOLDS_STATISTICS if own is not None else is_affine_norm(module)
+    layer = _own(module)
+    return layer.HOLDS_STATISTICS if layer is not None else is_affine_norm(module)
 
 
 def _own(module: nn.Module) -> OwnLayer | None:
@@ -80,8 +79,9 @@ def _moments(module: nn.Module) -> Read | None:
 def channels(module: nn.Module) -> int:
     """Number of channels of a norm."""
     for name in ("num_features", "num_channels"):
-        if isinstance(getattr(module, name, None), int):
-            return getattr(module, name)
+        count = getattr(module, name, None)
+        if isinstance(count, int):
+            return count
     weight = getattr(module, "weight", None)
     return weight.numel() if isinstance(weight, Tensor) else 0
 
@@ -106,6 +106,19 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
+def average_refusal(module: nn.Module) -> str | None:
+    """Why no BatchNorm can stand for this norm, computing what it does on average, or None when one can."""
+    kind = known_norms.kind_of(module)
+    per_sample = kind is not None and kind.statistics in (Statistics.SAMPLE, Statistics.POSITION)
+    if kind is None or not per_sample or kind.dim != 1 or kind.single or not known_norms.is_believed(module):
+        return f"{type(module).__name__} is no norm of channels in dimension 1 that is known"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which would be lost with it"
+    if getattr(module, "track_running_stats", False):
+        return "it keeps statistics of its own"
+    return None
+
+
 def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     """s and t of y = s * x + t, each of shape (C,) or (1,), float64; of a LayerNorm or RMSNorm, gamma and beta.
 
@@ -113,9 +126,9 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
         module: one for which `refusal` is None, or `channel_norm.refusal`.
         unit_gamma: read a BatchNorm as if gamma were 1 and beta 0 (the plain standardization).
     """
-    own, registered = _own(module), _registered_map(module)
-    if own is not None:
-        return own.as_affine()
+    layer, registered = _own(module), _registered_map(module)
+    if layer is not None:
+        return layer.as_affine()
     if registered is not None and not unit_gamma:
         scale, shift = registered(module)
         return scale.detach().double(), shift.detach().double()
@@ -124,9 +137,9 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     if layer_scale.scaled_dim(module) is not None:
         gamma = layer_scale.gamma(module)
         return gamma, torch.zeros_like(gamma)
-    norm: Any = module
-    mean, var = statistics(norm)
-    scale = torch.rsqrt(var + epsilon(norm))
+    norm = cast(BatchNorm, module)
+    mean, var = statistics(module)
+    scale = torch.rsqrt(var + epsilon(module))
     if unit_gamma:
         return scale, -mean * scale
     if norm.weight is not None:
@@ -137,16 +150,15 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
 
 def statistics(norm: nn.Module) -> Pair:
     """Mean and variance per channel, (C,) float64, of what a norm reads, for which `has_moments` is true."""
-    moments, one = _moments(norm), cast(Any, norm)
+    moments, one = _moments(norm), cast(BatchNorm, norm)
     mean, var = (one.running_mean, one.running_var) if moments is None else moments(norm)
     return mean.detach().double(), var.detach().double()
 
 
 def epsilon(norm: nn.Module) -> float:
-    """What a BatchNorm for which `refusal` is None adds to the variance; some name it nowhere but in their forward."""
-    named = known_norms.is_believed(norm)
-    found: Any = getattr(norm, "eps", 1e-5) if named else unknown_norms.eps(norm)
-    return float(found)
+    """The epsilon of a BatchNorm for which `refusal` is None; some name it nowhere but in their forward."""
+    measured = None if known_norms.is_believed(norm) else unknown_norms.eps(norm)
+    return float(getattr(norm, "eps", 1e-5)) if measured is None else measured
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +175,7 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 
 def activation(module: nn.Module) -> nn.Module | None:
-    """What a fused norm+act module applies after its affine map (dropout, then activation), or None."""
+    """The activation that a fused norm+act module applies after its affine map (dropout, then activation), or None."""
     if isinstance(module, OwnLayer):
         return getattr(module, "act", None)
     kind = known_norms.kind_of(module)
@@ -185,11 +197,18 @@ def moments(module: nn.Module) -> Pair:
     Args:
         module: one for which `has_moments` is true.
     """
-    norm: Any = module
+    norm = cast(BatchNorm, module)
     if _registered_map(module) is None:
         return output_moments(norm.running_mean, norm.weight, norm.bias)
     (mean, var), (scale, shift) = statistics(module), read(module)
     return scale * mean + shift, scale.abs() * var.sqrt()
+
+
+def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Pair:
+    """Mean and deviation (C,), float64, of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy 2015, section 3)."""
+    zeros = torch.zeros_like(running_mean, dtype=torch.float64)
+    mean = zeros if beta is None else beta.detach().double()
+    return mean, zeros + 1 if gamma is None else gamma.detach().double().abs()
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -22,5 +22,5 @@ class BoundedReLU(nn.Module):
         self.register_buffer("bound", bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         return torch.minimum(x.relu(), per_channel(self.bound, x))

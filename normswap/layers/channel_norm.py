@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the channels of each token or pixel: what is known of them, and what can take their seat.
+"""LayerNorm and RMSNorm over the channels of each token or pixel: what is known of them, and what can replace them.
 
 y = gamma (x - mean) / sqrt(var + eps) + beta, Ba et al. 2016, arXiv:1607.06450; RMSNorm (Zhang & Sennrich 2019,
 arXiv:1910.07467) leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps). On x of mean zero the two are one.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from typing import Any, TypeGuard
+from typing import Protocol, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap.layers.known_norms import KINDS, Statistics, at_each_position, is_believed, kind_of
-from normswap.layers.seat import Seat
+from normswap.layers.planned_layer import PlannedLayer
 
 
 class ShiftedRMSNorm(nn.RMSNorm):
-    """RMSNorm with a beta, where no linear layer can take that in, over the last dimension or (dim=1) the second."""
+    """RMSNorm with a beta, where no linear layer can absorb that, over the last dimension or (dim=1) the second."""
 
     def __init__(self, channels: int, *, eps: float, scale: bool, shift: bool, dim: int) -> None:
         super().__init__(channels, eps=eps, elementwise_affine=scale)
@@ -28,7 +28,7 @@ class ShiftedRMSNorm(nn.RMSNorm):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C), or (N, C, ...) with dim=1, -> the same"""
+        """Map (..., C), or (N, C, ...) with dim=1, to the same shape."""
         y = F.rms_norm(x.movedim(self.dim, -1), self.normalized_shape, self.weight, self.eps)
         return (y if self.bias is None else y + self.bias).movedim(-1, self.dim)
 
@@ -47,19 +47,21 @@ def channel_dim(module: nn.Module) -> int | None:
         return None
     if not is_believed(module):
         return _measured(module) if isinstance(module, nn.LayerNorm) else None
-    if kind.activation or len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+    if kind.activation or len(cast(PositionNorm, module).normalized_shape) != 1:
         return None
     return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
 
 
 @torch.no_grad()
 def _measured(module: nn.LayerNorm) -> int | None:
-    """The dimension along which a LayerNorm with a forward that nobody has read normalizes, in float64: torchvision's
-    and transformers' ConvNeXt, SAM and their kin permute in forward. None where it computes something else.
+    """The dimension along which a LayerNorm with a forward that nobody has read normalizes, in float64.
+
+    torchvision's and transformers' ConvNeXt, SAM and their kin permute in forward. None where it computes something
+    else.
     """
     if module in _SEEN:
         return _SEEN[module]
-    found = None
+    measured = None
     if len(module.normalized_shape) == 1:
         twin, channels = copy.deepcopy(module).double().eval(), module.normalized_shape[0]
         for dim in (-1, 1):
@@ -67,9 +69,9 @@ def _measured(module: nn.LayerNorm) -> int | None:
             y = F.layer_norm(x.movedim(dim, -1), twin.normalized_shape, twin.weight, twin.bias, twin.eps)
             with suppress(Exception):  # it takes no input of this shape
                 if torch.allclose(twin(x), y.movedim(-1, dim), rtol=1e-9, atol=1e-12):
-                    found = dim
-    _SEEN[module] = found
-    return found
+                    measured = dim
+    _SEEN[module] = measured
+    return measured
 
 
 def probe(channels: int, dim: int) -> Tensor:
@@ -102,53 +104,60 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def read(module: Any) -> tuple[Tensor, Tensor]:
+class PositionNorm(Protocol):
+    """The common part of LayerNorm and RMSNorm."""
+
+    normalized_shape: tuple[int, ...]
+    weight: Tensor | None
+
+
+def read(module: nn.Module) -> tuple[Tensor, Tensor]:
     """gamma and beta, each of shape (C,), float64; ones and zeros where the module has none."""
-    shift = getattr(module, "bias", None)
-    like = torch.ones(module.normalized_shape, dtype=torch.float64)
-    gamma = like if module.weight is None else module.weight.detach().double()
+    shift, norm = getattr(module, "bias", None), cast(PositionNorm, module)
+    like = torch.ones(norm.normalized_shape, dtype=torch.float64)
+    gamma = like if norm.weight is None else norm.weight.detach().double()
     return gamma, torch.zeros_like(gamma) if shift is None else shift.detach().double()
 
 
-class BareNorm(Seat):
+class BareNorm(PlannedLayer):
     """A LayerNorm or RMSNorm without gamma and beta. It keeps its class."""
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor) -> nn.Module:
+    def replacing(cls, old: nn.LayerNorm | nn.RMSNorm, *, like: Tensor) -> nn.Module:
         new = copy.deepcopy(old, {id(parameter): None for parameter in old.parameters()})
         new.elementwise_affine = False
         return new
 
 
-class RMSNorm(Seat):
+class RMSNorm(PlannedLayer):
     """The RMSNorm that a LayerNorm is on values of mean zero: torch's own, or with a shift a `ShiftedRMSNorm`."""
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
-        """`shift`: beta stays here; otherwise a linear layer takes it in."""
+    def replacing(cls, old: nn.LayerNorm, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
+        """`shift`: beta stays here; otherwise a linear layer absorbs it."""
         dim = channel_dim(old)
         if dim is None:
             raise TypeError(f"a {type(old).__name__} is no LayerNorm over the channels")
         (channels,) = old.normalized_shape
         scale = old.weight is not None
-        new: Any = (
+        new = (
             ShiftedRMSNorm(channels, eps=old.eps, scale=scale, shift=shift, dim=dim)
             if shift or dim != -1
             else nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
         )
         new.to(like if old.weight is None else old.weight.detach()[:0])
         for name in ("weight", "bias"):
-            mine, theirs = getattr(new, name, None), getattr(old, name, None)
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs)
-                mine.requires_grad_(theirs.requires_grad)
+            mine, source = getattr(new, name, None), getattr(old, name, None)
+            if mine is not None and source is not None:
+                mine.copy_(source)
+                mine.requires_grad_(source.requires_grad)
         return new
 
 
-class Centred(Seat):
+class Centred(PlannedLayer):
     """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
 
-    TENSORS = True  # sits in the seat of a parameter
+    TENSORS = True  # stands in the place of a parameter
 
     @classmethod
     def replacing(cls, old: nn.Parameter, *, like: Tensor, dim: int) -> nn.Parameter:

@@ -1,9 +1,8 @@
-"""What stays of a norm per channel where no weights can take it in: a shift, or a scale and a shift."""
+"""The rest of a norm per channel where no weights can absorb it: a shift, or a scale and a shift."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 from normswap.errors import RefusedError
 from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
-from normswap.layers.seat import Seat
+from normswap.layers.planned_layer import PlannedLayer
 
 
-class ChannelAffine(Seat, OwnLayer):
-    """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can take it in."""
+class ChannelAffine(PlannedLayer, OwnLayer):
+    """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can absorb it."""
 
     AFFINE = PER_CHANNEL = SCALES = True
-    FATE = "affine"
+    OUTCOME = "affine"
     ROLES = {"weight": GAMMA, "bias": "beta"}
 
     def __init__(self, weight: Tensor, bias: Tensor, act: nn.Module | None = None) -> None:
@@ -26,7 +25,7 @@ class ChannelAffine(Seat, OwnLayer):
         self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         x = x * per_channel(self.weight, x) + per_channel(self.bias, x)
         return x if self.act is None else self.act(x)
 
@@ -37,7 +36,7 @@ class ChannelAffine(Seat, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()
     ) -> ChannelAffine:
-        """`mean`, `std`: of a seat whose norm is gone: there a scale of 1 and a shift of 0, for so many channels."""
+        """`mean`, `std`: of a path whose norm is gone: there a scale of 1 and a shift of 0, for so many channels."""
         if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
             one = torch.ones(len(mean)).to(like)
             return cls(one, torch.zeros_like(one), affine.copied_activation(old))
@@ -45,21 +44,21 @@ class ChannelAffine(Seat, OwnLayer):
         return cls(scale.to(like), shift.to(like), affine.copied_activation(old))
 
     @classmethod
-    def invert(cls, old: Any, now: Any, reads: tuple[nn.Module, ...]) -> None:
+    def invert(cls, old: nn.Module, now: ChannelAffine, reads: tuple[nn.Module, ...]) -> None:
         scale, shift = affine.read(old)
         if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
             return
         affine.set_map(old, now.weight.double(), now.bias.double())
 
 
-class ChannelBias(Seat, OwnLayer):
+class ChannelBias(PlannedLayer, OwnLayer):
     """y = act(sign * x + bias) per channel: what stays of a pre-activation norm when its scale has moved on.
 
     `sign` is a fixed buffer of -1, 0 or 1, present only where some gamma was not positive.
     """
 
     AFFINE = PER_CHANNEL = True
-    FATE = "bias"
+    OUTCOME = "bias"
     ROLES = {"bias": "beta"}
     sign: Tensor | None
 
@@ -69,7 +68,7 @@ class ChannelBias(Seat, OwnLayer):
         self.register_buffer("sign", sign)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         x = x if self.sign is None else x * per_channel(self.sign, x)
         x = x + per_channel(self.bias, x)
         return x if self.act is None else self.act(x)
@@ -84,7 +83,7 @@ class ChannelBias(Seat, OwnLayer):
         return cls(shift.to(like), sign.to(like) if signed else None, affine.copied_activation(old))
 
     @classmethod
-    def invert(cls, old: Any, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
+    def invert(cls, old: nn.Module, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
         magnitude, _, shift = affine.split(old, now.bias.dtype)

@@ -1,6 +1,6 @@
-"""Dynamic Tanh in the seats of BatchNorms: y = gamma tanh(alpha x) + beta (Zhu et al. 2025, arXiv:2503.10622).
+"""Dynamic Tanh in place of BatchNorms: y = gamma tanh(alpha x) + beta (Zhu et al. 2025, arXiv:2503.10622).
 
-One alpha for all channels asks for channels that are alike: the convolution before takes in mean and deviation, and
+One alpha for all channels asks for channels that are alike: the convolution before absorbs mean and deviation, and
 
     x^ = (x - mean) / sqrt(var + eps),   y' = gamma' tanh(alpha x^) + beta,
     gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2]
@@ -10,8 +10,6 @@ is the least-squares fit to the BatchNorm's output where x^ is N(0, 1), as u is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,10 +18,10 @@ from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import KINDS, NormKind, Statistics
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
 from normswap.layers.per_sample import led, rescaled
-from normswap.layers.seat import Seat
+from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
-class DynamicTanh(Seat, OwnLayer):
+class DynamicTanh(PlannedLayer, OwnLayer):
     """y = act(weight * tanh(alpha * x) + bias), alpha one number, weight and bias per channel; all of them learn."""
 
     NORMALIZES = True
@@ -35,7 +33,7 @@ class DynamicTanh(Seat, OwnLayer):
         self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         x = self.normalized(x) * per_channel(self.weight, x) + per_channel(self.bias, x)
         return x if self.act is None else self.act(x)
 
@@ -44,8 +42,10 @@ class DynamicTanh(Seat, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
-        """Args:
-        lead: a `ChannelAffine` in front takes in the statistics; else the convolution before has, a `Whitened`.
+        """The layer with the norm's gamma and beta.
+
+        Args:
+            lead: a `ChannelAffine` in front absorbs the statistics; else the convolution before has, a `Whitened`.
         """
         scale, offset, gamma, beta = _parts(old)
         new = cls((gain(alpha) * gamma).to(like), beta.to(like), alpha, affine.copied_activation(old))
@@ -55,17 +55,20 @@ class DynamicTanh(Seat, OwnLayer):
 KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)
 
 
-class Whitened(Seat):
+class Whitened(PlannedLayer):
     """The convolution before a norm, with the norm's statistics: each channel of mean 0 and deviation 1."""
 
     @classmethod
-    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor) -> Any:
+    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor) -> nn.Module:
         scale, offset, _, _ = _parts(norm)
         return rescaled(old, scale, offset)
 
 
-class Straight(Seat):
-    """What a `DynamicTanh` in the same seat bends: the BatchNorm without the statistics that are taken in before it."""
+class Straight(PlannedLayer):
+    """The straight counterpart of a `DynamicTanh` at the same path.
+
+    The BatchNorm without the statistics that are absorbed before it.
+    """
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
@@ -81,7 +84,7 @@ def gain(alpha: float) -> float:
     return float((density * u * bent).sum() / (density * bent.square()).sum())
 
 
-def _parts(norm: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _parts(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale and offset to x^, and gamma and beta, of a BatchNorm, (C,) float64."""
     slope, shift = affine.read(norm)
     mean, var = affine.statistics(norm)

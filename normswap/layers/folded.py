@@ -1,10 +1,10 @@
-"""A linear layer that has taken in its neighbours' affine maps: the algebra of folding, and its inverse."""
+"""A linear layer that has absorbed its neighbours' affine maps: the algebra of folding, and its inverse."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,80 +12,101 @@ from torch import Tensor, nn
 from normswap import copying
 from normswap.errors import RefusedError
 from normswap.layers import affine, reparametrized
-from normswap.layers.seat import Linearity, Seat
-from normswap.plan import Take, Way
+from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.plan import AbsorbMode, Absorption
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-class Folded(Seat):
+class Absorbing(TypedDict, total=False):
+    """The absorptions of a linear layer, and its other changes, as keywords of `folded`."""
+
+    takes: Sequence[Absorption]
+    gain: float
+    in_gain: float
+    bake: bool
+    centred: bool
+
+
+def folded(
+    old: Linearity,
+    reads: Sequence[nn.Module],
+    *,
+    like: Tensor,
+    takes: Sequence[Absorption] = (),
+    gain: float = 1.0,
+    in_gain: float = 1.0,
+    bake: bool = False,
+    centred: bool = False,
+) -> Linearity:
+    """A copy of `old` with weight W' and bias b', computed in float64.
+
+    Args:
+        reads: the modules that are absorbed.
+        takes: how, for each of them (`plan.AbsorbMode`).
+        gain: multiplies the output; `in_gain`: multiplies the input.
+        bake: first make `old` a plain layer (see `reparametrized`).
+        centred: in the end take the mean over the output channels off: W' = (I - 11'/C) W, b' = b - mean(b).
+    """
+    if next(old.parameters(), None) is None:
+        raise TypeError(f"a {type(old).__name__} has no weight to fold into")
+    old_dtype = next(old.parameters()).dtype
+    dtype = like.dtype if like.dtype == torch.float64 else old_dtype
+    if bake:
+        old = reparametrized.plain(old)  # in float64
+    weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
+    bias = weight.new_zeros(weight.shape[0] * weight.shape[1]) if old.bias is None else old.bias.detach().double()
+    if in_gain != 1:
+        weight *= in_gain
+    for module, absorption in zip(reads, takes, strict=True):
+        bias = _absorb(weight, bias, module, absorption, like.dtype)
+    if gain != 1:
+        weight *= gain
+    if centred:
+        weight -= weight.mean((0, 1), keepdim=True)
+        bias = bias - bias.mean()
+    born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
+    return _with(old, restore(weight), bias * gain if born or old.bias is not None else None, dtype)
+
+
+class Folded(PlannedLayer):
     """It keeps its class and its name."""
 
     CASTS = True
 
     @classmethod
-    def replacing(
-        cls,
-        old: Linearity,
-        *reads: nn.Module,
-        like: Tensor,
-        takes: Sequence[Take] = (),
-        gain: float = 1.0,
-        in_gain: float = 1.0,
-        bake: bool = False,
-        centred: bool = False,
-    ) -> Linearity:
-        """A copy of `old` with weight W' and bias b', computed in float64.
-
-        Args:
-            reads: the modules that are taken in.
-            takes: how, for each of them (`plan.Way`).
-            gain: multiplies the output; `in_gain`: multiplies the input.
-            bake: first make `old` a plain layer (see `reparametrized`).
-            centred: in the end take the mean over the output channels off: W' = (I - 11'/C) W, b' = b - mean(b).
-        """
-        if next(old.parameters(), None) is None:
-            raise TypeError(f"a {type(old).__name__} has no weight to fold into")
-        own = next(old.parameters()).dtype
-        dtype = like.dtype if like.dtype == torch.float64 else own
-        if bake:
-            old = reparametrized.plain(old)  # in float64
-        weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
-        bias = weight.new_zeros(weight.shape[0] * weight.shape[1]) if old.bias is None else old.bias.detach().double()
-        if in_gain != 1:
-            weight *= in_gain
-        for module, take in zip(reads, takes, strict=True):
-            bias = _take_in(weight, bias, module, take, like.dtype)
-        if gain != 1:
-            weight *= gain
-        if centred:
-            weight -= weight.mean((0, 1), keepdim=True)
-            bias = bias - bias.mean()
-        born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
-        return _with(old, restore(weight), bias * gain if born or old.bias is not None else None, dtype)
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> Linearity:
+        return folded(old, reads, like=like, **how)
 
     @classmethod
-    def invert(
-        cls, old: Any, now: Any, reads: tuple[nn.Module, ...], *, takes: Sequence[Take] = (), **args: Any
-    ) -> None:
-        after = [(norm, take.channels) for norm, take in zip(reads, takes, strict=True) if take.way is Way.AFTER]
-        if len(after) > 1 or any(take.way is Way.BEFORE for take in takes):
+    def invert(cls, old: Linearity, now: Linearity, reads: tuple[nn.Module, ...], **how: Unpack[Absorbing]) -> None:
+        takes = how.get("takes", ())
+        after = [
+            (norm, absorption.channels)
+            for norm, absorption in zip(reads, takes, strict=True)
+            if absorption.way is AbsorbMode.AFTER
+        ]
+        if len(after) > 1 or any(absorption.way is AbsorbMode.BEFORE for absorption in takes):
             raise RefusedError("cannot unfold", "it took in more than one norm")
         # what the plan would do to weights of 1 is the factor that W was multiplied with
         fresh, bias = old.weight.clone(), None if old.bias is None else old.bias.clone()
         old.weight.fill_(1)
-        factor = cls.replacing(copy.deepcopy(old).double(), *reads, like=old.weight, takes=takes, **args).weight
+        factor = folded(copy.deepcopy(old).double(), reads, like=old.weight, **how).weight
         dead = factor == 0
         weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
         old.weight.copy_(torch.where(dead, fresh.double(), weight))
-        if bias is not None:
+        if old.bias is not None and bias is not None:
             old.bias.copy_(bias)
         for norm, part in after:
             scale, shift = (value[part] for value in affine.read(norm))
             offset = 0 if old.bias is None else scale * old.bias.double()
+            assert now.bias is not None  # it took in a shift
             if not torch.equal((offset + shift).to(now.bias), now.bias):
                 affine.set_shift(norm, now.bias.double() - offset, part)
 
 
-def _take_in(weight: Tensor, bias: Tensor, module: nn.Module, take: Take, dtype: torch.dtype) -> Tensor:
+def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorption, dtype: torch.dtype) -> Tensor:
     """Scale `weight` (groups, out, in, *kernel), in place, by what `module` does; returns the new bias (groups * out).
 
     Args:
@@ -93,18 +114,18 @@ def _take_in(weight: Tensor, bias: Tensor, module: nn.Module, take: Take, dtype:
     """
     groups, out, inner, *kernel = weight.shape
     rest = (1,) * len(kernel)
-    if take.way is Way.BEFORE_MAGNITUDE:
+    if absorption.way is AbsorbMode.BEFORE_MAGNITUDE:
         magnitude, _, _ = affine.split(module, dtype)
         weight *= magnitude.reshape(groups, 1, -1, *rest)
         return bias
-    scale, shift = affine.read(module, unit_gamma=take.way is Way.AFTER_UNIT)
-    if not take.way.precedes:
-        scale, shift = scale[take.channels], shift[take.channels]
+    scale, shift = affine.read(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
+    if not absorption.way.precedes:
+        scale, shift = scale[absorption.channels], shift[absorption.channels]
         weight *= scale.expand(bias.numel()).reshape(groups, out, 1, *rest)
         return scale * bias + shift
     scale, shift = (value.expand(groups * inner).reshape(groups, 1, -1, *rest) for value in (scale, shift))
     bias = bias + (weight * shift).flatten(2).sum(2).flatten()
-    if take.way is Way.BEFORE:
+    if absorption.way is AbsorbMode.BEFORE:
         weight *= scale
     return bias
 
@@ -125,7 +146,7 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     memo: copying.Memo = {id(old.weight): parameter}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)
-    new: Any = copying.duplicate(old, memo)
+    new = copying.duplicate(old, memo)
     if old.bias is None and bias is not None:
         new.bias = nn.Parameter(bias.to(dtype), requires_grad=grad)
-    return new.to(dtype)  # type: ignore[no-any-return]
+    return new.to(dtype)

@@ -1,5 +1,7 @@
-"""The norms that are known: one table, a record for each class. What a norm is, and what can be done with it, is asked
-here and nowhere else; `normswap.register_norm` and the entry points `normswap.norms` add rows for other people's.
+"""The norms that are known: one table, a record for each class.
+
+The kind of a norm, and what can be done with it, is asked here and nowhere else; `normswap.register_norm` and the entry
+points `normswap.norms` add rows for other people's.
 
 A subclass counts as its nearest class in the table; what it computes is believed if its `forward` is that class's.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from timm import layers as timm_layers
 from timm.layers import norm as timm_norm
@@ -29,6 +31,15 @@ Read: TypeAlias = Callable[[Any], Pair]  # of a module of the class that it is r
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 
+class BatchNorm(Protocol):
+    """The tensors of a norm with population statistics."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+
+
 class Statistics(Enum):
     """Where a norm takes its statistics from in eval mode."""
 
@@ -40,7 +51,7 @@ class Statistics(Enum):
 
 @dataclass(frozen=True)
 class NormKind:
-    """What is known of a class of norms.
+    """The facts of a class of norms.
 
     Args:
         statistics: where they are from.
@@ -125,6 +136,8 @@ def register_norm(
     Raises:
         OptionError: options that exclude each other, or none for a class that is no BatchNorm.
     """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise OptionError(f"a class of norms is wanted, not {kind!r:.80}")
     if per_sample and (affine is not None or statistics is not None):
         raise OptionError(f"{kind.__name__} is either affine or takes statistics per sample", "not both")
     if affine is None and not per_sample and not issubclass(kind, _BatchNorm):

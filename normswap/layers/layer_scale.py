@@ -45,11 +45,11 @@ def _measured(module: nn.Module) -> int | None:
         _SEEN[module] = None
         with suppress(Exception):  # it cannot be copied
             twin = copy.deepcopy(module).double().eval()
-            (own,) = twin.parameters()
-            own.copy_(torch.randn(own.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+            (gamma,) = twin.parameters()
+            gamma.copy_(torch.randn(gamma.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
             for dim in (-1, 1):
-                x = probe(own.numel(), dim)
-                expected = (x.movedim(dim, -1) * own).movedim(-1, dim)
+                x = probe(gamma.numel(), dim)
+                expected = (x.movedim(dim, -1) * gamma).movedim(-1, dim)
                 with suppress(Exception):  # it takes no input of this shape
                     if torch.allclose(twin(x.clone()), expected, rtol=1e-12, atol=0):
                         _SEEN[module] = dim

@@ -1,9 +1,12 @@
-"""What every module of normswap's own answers: how it reads as an affine map, which roles its parameters have."""
+"""The questions that every module of normswap answers.
+
+How it reads as an affine map, which roles its parameters have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeGuard
 
 from torch import Tensor, fx, nn
 
@@ -18,6 +21,7 @@ class OwnLayer(nn.Module):
     SCALES: s may be another number than 1 or -1.
     HOLDS_STATISTICS: a norm lives on in it.
     NORMALIZES: it computes act(weight * normalized(x) + bias) per channel, not affine.
+    SCALES_BRANCH: it ends a residual branch with one number, a `BranchScale`.
     ROLES: what its parameters are to weight decay, by name.
     """
 
@@ -26,6 +30,7 @@ class OwnLayer(nn.Module):
     SCALES: ClassVar[bool] = False
     HOLDS_STATISTICS: ClassVar[bool] = False
     NORMALIZES: ClassVar[bool] = False
+    SCALES_BRANCH: ClassVar[bool] = False
     ROLES: ClassVar[Mapping[str, str]] = {}
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
@@ -33,8 +38,24 @@ class OwnLayer(nn.Module):
         raise NotImplementedError
 
     def normalized(self, x: Tensor) -> Tensor:
-        """What is multiplied by the weight, (N, C, ...)."""
+        """The values that are multiplied by the weight, (N, C, ...)."""
         raise NotImplementedError
+
+
+class BranchScale(Protocol):
+    """A layer that ends a residual branch with one number: y = alpha x, or alpha x + bias."""
+
+    alpha: Tensor
+    bias: nn.Parameter | None
+
+    @property
+    def learns(self) -> bool:
+        """Whether training changes alpha."""
+
+
+def scales_branch(module: object) -> TypeGuard[BranchScale]:
+    """Whether `module` ends a residual branch with one number."""
+    return isinstance(module, OwnLayer) and module.SCALES_BRANCH
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:

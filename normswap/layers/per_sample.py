@@ -1,4 +1,4 @@
-"""Norms that take their statistics per sample (GroupNorm and its kin), in the seats of BatchNorms, by matched moments.
+"""Norms that take their statistics per sample (GroupNorm and its kin), in place of BatchNorms, by matched moments.
 
 Per group, with the BatchNorm's running mean mu_c and variance var_c and s_c = gamma_c / sqrt(var_c + eps):
 
@@ -10,8 +10,9 @@ so that on an average sample, whose statistics are the population's, the output 
 from __future__ import annotations
 
 import copy
+import string
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,11 @@ from normswap.layers import affine, site_norm
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain
-from normswap.layers.seat import Seat
+from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
-class GroupNorm(Seat):
-    """A BatchNorm's seat is taken by torch's GroupNorm, or, where it carried an activation, by timm's GroupNormAct."""
+class GroupNorm(PlannedLayer):
+    """torch's GroupNorm stands for a BatchNorm, or, where it carried an activation, timm's GroupNormAct."""
 
     @classmethod
     def replacing(
@@ -35,94 +36,138 @@ class GroupNorm(Seat):
         *,
         like: Tensor,
         groups: int,
-        steady: float = 0.0,
-        flips: str = "",
-        leans: str = "",
         lead: bool = False,
+        **rescaling: Any,
     ) -> nn.Module:
-        """Args:
-        groups: a divisor of the number of channels.
-        steady, flips, leans: see `Gauge`; the convolution before, a `Steadied`, brings the channels into it.
-        lead: a `ChannelAffine` in front of the norm does.
+        """The norm per sample that on an average sample computes what the BatchNorm does.
+
+        Args:
+            groups: a divisor of the number of channels.
+            lead: a `ChannelAffine` in front of the norm brings the channels into the rescaling; else the convolution
+                before, a `Steadied`, does.
+            rescaling: see `ChannelRescaling`.
         """
         mean, var = affine.statistics(old)
         scale, shift = affine.read(old)
         channels = mean.numel()
         act = affine.copied_activation(old)
         eps = affine.epsilon(old)
-        own = site_norm.typed(old, like)
-        settings: Any = {"eps": eps, "dtype": own.dtype, "device": own.device}
+        typed = site_norm.typed(old, like)
+        settings: Any = {"eps": eps, "dtype": typed.dtype, "device": typed.device}
         if act is None:
             new: Any = nn.GroupNorm(groups, channels, **settings)
         else:
             new = GroupNormAct(channels, groups, apply_act=False, **settings)
             new.act = act
-        gauge = Gauge.of(old, groups, steady, flips, leans)
-        mean = gauge.sign * mean + gauge.offset
+        into = ChannelRescaling.of(old, groups, **rescaling)
+        mean, var = into.scale * mean + into.offset, into.scale.square() * var
         m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean, var, groups))
-        new.weight.copy_(gauge.sign * scale * (v + eps).sqrt())
-        new.bias.copy_(shift + gauge.sign * scale * (m - gauge.offset))
+        scale = scale / into.scale
+        new.weight.copy_(scale * (v + eps).sqrt())
+        new.bias.copy_(shift + scale * (m - into.offset))
         for name in ("weight", "bias"):
             value = getattr(old, name, None)
             if isinstance(value, nn.Parameter):
                 getattr(new, name).requires_grad_(value.requires_grad)
-        return led(gauge.sign, gauge.offset, new) if lead else new
+        return led(into.scale, into.offset, new) if lead else new
 
 
-class Steadied(Seat):
-    """The convolution before a per-sample norm, whose output is brought into the norm's `Gauge`."""
+class Steadied(PlannedLayer):
+    """The convolution before a per-sample norm, whose output is brought into the norm's `ChannelRescaling`."""
 
     @classmethod
-    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, **gauge: Any) -> Any:
-        into = Gauge.of(norm, **gauge)
-        return rescaled(old, into.sign, into.offset)
+    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, **rescaling: Any) -> Any:
+        into = ChannelRescaling.of(norm, **rescaling)
+        return rescaled(old, into.scale, into.offset)
 
 
-class Recentred(Seat):
+class Recentred(PlannedLayer):
     """The BatchNorm behind a `Steadied` convolution, or a lead, moved along: together they compute the same."""
 
     @classmethod
     def replacing(cls, old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
         new = site_norm.as_batchnorm(old, like)
         if not rest:
-            return new
-        gauge = Gauge.of(old, groups, **rest)
-        new.running_mean.copy_(gauge.sign * affine.statistics(old)[0] + gauge.offset)
+            return cast(nn.Module, new)
+        rescaling = ChannelRescaling.of(old, groups, **rest)
         if new.weight is None:
             new.affine, ones = True, torch.ones_like(new.running_var)
             new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
-        new.weight.mul_(gauge.sign)
-        return led(gauge.sign, gauge.offset, new) if lead else new
+        moved(new, rescaling.scale, rescaling.offset)
+        return led(rescaling.scale, rescaling.offset, new) if lead else new
+
+
+def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
+    """Let a BatchNorm, in place, compute of scale * x + offset what it computes of x."""
+    mean, var = (value.clone() for value in affine.statistics(norm))
+    norm.running_mean.copy_(scale * mean + offset)
+    norm.running_var.copy_(scale.square() * var)
+    # of the variance as it was stored: what eps adds to it is made up for exactly
+    eps = affine.epsilon(norm)
+    norm.weight.mul_((norm.running_var.double() + eps).sqrt() / (scale * (var + eps).sqrt()))
 
 
 @dataclass(frozen=True)
-class Gauge:
-    """sign * x + offset, what a channel becomes before the norm: free, since what follows makes up for it.
+class ChannelRescaling:
+    """scale * x + offset, what a channel becomes before the norm: free, since what follows makes up for it.
 
-    All means are taken off. Then a constant of either sign, of the same size a in every channel of a group, is added:
-    of the variance that a sample is divided by, the share `steady` is the constants', the same in every sample, with
-    a^2 = v steady / (1 - steady). Every channel has the same part in it: none can dominate its group.
+    The scale is a sign and a factor. All means are taken off. Then a constant is added: of the variance that a sample
+    is divided by, the share `steady` is the constants', the same in every sample, with a^2 = v steady / (1 - steady)
+    for the mean square a^2 of a group's constants.
     """
 
-    sign: Tensor
+    scale: Tensor
     offset: Tensor
 
     @classmethod
-    def of(cls, norm: Any, groups: int, steady: float = 0.0, flips: str = "", leans: str = "") -> Gauge:
-        """Args:
-        norm: the BatchNorm.
-        flips, leans: a '+' or '-' per channel: its sign, and its constant's. Empty: as it is.
+    def of(
+        cls,
+        norm: Any,
+        groups: int,
+        steady: float = 0.0,
+        flips: str = "",
+        leans: str = "",
+        factors: str = "",
+        sizes: str = "",
+    ) -> ChannelRescaling:
+        """The rescaling before a norm of so many groups.
+
+        Args:
+            norm: the BatchNorm.
+            flips, leans: a '+' or '-' per channel: its sign, and its constant's. Empty: as it is.
+            factors, sizes: a letter per channel (`letters_of`): its factor, and its constant's size against a. Empty:
+                1.
         """
         mean, var = affine.statistics(norm)
         if not leans:
             return cls(torch.ones_like(mean), torch.zeros_like(mean))
-        sign, lean = (_numbers(signs).to(mean) for signs in (flips, leans))
-        lean = (lean.view(groups, -1) - lean.view(groups, -1).mean(1, keepdim=True)).flatten()
-        size = (var.view(groups, -1).mean(1) * steady / (1 - steady)).sqrt()
-        return cls(sign, size.repeat_interleave(mean.numel() // groups) * lean - sign * mean)
+        scale, lean = (_signed(signs, letters).to(mean) for signs, letters in ((flips, factors), (leans, sizes)))
+        lean = lean.view(groups, -1) - lean.view(groups, -1).mean(1, keepdim=True)
+        if sizes:
+            lean = lean / lean.square().mean(1, keepdim=True).sqrt()
+        variance = (scale.square() * var).view(groups, -1).mean(1, keepdim=True)
+        size = (variance * steady / (1 - steady)).sqrt()
+        return cls(scale, (size * lean).flatten() - scale * mean)
 
 
-def rescaled(conv: Any, scale: Tensor, offset: Tensor) -> Any:
+LETTERS, STEPS = string.digits + string.ascii_uppercase + string.ascii_lowercase, 4  # to an octave
+_ONE = len(LETTERS) // 2
+
+
+def letters_of(numbers: Tensor) -> str:
+    """A letter for each positive number, in quarters of an octave; what is too far from 1 for that comes nearer."""
+    steps = (STEPS * numbers.log2()).round().clamp(-_ONE, len(LETTERS) - 1 - _ONE).long()
+    return "".join(LETTERS[_ONE + step] for step in steps.tolist())
+
+
+def _signed(signs: str, letters: str) -> Tensor:
+    """Numbers from a '+' or '-' for each, and their sizes' letters; without letters of size 1."""
+    sizes = [2 ** ((LETTERS.index(letter) - _ONE) / STEPS) for letter in letters] or [1.0] * len(signs)
+    signed = [size if sign == "+" else -size for sign, size in zip(signs, sizes, strict=True)]
+    return torch.tensor(signed, dtype=torch.float64)
+
+
+def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     """A copy of the convolution that computes scale * y + offset, (C,) each, where it computed y."""
     new = copy.deepcopy(conv)
     new.weight.copy_(conv.weight.double() * per_filter(conv, scale))
@@ -137,17 +182,13 @@ def led(scale: Tensor, offset: Tensor, norm: Any) -> Chain:
     return Chain(ChannelAffine(scale.to(like), offset.to(like)), norm)
 
 
-def per_filter(conv: nn.modules.conv._ConvNd, sign: Tensor) -> Tensor:
+def per_filter(conv: Linearity, sign: Tensor) -> Tensor:
     """A value per output channel in a shape that goes with the weight."""
     rest = (1,) * (conv.weight.ndim - 2)
-    if not getattr(conv, "transposed", False):
+    if isinstance(conv, nn.Linear) or not conv.transposed:
         return sign.view(-1, 1, *rest)
     sign = sign.view(conv.groups, 1, -1)  # transposed convolutions store (in, out / groups, *kernel)
     return sign.expand(-1, conv.in_channels // conv.groups, -1).reshape(conv.in_channels, -1, *rest)
-
-
-def _numbers(signs: str) -> Tensor:
-    return torch.tensor([1.0 if sign == "+" else -1.0 for sign in signs], dtype=torch.float64)
 
 
 def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -158,10 +199,10 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
 
 
 def normalizes(module: nn.Module | None) -> bool:
-    """Whether it is one of the layers that a BatchNorm's seat was taken by, whose gamma and beta can be fitted."""
+    """Whether it is one of the layers that stand for a BatchNorm, whose gamma and beta can be fitted."""
     return isinstance(module, nn.GroupNorm) or (isinstance(module, OwnLayer) and module.NORMALIZES)
 
 
 def normalized(norm: Any, x: Tensor) -> Tensor:
-    """What the layer multiplies by gamma, (N, C, ...)."""
+    """The values that the layer multiplies by gamma, (N, C, ...)."""
     return norm.normalized(x) if isinstance(norm, OwnLayer) else F.group_norm(x, norm.num_groups, eps=norm.eps)

@@ -1,29 +1,28 @@
-"""Seats that are empty, or hold two layers in a row; and small changes to what sits there."""
+"""Layers that stand for nothing, or hold two layers in a row; and small changes to a layer."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap.layers.affine import copied_activation
 from normswap.layers.own import OwnLayer
-from normswap.layers.seat import Seat
+from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
-class Vacant(Seat, OwnLayer):
+class Vacant(PlannedLayer, OwnLayer):
     """Where a norm stood: passes its input on, through the activation the norm carried, if any."""
 
-    FATE = "gone"
+    OUTCOME = "gone"
 
     def __init__(self, act: nn.Module | None = None) -> None:
         super().__init__()
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         return x if self.act is None else self.act(x)
 
     @classmethod
@@ -32,7 +31,7 @@ class Vacant(Seat, OwnLayer):
 
 
 class Holder(OwnLayer):
-    """What sat in the seat, and one more layer. The kept module's tensors are called `inner.*`."""
+    """The layer that was there, and one more. The kept module's tensors are called `inner.*`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -40,22 +39,23 @@ class Holder(OwnLayer):
 
 
 class Chain(Holder):
-    """What sat in the seat, then one more layer."""
+    """The layer that was there, then one more."""
 
     def __init__(self, inner: nn.Module, then: nn.Module) -> None:
         super().__init__(inner)
         self.then = then
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> whatever `then` returns"""
-        return self.then(self.inner(x))
+        """Map (N, C, ...) to whatever `then` returns."""
+        output: Tensor = self.then(self.inner(x))
+        return output
 
 
-class Copy(Seat, OwnLayer):
+class Copy(PlannedLayer, OwnLayer):
     """Passes on a copy of its input, which may then be overwritten: backward hooks forbid that of what they return."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         return x.clone()
 
     @classmethod
@@ -63,7 +63,7 @@ class Copy(Seat, OwnLayer):
         return cls()
 
 
-class OutOfPlace(Seat):
+class OutOfPlace(PlannedLayer):
     """An activation or dropout that no longer writes into its input."""
 
     @classmethod
@@ -75,15 +75,15 @@ def out_of_place(module: nn.Module) -> nn.Module:
     """`module` itself, in which nothing writes into its input any more."""
     for part in module.modules():
         if getattr(part, "inplace", False) is True:
-            part.inplace = False  # type: ignore[assignment]
+            part.__dict__["inplace"] = False
     return module
 
 
-class WithBias(Seat):
+class WithBias(PlannedLayer):
     """A parametrized layer without a bias gets one, at first 0."""
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor) -> Any:
+    def replacing(cls, old: Linearity, *, like: Tensor) -> nn.Module:
         new = copy.deepcopy(old)
         if new.bias is None:
             channels = new.out_features if isinstance(new, nn.Linear) else new.out_channels
@@ -91,16 +91,19 @@ class WithBias(Seat):
         return new
 
 
-class Dropout(Seat):
-    """Dropout before the classifier. The seat is a Dropout module, or timm's `drop_rate` number, read in forward."""
+class Dropout(PlannedLayer):
+    """Dropout before the classifier.
+
+    What is there is a Dropout module, or timm's `drop_rate` number, read in forward.
+    """
 
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:
         return nn.Dropout(p) if isinstance(old, nn.Module) else p
 
 
-class Dropped(Seat, Holder):
-    """Dropout, then the linear layer that sat in the seat: for classifiers with no seat before them."""
+class Dropped(PlannedLayer, Holder):
+    """Dropout, then the linear layer that was there: for classifiers with no dropout before them."""
 
     NAMES = {"weight": "inner.weight", "bias": "inner.bias"}
 
@@ -109,15 +112,16 @@ class Dropped(Seat, Holder):
         self.dropout = nn.Dropout(p)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, ..., I) -> (N, ..., O)"""
-        return self.inner(self.dropout(x))
+        """Map (N, ..., I) to (N, ..., O)."""
+        output: Tensor = self.inner(self.dropout(x))
+        return output
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, p: float) -> Dropped:
         return cls(copy.deepcopy(old), p)
 
 
-class Number(Seat):
+class Number(PlannedLayer):
     """A number (or a scalar parameter) of a module, read in its forward; None takes it out."""
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any
+from typing import Protocol, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers.own import GAMMA, OwnLayer
+from normswap.layers.planned_layer import Linearity
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # by their dimensions, from one on
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
@@ -35,13 +36,16 @@ class Gain(OwnLayer):
         self.alpha = nn.Parameter(alpha.detach().clone().view(1))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """(O, I, ...) -> (O, I, ...)"""
+        """Map (O, I, ...) to (O, I, ...)."""
         return self.alpha * weight
 
 
 class Standardized(OwnLayer):
-    """A convolution of ours with scaled weight standardization: parameters as timm's `ScaledStdConv2d`, and `mean`, one
-    number per filter (O, 1, ...) that is added to the standardized weight, or None."""
+    """A convolution of ours with scaled weight standardization.
+
+    Parameters as timm's `ScaledStdConv2d`, and `mean`, one number per filter (O, 1, ...) that is added to the
+    standardized weight, or None.
+    """
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
@@ -49,6 +53,14 @@ class Standardized(OwnLayer):
     def drop_mean(self) -> None:
         """Compute without `mean` from now on."""
         self.mean = None
+
+
+class MeanKeeper(Protocol):
+    """A standardized convolution with a mean for each filter."""
+
+    mean: nn.Parameter
+
+    def drop_mean(self) -> None: ...
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
@@ -72,79 +84,90 @@ class TunedConv2d(OwnLayer, nn.Conv2d):
         return self.weight * scale.view(-1, 1, 1, 1), self.beta + scale * offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, I, H, W) -> (N, O, H', W')"""
-        return self._conv_forward(x, *self.folded())
+        """Map (N, I, H, W) to (N, O, H', W')."""
+        output: Tensor = self._conv_forward(x, *self.folded())
+        return output
 
 
-class Shifted(OwnLayer):
+class InputBiased(OwnLayer):
     """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019, section 3."""
 
     ROLES = {"in_bias": "scalar_bias"}
     in_bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, I, ...) -> (N, O, ...)"""
-        return super().forward(x + self.in_bias)
+        """Map (N, I, ...) to (N, O, ...)."""
+        output: Tensor = super().forward(x + self.in_bias)
+        return output
+
+    @staticmethod
+    def of(layer: Linearity) -> nn.Module:
+        """The layer itself, from now on one that shifts its input, by 0 at first."""
+        shifted: nn.Module = layer
+        shifted.__class__ = SHIFTED[type(layer)]
+        shifted.register_parameter("in_bias", nn.Parameter(torch.zeros(1).to(layer.weight)))
+        return shifted
 
 
-class ShiftedConv1d(Shifted, nn.Conv1d):
-    pass
+class ShiftedConv1d(InputBiased, nn.Conv1d):
+    """Conv1d with a scalar input bias."""
 
 
-class ShiftedConv2d(Shifted, nn.Conv2d):
-    pass
+class ShiftedConv2d(InputBiased, nn.Conv2d):
+    """Conv2d with a scalar input bias."""
 
 
-class ShiftedConv3d(Shifted, nn.Conv3d):
-    pass
+class ShiftedConv3d(InputBiased, nn.Conv3d):
+    """Conv3d with a scalar input bias."""
 
 
-class ShiftedConv2dSame(Shifted, timm_layers.Conv2dSame):
-    pass
+class ShiftedConv2dSame(InputBiased, timm_layers.Conv2dSame):
+    """Conv2dSame with a scalar input bias."""
 
 
-class ShiftedLinear(Shifted, nn.Linear):
-    pass
+class ShiftedLinear(InputBiased, nn.Linear):
+    """Linear with a scalar input bias."""
 
 
-SHIFTED: dict[type, type] = {
+SHIFTED: dict[type[Linearity], type[InputBiased]] = {
     nn.Conv1d: ShiftedConv1d, nn.Conv2d: ShiftedConv2d, nn.Conv3d: ShiftedConv3d,
     timm_layers.Conv2dSame: ShiftedConv2dSame, nn.Linear: ShiftedLinear, timm_layers.Linear: ShiftedLinear,
 }  # fmt: skip
 _KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
 
-def is_dressed(module: nn.Module) -> bool:
+def is_reparametrized(module: nn.Module) -> bool:
     """Whether the weight of this linear layer is made anew at each step, in a way that is known."""
     if "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module):
-        made: Any = module.parametrizations
-        return list(made) == ["weight"] and all(isinstance(part, _KNOWN) for part in made["weight"])
+        made = dict(module.get_submodule("parametrizations").named_children())
+        return list(made) == ["weight"] and all(isinstance(part, _KNOWN) for part in made["weight"].children())
     if isinstance(module, Standardized):
         return True
-    forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, Shifted)}
-    return isinstance(module, (*_STANDARDIZED, TunedConv2d, Shifted)) and type(module).forward in forwards
+    forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, InputBiased)}
+    return isinstance(module, (*_STANDARDIZED, TunedConv2d, InputBiased)) and type(module).forward in forwards
 
 
-def is_stuck(module: nn.Module) -> bool:
+def keeps_input_bias(module: nn.Module) -> bool:
     """Whether it has an input bias that its zero padding keeps from becoming a bias."""
-    if not isinstance(module, Shifted) or not module.in_bias.any():
+    if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False
     padding = getattr(module, "padding", 0)
     some = padding != "valid" if isinstance(padding, str) else bool(torch.as_tensor(padding).any())
     return some or isinstance(module, timm_layers.Conv2dSame)
 
 
-def plain(module: nn.Module) -> Any:
-    """What a dressed layer computes in eval mode, as a layer of the plain class, in float64."""
+def plain(module: Linearity) -> Linearity:
+    """The layer of the plain class that computes what a reparametrized one does in eval mode, in float64."""
     twin = copy.deepcopy(module).double().eval()
     tensors = _tensors(twin)
     kind = plain_class(twin)
     new = kind.__new__(kind)
+    children = {name: child for name, child in twin._modules.items() if name not in _STALE}
     held = ("_parameters", "_buffers", "_modules")
     new.__dict__.update({name: value for name, value in vars(twin).items() if name not in (*held, *_STALE)})
-    new.__dict__.update({name: {} for name in held}, _load_state_dict_pre_hooks=OrderedDict())
+    new.__dict__.update(_parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict())
     grad = any(parameter.requires_grad for parameter in module.parameters())
     for name, value in zip(("weight", "bias"), tensors, strict=True):
         parameter = None if value is None else nn.Parameter(value.detach().clone(), requires_grad=grad)
@@ -152,43 +175,58 @@ def plain(module: nn.Module) -> Any:
     return new
 
 
-def weight(module: Any) -> Tensor:
+def weight(module: Linearity) -> Tensor:
     """The weight with which a linear layer computes in eval mode, in float64."""
-    return (plain(module) if is_dressed(module) else module).weight.detach().double()
+    return (plain(module) if is_reparametrized(module) else module).weight.detach().double()
 
 
-def plain_class(module: Any) -> Any:
+def plain_class(module: Linearity) -> type[Linearity]:
     """The class of the layer that `plain` makes of this one (its own, if it is plain already)."""
-    if not is_dressed(module):
+    if not is_reparametrized(module):
         return type(module)
     if parametrize.is_parametrized(module):
-        return parametrize.type_before_parametrizations(module)
-    if isinstance(module, Shifted):
-        return type(module).__bases__[1]
+        return cast(type[Linearity], parametrize.type_before_parametrizations(module))
+    if isinstance(module, InputBiased):
+        return next(kind for kind, shifted in SHIFTED.items() if type(module) is shifted)
     if isinstance(module, TunedConv2d):
         return nn.Conv2d
     if getattr(module, "same_pad", False):
         return timm_layers.Conv2dSame
-    return CONVOLUTIONS[module.weight.ndim - 3]
+    return next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
 
 
-def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
-    kind = type(module)
-    if issubclass(kind, TunedConv2d):
+def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
+    if isinstance(module, TunedConv2d):
         return module.folded()
-    if issubclass(kind, Shifted):
+    if isinstance(module, InputBiased):
         if not module.in_bias.any():
             return module.weight, module.bias
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         return module.weight, shift if module.bias is None else module.bias + shift
-    if issubclass(kind, (*_STANDARDIZED, Standardized)):
-        return effective(module), module.bias
+    if isinstance(module, (*_STANDARDIZED, Standardized)):
+        return effective(cast(StandardizedLayer, module)), module.bias
     return module.weight, module.bias
 
 
-def effective(conv: Any) -> Tensor:
-    """The weight (O, I / groups, ...) that a standardized convolution computes with: timm's formula, with a gain where
-    there is one, and the means where they are kept."""
+class StandardizedLayer(Protocol):
+    """A convolution with weight standardization, timm's or ours; one with `gain` has `scale`, too."""
+
+    out_channels: int
+    eps: float
+    scale: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def gain(self) -> Tensor: ...
+
+
+def effective(conv: StandardizedLayer) -> Tensor:
+    """The weight (O, I / groups, ...) that a standardized convolution computes with.
+
+    timm's formula, with a gain where there is one, and the means where they are kept.
+    """
     gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, "gain") else None
     flat = conv.weight.reshape(1, conv.out_channels, -1)
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
@@ -196,6 +234,6 @@ def effective(conv: Any) -> Tensor:
     return weight + conv.mean if keeps_mean(conv) else weight
 
 
-def keeps_mean(module: nn.Module) -> bool:
+def keeps_mean(module: object) -> TypeGuard[MeanKeeper]:
     """Whether its filters need not sum to zero."""
     return isinstance(module, Standardized) and module.mean is not None

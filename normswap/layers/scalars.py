@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from normswap.layers import affine, reparametrized
-from normswap.layers.folded import Folded
+from normswap.layers.folded import Absorbing, folded
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain, Vacant
-from normswap.layers.seat import Seat
+from normswap.layers.planned_layer import Linearity, PlannedLayer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-class Scale(Seat, OwnLayer):
+class Scale(PlannedLayer, OwnLayer):
     """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 4.
 
     The optional scalar bias is the one that regularized SkipInit adds after the residual sum, before the ReLU
     (appendix F); addition commutes, so it stands here.
     """
 
-    AFFINE, FATE = True, "scalar"
+    AFFINE = SCALES_BRANCH = True
+    OUTCOME = "scalar"
     ROLES = {"alpha": "alpha", "bias": "scalar_bias"}
     alpha: Tensor
 
@@ -37,7 +41,7 @@ class Scale(Seat, OwnLayer):
         return isinstance(self.alpha, nn.Parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         return self.alpha * x if self.bias is None else self.alpha * x + self.bias
 
     def extra_repr(self) -> str:
@@ -51,7 +55,7 @@ class Scale(Seat, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, bias: bool = False, fresh: bool = False
     ) -> nn.Module:
-        """`fresh`: a bias starts at 0, also if there was one in the seat."""
+        """`fresh`: a bias starts at 0, also if there was one before."""
         scale = cls(alpha, bias=bias, like=like)
         if isinstance(old, Scale) and old.bias is not None and scale.bias is not None and not fresh:
             scale.bias.copy_(old.bias)
@@ -69,7 +73,7 @@ class FixedScale(Scale):
         self.register_buffer("alpha", value)
 
 
-class ScalarBias(Seat, OwnLayer):
+class ScalarBias(PlannedLayer, OwnLayer):
     """y = act(x + bias), with one learnable scalar: Fixup's bias before an activation."""
 
     AFFINE = True
@@ -80,7 +84,7 @@ class ScalarBias(Seat, OwnLayer):
         self.bias, self.act = nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         x = x + self.bias
         return x if self.act is None else self.act(x)
 
@@ -92,13 +96,10 @@ class ScalarBias(Seat, OwnLayer):
         return cls(torch.zeros(1).to(like), affine.copied_activation(old))
 
 
-class Shifted(Seat):
-    """A linear layer, with what it has taken in, that adds one learnable scalar to its input; initially 0."""
+class Shifted(PlannedLayer):
+    """A linear layer, with what it has absorbed, that adds one learnable scalar to its input; initially 0."""
 
     @classmethod
-    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
-        new: Any = Folded.replacing(old, *reads, like=like, **args)
-        if not isinstance(new, reparametrized.Shifted):
-            new.__class__ = reparametrized.SHIFTED[type(new)]
-            new.in_bias = nn.Parameter(torch.zeros(1).to(new.weight))
-        return new
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> nn.Module:
+        new = folded(old, reads, like=like, **how)
+        return new if isinstance(new, reparametrized.InputBiased) else reparametrized.InputBiased.of(new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import FrozenBatchNormAct2d
@@ -15,15 +15,15 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 from normswap.layers import affine
 from normswap.layers.folded import Folded
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
+from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
-from normswap.layers.seat import Seat
-from normswap.plan import Take, Way
+from normswap.plan import AbsorbMode, Absorption
 
 _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
 
-class SiteNorm(Seat, OwnLayer, _BatchNorm):
-    """BatchNorm of any dimension, with the activation of its seat; its statistics may be those of ghost batches.
+class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
+    """BatchNorm of any dimension, with the activation of the norm before; its statistics may be those of ghost batches.
 
     Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training every `ghost` samples are a batch
     of their own; a rest smaller than that joins the last one. The running statistics take in each of them in turn.
@@ -40,7 +40,7 @@ class SiteNorm(Seat, OwnLayer, _BatchNorm):
             raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         if self.training and self.ghost:
             parts = input.split(self.ghost_sizes(len(input)))
             x = torch.cat([_BatchNorm.forward(self, part) for part in parts])
@@ -70,25 +70,25 @@ class SiteNorm(Seat, OwnLayer, _BatchNorm):
     ) -> SiteNorm:
         """The norm that `old` is, or, given mean and deviation per channel, one that is the identity there.
 
-        y = s x + t (the identity, or what a ChannelBias or ChannelAffine in the seat computes) is the norm with
+        y = s x + t (the identity, or what a ChannelBias or ChannelAffine at the path computes) is the norm with
         gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
         """
         act, like = affine.copied_activation(old), typed(old, like)
         known = mean is None or std is None
-        given = torch.tensor((mean or (), std or ()), dtype=torch.float64)
-        seen, var = affine.statistics(old) if known else (given[0], given[1].square())
+        moments = torch.tensor((mean or (), std or ()), dtype=torch.float64)
+        seen, var = affine.statistics(old) if known else (moments[0], moments[1].square())
         eps, momentum = (affine.epsilon(old), getattr(old, "momentum", 0.1)) if known else (1e-5, 0.1)
         new: Any = cls(len(seen), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
         if known and not affine.is_registered(old):
             _copy(old, new)
-            return new
+            return cast(SiteNorm, new)
         new.running_mean.copy_(seen)
         new.running_var.copy_(var)
         has_map = known or (isinstance(old, OwnLayer) and old.PER_CHANNEL)
         scale, shift = affine.read(old) if has_map else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
         new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
         new.bias.copy_(shift + scale * new.running_mean.double())
-        return new
+        return cast(SiteNorm, new)
 
 
 def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
@@ -96,8 +96,8 @@ def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
     return SiteNorm.replacing(old, like=like) if affine.is_registered(old) else copy.deepcopy(old)
 
 
-class EmptyNorm(Seat):
-    """In the seat of a norm with statistics per sample: one whose values data will give (`norm_estimate`)."""
+class EmptyNorm(PlannedLayer):
+    """In place of a norm with statistics per sample: one whose values data will give (`norm_estimate`)."""
 
     KEEPS_NORM = True
 
@@ -111,7 +111,7 @@ class EmptyNorm(Seat):
         return new
 
 
-class FrozenNorm(Seat):
+class FrozenNorm(PlannedLayer):
     """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
 
     KEEPS_NORM = True
@@ -127,10 +127,10 @@ class FrozenNorm(Seat):
         if live.act is not None:
             new.act = live.act
         _copy(live, new)
-        return new
+        return cast(nn.Module, new)
 
 
-class EvalNorm(Seat, OwnLayer):
+class EvalNorm(PlannedLayer, OwnLayer):
     """y = act(gamma (x - mean) / sqrt(var + eps) + beta) with frozen statistics, where gamma and beta learn."""
 
     AFFINE = PER_CHANNEL = SCALES = HOLDS_STATISTICS = True
@@ -146,7 +146,7 @@ class EvalNorm(Seat, OwnLayer):
     running_var: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         scale = self.weight * torch.rsqrt(self.running_var + self.eps)
         x = x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
         return x if self.act is None else self.act(x)
@@ -162,8 +162,8 @@ class EvalNorm(Seat, OwnLayer):
         return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std))
 
 
-class Tuned(Seat):
-    """A convolution that takes in the norm after it as a `TunedConv2d`; what else it takes in is folded."""
+class Tuned(PlannedLayer):
+    """A convolution that absorbs the norm after it as a `TunedConv2d`; what else it absorbs is folded."""
 
     @classmethod
     def replacing(
@@ -171,30 +171,34 @@ class Tuned(Seat):
         old: Any,
         *reads: nn.Module,
         like: Tensor,
-        takes: Sequence[Take],
+        takes: Sequence[Absorption],
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         **args: Any,
     ) -> TunedConv2d:
-        (norm,) = (read for read, take in zip(reads, takes, strict=True) if take.way is Way.NORM)
-        others = [(read, take) for read, take in zip(reads, takes, strict=True) if take.way is not Way.NORM]
-        rest = [read for read, _ in others]
-        old = Folded.replacing(old, *rest, like=like, takes=[take for _, take in others], **args)
+        (norm,) = (read for read, absorption in zip(reads, takes, strict=True) if absorption.way is AbsorbMode.NORM)
+        folded = [
+            (read, absorption)
+            for read, absorption in zip(reads, takes, strict=True)
+            if absorption.way is not AbsorbMode.NORM
+        ]
+        rest = [read for read, _ in folded]
+        old = Folded.replacing(old, *rest, like=like, takes=[absorption for _, absorption in folded], **args)
         live = SiteNorm.replacing(norm, like=like, mean=mean, std=std).to(old.weight)
         new: Any = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(old))
         new.gamma, new.beta, new.norm_eps = live.weight, live.bias, live.eps
         new.register_buffer("running_mean", live.running_mean)
         new.register_buffer("running_var", live.running_var)
-        return new
+        return cast(TunedConv2d, new)
 
 
 def typed(old: nn.Module, like: Tensor) -> Tensor:
     """An empty tensor of the dtype and device of `old`: frozen norms may be in float32 in a network in half."""
     if like.dtype == torch.float64:
         return like
-    own = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), like)
-    return own.detach().flatten()[:0]
+    tensor = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), like)
+    return tensor.detach().flatten()[:0]
 
 
 def _copy(old: Any, new: Any) -> None:

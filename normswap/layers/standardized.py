@@ -1,5 +1,6 @@
-"""Convolutions whose weight is standardized, that compute a given weight exactly: timm's ScaledStdConv2d, and the same
-of one and of three dimensions, which timm does not have.
+"""Convolutions whose weight is standardized, that compute a given weight exactly.
+
+timm's ScaledStdConv2d, and the same of one and of three dimensions, which timm does not have.
 
 timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et al. 2021,
 section 3.3). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w: any filter that sums to zero,
@@ -8,7 +9,8 @@ exactly. A convolution whose filters do not sum to zero needs one more number pe
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,12 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, pad_sa
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.layers.folded import Folded
-from normswap.layers.reparametrized import Standardized, effective, keeps_mean
-from normswap.layers.seat import Linearity, Seat
+from normswap.layers.folded import Absorbing, folded
+from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.layers.reparametrized import Standardized, StandardizedLayer, effective, keeps_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Other(Standardized, _ConvNd):
@@ -31,16 +36,16 @@ class Other(Standardized, _ConvNd):
         self.register_parameter("mean", nn.Parameter(torch.zeros_like(self.gain)) if mean else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, I, ...) -> (N, O, ...)"""
+        """Map (N, I, ...) to (N, O, ...)."""
         return self._conv_forward(x, effective(self), self.bias)
 
 
 class ScaledStdConv1d(Other, nn.Conv1d):
-    pass
+    """The `ScaledStdConv2d` of timm, in 1d."""
 
 
 class ScaledStdConv3d(Other, nn.Conv3d):
-    pass
+    """The `ScaledStdConv2d` of timm, in 3d."""
 
 
 OTHERS: dict[type, type[Other]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}
@@ -56,7 +61,7 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
         self.mean = nn.Parameter(torch.zeros_like(self.gain))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, I, H, W) -> (N, O, H', W')"""
+        """Map (N, I, H, W) to (N, O, H', W')."""
         if self.same_pad:
             x = pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))
         return F.conv2d(x, effective(self), self.bias, self.stride, self.padding, self.dilation, self.groups)
@@ -71,7 +76,7 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
 
 
 @torch.no_grad()
-def set_effective(conv: Any, weight: Tensor) -> None:
+def set_effective(conv: StandardizedLayer, weight: Tensor) -> None:
     """Let it compute with `weight`, or, without `mean`, with what is left of it without its filters' means."""
     weight = weight.double()
     every = tuple(range(1, weight.ndim))
@@ -85,38 +90,51 @@ def set_effective(conv: Any, weight: Tensor) -> None:
 
 def computed(layer: Linearity) -> Tensor:
     """The weight that a linear layer, standardized or not, computes with."""
-    return effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
+    return effective(cast(StandardizedLayer, layer)) if isinstance(layer, STANDARDIZED) else layer.weight
 
 
 @torch.no_grad()
 def compute(layer: Linearity, weight: Tensor) -> None:
     """Let a linear layer, standardized or not, compute with `weight`; without its filters' means where it has none."""
     if isinstance(layer, STANDARDIZED):
-        set_effective(layer, weight)
+        set_effective(cast(StandardizedLayer, layer), weight)
     else:
         layer.weight.copy_(weight)
 
 
-class StandardizedConv(Seat):
-    """What `layers.Folded` computes, standardized; with `mean`, its filters need not sum to zero."""
+class StandardizedConv(PlannedLayer):
+    """`layers.Folded` with standardized filters; with `mean`, its filters need not sum to zero.
+
+    `padding`: that of a convolution that pads by itself (`own_forwards.even_padding`).
+    """
 
     @classmethod
-    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, mean: bool, **takes: Any) -> nn.Module:
-        conv: Any = Folded.replacing(old, *reads, like=like, **takes)
+    def replacing(
+        cls,
+        old: _ConvNd,
+        *reads: nn.Module,
+        like: Tensor,
+        mean: bool,
+        padding: Sequence[int] | None = None,
+        **how: Unpack[Absorbing],
+    ) -> nn.Module:
+        conv = folded(old, reads, like=like, **how)
+        if not isinstance(conv, _ConvNd):
+            raise TypeError(f"a {type(conv).__name__} is no convolution")
         same = isinstance(conv, Conv2dSame)
-        args = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride)
-        rest = {"dilation": conv.dilation, "groups": conv.groups, "bias": conv.bias is not None,
-                "device": conv.weight.device, "dtype": conv.weight.dtype}  # fmt: skip
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
+        args: dict[str, Any] = {name: getattr(conv, name) for name in names}
+        args |= {"bias": conv.bias is not None, "device": conv.weight.device, "dtype": conv.weight.dtype}
+        padded = conv.padding if padding is None else tuple(padding)
+        args |= {} if same else {"padding": padded}
         other = next((made for kind, made in OTHERS.items() if isinstance(conv, kind)), None)
         if other:
-            new: Any = other(*args, padding=conv.padding, mean=mean, **rest)
+            new: _ConvNd = other(mean=mean, **args)
         elif mean:
-            new = MeanStdConv2d(*args, padding=conv.padding, same_pad=same, **rest)
-        elif same:
-            new = ScaledStdConv2dSame(*args, **rest)
+            new = MeanStdConv2d(same_pad=same, **{**args, "padding": padded})
         else:
-            new = ScaledStdConv2d(*args, padding=conv.padding, **rest)
-        set_effective(new, conv.weight)
+            new = ScaledStdConv2dSame(**args) if same else ScaledStdConv2d(**args)
+        set_effective(cast(StandardizedLayer, new), conv.weight)
         new.weight.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             new.bias = conv.bias

@@ -26,18 +26,21 @@ def has_the_tensors(module: nn.Module) -> bool:
         return False
     if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
-    own = {**module._parameters, **module._buffers}
-    tensors: list[Any] = [own.get(name) for name in _TENSORS]
-    return all(isinstance(t, Tensor) and t.ndim == 1 and t.shape == tensors[0].shape for t in tensors)
+    held = {**module._parameters, **module._buffers}
+    tensors = [held.get(name) for name in _TENSORS]
+    first = tensors[0]
+    if first is None or first.ndim != 1:
+        return False
+    return all(t is not None and t.shape == first.shape for t in tensors)
 
 
 @torch.no_grad()
-def eps(module: Any) -> float | None:
+def eps(module: nn.Module) -> float | None:
     """The eps with which the module computes what its tensors say; None where it computes anything else."""
     if not has_the_tensors(module):
         return None
     try:
-        norm = copy.deepcopy(module).double().eval()
+        norm: Any = copy.deepcopy(module).double().eval()
     except Exception:  # whatever its class raises
         return None
     named = (getattr(module, name, None) for name in ("eps", "epsilon", "variance_epsilon"))
@@ -53,7 +56,7 @@ def eps(module: Any) -> float | None:
     return None
 
 
-def _computes(norm: Any, x: Tensor, y: Any, eps: float) -> bool:
+def _computes(norm: Any, x: Tensor, y: object, eps: float) -> bool:
     per = (1, -1, *(1,) * (x.ndim - 2))
     scale = norm.weight * torch.rsqrt(norm.running_var + eps)
     expected = x * scale.view(per) + (norm.bias - norm.running_mean * scale).view(per)

@@ -1,19 +1,26 @@
-"""Layers that reparametrize a weight: a convolution that has taken in its neighbours (`Folded`), then dressed."""
+"""Layers that reparametrize a weight.
+
+A convolution that has absorbed its neighbours (`Folded`), then reparametrized.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers import reparametrized
-from normswap.layers.folded import Folded
-from normswap.layers.seat import Linearity, Seat
+from normswap.layers.folded import Absorbing, folded
+from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.layers.seeding import seeded
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-class WeightNorm(Seat):
+class WeightNorm(PlannedLayer):
     """W = g v / |v| per filter, by torch's parametrization; g is the filter's norm, so the function is kept.
 
     A filter of zeros gets g = 0 and the direction it had before it was scaled, so that it can live again.
@@ -22,20 +29,19 @@ class WeightNorm(Seat):
     NAMES = {"weight": "parametrizations.weight.original1"}
 
     @classmethod
-    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
-        new: Any = Folded.replacing(old, *reads, like=like, **args)
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> nn.Module:
+        new = folded(old, reads, like=like, **how)
         dim = 1 if getattr(new, "transposed", False) else 0
         weight = new.weight.detach().clone()
         norm = torch.norm_except_dim(weight.double(), 2, dim)
         direction = _direction(old, weight, norm == 0, dim)
         parametrizations.weight_norm(new, dim=dim)
-        made = new.parametrizations.weight
-        made.original0.copy_(norm)
-        made.original1.copy_(direction)
+        new.get_parameter("parametrizations.weight.original0").copy_(norm)
+        new.get_parameter("parametrizations.weight.original1").copy_(direction)
         return new
 
 
-class SpectralNorm(Seat):
+class SpectralNorm(PlannedLayer):
     """W = alpha V / sigma(V), by torch's parametrization and a learnable scalar alpha, at first sigma(W).
 
     The power iteration starts from fixed numbers, not from the user's generator, so that a plan replays.
@@ -44,17 +50,17 @@ class SpectralNorm(Seat):
     NAMES = {"weight": "parametrizations.weight.original"}
 
     @classmethod
-    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, **args: Any) -> nn.Module:
-        new: Any = Folded.replacing(old, *reads, like=like, **args)
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> nn.Module:
+        new = folded(old, reads, like=like, **how)
         dim = 1 if getattr(new, "transposed", False) else 0
         weight = new.weight.detach().clone()
         dead = (weight == 0).all()
         new.weight.copy_(_direction(old, weight, dead, dim))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(weight.device):
             parametrizations.spectral_norm(new, dim=dim)
-        spectral = new.parametrizations.weight[0].eval()
-        flat = spectral._reshape_weight_to_matrix(new.parametrizations.weight.original)
+        spectral = new.get_submodule("parametrizations.weight.0").eval()
+        assert isinstance(spectral, parametrizations._SpectralNorm)
+        flat = spectral._reshape_weight_to_matrix(new.get_parameter("parametrizations.weight.original"))
         sigma = torch.vdot(spectral._u, torch.mv(flat, spectral._v))
         gain = reparametrized.Gain(torch.where(dead, torch.zeros_like(sigma), sigma))
         parametrize.register_parametrization(new, "weight", gain)

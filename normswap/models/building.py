@@ -1,10 +1,9 @@
-"""What every kind of source gives: a bare network, how to build it again, and how to get its weights."""
+"""The result of every kind of source: a bare network, how to build it again, and how to get its weights."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,8 +20,8 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user says about a network beside its name.
+class BuildRequest:
+    """The user's wishes about a network beside its name.
 
     Args:
         args: further arguments of the architecture.
@@ -36,9 +35,9 @@ class Wanted:
     trained: bool = False
 
     def named(self, num_classes: str, in_chans: str) -> Cfg:
-        """All of it as keyword arguments, the two by the words that the builder has for them."""
-        own = {num_classes: self.num_classes, in_chans: self.in_chans}
-        return {**self.args, **{word: value for word, value in own.items() if value is not None}}
+        """Return all of it as keyword arguments, the two by the builder's own words for them."""
+        words = {num_classes: self.num_classes, in_chans: self.in_chans}
+        return {**self.args, **{word: value for word, value in words.items() if value is not None}}
 
     @property
     def given(self) -> Cfg:
@@ -67,16 +66,8 @@ class Built:
     notes: tuple[str, ...] = ()
 
 
-@contextmanager
-def seeded() -> Iterator[None]:
-    """What is drawn meanwhile is the same each time, so that it can be had again; the user's random numbers go on."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
 def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) -> Made:
-    """What `factory` gives, on the CPU.
+    """Call `factory`, on the CPU.
 
     Raises:
         SourceError: it does not take the arguments, or fails; in one line.
@@ -85,20 +76,22 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
         with quiet(), torch.device("cpu"):
             return factory(**kwargs)
     except Exception as error:  # builders raise TypeError, AssertionError, KeyError, ... for what they cannot use
-        given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-        given = (given if len(given) < 200 else f"{given[:200]} ...") or "its defaults"
-        raise SourceError(f"{arch} cannot be built with {given}", first_line(error)) from None
+        described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+        described = (described if len(described) < 200 else f"{described[:200]} ...") or "its defaults"
+        raise SourceError(f"{arch} cannot be built with {described}", first_line(error)) from None
 
 
 def near(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Names like the one that is not there, as a remedy."""
-    found = difflib.get_close_matches(name, list(names), n=3)
-    return f"Did you mean {' or '.join(found)}?" if found else otherwise
+    """Suggest names like the one that is not there, as a remedy."""
+    matches = difflib.get_close_matches(name, list(names), n=3)
+    return f"Did you mean {' or '.join(matches)}?" if matches else otherwise
 
 
-def demand_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
-    """Raises:
-    SourceError: there are arguments that would load weights, or give something else than the network.
+def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
+    """Check that no argument would load weights, or give something else than the network.
+
+    Raises:
+        SourceError: one would.
     """
     wrong = sorted(set(kwargs) & set(forbidden))
     if wrong:
@@ -106,7 +99,7 @@ def demand_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Whether `build` gives a network like `model`.
+    """Tell whether `build` gives a network like `model`.
 
     Tensor names and shapes must agree, and so must each module's class and settings (a stride leaves no trace in the
     shapes).

@@ -1,6 +1,6 @@
 """How a network is called: the one record of a call, and what becomes one.
 
-What a user holds is a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these.
+A user holds a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from normswap.errors import OptionError, TraceError
 
-Inputs: TypeAlias = object  # a tensor; a tuple (several arguments); a mapping (keywords); a list of batches of these
+Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"  # one: several arguments, or keywords
+Inputs: TypeAlias = "Call | Sequence[Call] | None"  # a list is one of batches
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Example:
         return model(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """The same, every tensor changed."""
+        """Return a call like this, every tensor changed."""
         return Example(changed(self.args, change), changed(self.kwargs, change))
 
     def tensors(self) -> list[Tensor]:
@@ -56,7 +57,7 @@ class Example:
         return [*self.args, *self.kwargs.values()]
 
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
-        """Every tensor and list cut, or None where not each of them has the same number of samples."""
+        """Cut every tensor and list; None where not each of them has the same number of samples."""
         sizes: set[int] = set()
 
         def measured(value: Any) -> object:
@@ -70,11 +71,11 @@ class Example:
         return done
 
     def first(self, count: int) -> Example:
-        """The first samples of the batch, where every argument, a tensor or a list, has the same number of them."""
+        """Return the first samples of the batch, where every argument has the same number of them."""
         return self if self.count <= count else self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """The samples that are marked in `rows` (N,), bool; None where it cannot be parted."""
+        """Return the samples that are marked in `rows` (N,), bool; None where it cannot be parted."""
         if bool(rows.all()):
             return self
         return self._cut(
@@ -87,8 +88,12 @@ class Example:
 
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""
-        own = anchor(model)
-        return self.to(own.device, own.dtype)
+        tensor = anchor(model)
+        return self.to(tensor.device, tensor.dtype)
+
+    def on(self, device: torch.device) -> Example:
+        """On that device."""
+        return self.map(lambda tensor: tensor.to(device))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Example:
         """On that device, and floating-point tensors in that dtype."""
@@ -125,23 +130,18 @@ class Example:
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """A call of this form with images (N, C, H, W).
+        """Make a call of this form with images (N, C, H, W).
 
         Raises:
             TraceError: it takes more than images.
         """
-        lists = [value for value in self._values() if isinstance(value, list)]
-        if lists and self.only_images:
-            held = list(images)
-            args = tuple(held if value is lists[0] else value for value in self.args)
-            return Example(args, {name: held if value is lists[0] else value for name, value in self.kwargs.items()})
         if not self.only_images:
-            what = "a list of records" if lists else f"{len(self.tensors())} tensors"
+            what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
             raise TraceError("the network takes more than images", f"it takes {what}", "Give all of it: see `inputs=`")
-        return self.map(lambda _: images)
+        return self._around(list(images)) if self.listed else self.map(lambda _: images)
 
-    def read(self, batch: Inputs) -> tuple[Example, object]:
-        """What a batch is for a network that is called like this: the call, and the labels beside it, or None.
+    def read(self, batch: object) -> tuple[Example, object]:
+        """Read a batch for a network that is called like this: the call, and the labels beside it, or None.
 
         Args:
             batch: what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
@@ -171,7 +171,7 @@ class Example:
         return (Example((only,)) if isinstance(only, list | tuple) else self.read(only)[0]), labels
 
     def _around(self, images: list[object]) -> Example:
-        """The same call with another list."""
+        """Return the same call with another list."""
         args = tuple(images if isinstance(value, list) else value for value in self.args)
         return Example(args, {n: images if isinstance(value, list) else value for n, value in self.kwargs.items()})
 
@@ -180,44 +180,47 @@ class Example:
 
 
 def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
-    """Whether these are images, one by one, or records of them; and not a batch with labels."""
+    """Tell whether these are images, one by one, or records of them; and not a batch with labels."""
     images = all(isinstance(part, Tensor) and part.ndim == 3 for part in batch)
     return isinstance(batch, list) and (images or all(isinstance(part, Mapping) for part in batch))
 
 
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
-    """What a call gives, by the names of forward's arguments; a dict among them by its own keys."""
-    try:
-        taken = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        taken = {}.values()
-    names = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    found: dict[str, object] = {}
+    """Return the values of a call by the names of forward's arguments; of a dict among them by its own keys."""
+    names = [p.name for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    values: dict[str, object] = {}
     for i, value in enumerate(example.args):
-        found |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
-    return found | example.kwargs
+        values |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
+    return values | example.kwargs
 
 
 def form(model: nn.Module) -> Example:
-    """How images are given to a network, by what its forward says: as its first argument, or by name; as a tensor, or,
-    where it is annotated so, as a list. Whatever else has no default is a tensor, too.
+    """Find how images are given to a network, from the signature of its forward.
+
+    They are its first argument, or one by name; a tensor or, where it is annotated so, a list. Whatever else has no
+    default is a tensor, too.
     """
     empty = torch.empty(0)
-    try:
-        taken = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return Example((empty,))
-    own = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in taken if p.kind is p.KEYWORD_ONLY]
+    positional = [p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [*positional, *(p for p in _parameters(model) if p.kind is p.KEYWORD_ONLY)]
     stated = getattr(model, "main_input_name", None)  # transformers'
-    first = next((p for p in (*own, *named) if p.name == stated), None) or next(iter((*own, *named)), None)
+    first = next((p for p in taken if p.name == stated), next(iter(taken), None))
     if first is None:
         return Example((empty,))
     value: object = [empty] if _takes_list(model, first) else empty
-    others = [p for p in (*own, *named) if p.default is p.empty and p is not first]
-    if own and first is own[0]:
-        return Example((value, *(empty for p in others if p in own)), {p.name: empty for p in others if p in named})
-    return Example((), {p.name: empty for p in others} | {first.name: value})
+    required = [p for p in taken if p.default is p.empty and p is not first]
+    if positional and first is positional[0]:
+        named: dict[str, object] = {p.name: empty for p in required if p.kind is p.KEYWORD_ONLY}
+        return Example((value, *[empty] * (len(required) - len(named))), named)
+    return Example((), {p.name: empty for p in required} | {first.name: value})
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """List forward's parameters; none where Python cannot tell."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
@@ -229,7 +232,7 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """What the user gives, one call each.
+    """Return the user's inputs, one call each.
 
     Args:
         form: how the network takes images, if tensors among it are some.
@@ -238,17 +241,17 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
         OptionError: there is no tensor in it.
         TraceError: the network takes more than images.
     """
-    given = list(inputs) if isinstance(inputs, list) else [inputs]
-    found = [form.of(one) if form and isinstance(one, Tensor) else _call(one) for one in given]
-    if not found or not all(one.tensors() for one in found):
+    parts = list(inputs) if isinstance(inputs, list) else [inputs]
+    calls = [form.of(one) if form and isinstance(one, Tensor) else _call(one) for one in parts]
+    if not calls or not all(one.tensors() for one in calls):
         raise OptionError(
             "there is no tensor in the inputs",
             remedy="Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these",
         )
-    return found
+    return calls
 
 
-def _call(one: Inputs) -> Example:
+def _call(one: object) -> Example:
     if isinstance(one, Example):
         return one
     if isinstance(one, Mapping):
@@ -257,13 +260,13 @@ def _call(one: Inputs) -> Example:
 
 
 def anchor(model: nn.Module) -> Tensor:
-    """A tensor of the network's device and dtype."""
+    """Return a tensor of the network's device and dtype."""
     tensors = (t for m in nn.Module.modules(model) for t in (*m._parameters.values(), *m._buffers.values()))
     return next((t for t in tensors if t is not None and t.is_floating_point()), torch.empty(0))
 
 
 def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in tuples, lists, dicts and records of them, with its name."""
+    """Return every tensor in tuples, lists, dicts and records of them, with its name."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth:
@@ -282,14 +285,14 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 
 def is_record(value: object) -> bool:
-    """Whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass), not a program."""
+    """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass)."""
     kind = type(value)
     return hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in (
         "torch", "builtins", "types", "numpy")  # fmt: skip
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:
-    """The same structure, every tensor in it changed, and whatever is of these kinds as a whole."""
+    """Return the same structure, every tensor in it changed, and whatever is of these kinds as a whole."""
     if isinstance(value, (Tensor, *kinds)):
         return change(value)
     if isinstance(value, Mapping):

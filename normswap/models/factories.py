@@ -16,22 +16,23 @@ from pathlib import Path
 from torch import nn
 
 from normswap.errors import SourceError, first_line
+from normswap.layers.seeding import seeded
 from normswap.models import kinds
-from normswap.models.building import Built, Wanted, make, near, seeded
+from normswap.models.building import BuildRequest, Built, make, near
 from normswap.models.weight_files import check_finite, some
 from normswap.plan import Arch
 
 
-def build(name: str, wanted: Wanted) -> Built:
-    """What the factory gives, with the weights that it gives it.
+def build(name: str, wanted: BuildRequest) -> Built:
+    """Call the factory; the weights are those that it gives the network.
 
     Raises:
         SourceError: it cannot be imported, does not take the arguments, or gives something else than a network.
     """
     arch = Arch(name, wanted.given, "factory")
     model = create(arch)
-    own: object = getattr(model, "pretrained_cfg", None)
-    seen = {key: value for key, value in own.items() if _plain(value)} if isinstance(own, Mapping) else {}
+    stated: object = getattr(model, "pretrained_cfg", None)
+    seen = {key: value for key, value in stated.items() if _plain(value)} if isinstance(stated, Mapping) else {}
     if wanted.num_classes is not None:
         seen["num_classes"] = wanted.num_classes
 
@@ -43,14 +44,14 @@ def build(name: str, wanted: Wanted) -> Built:
 
 
 def create(arch: Arch) -> nn.Module:
-    """See `kinds`."""
+    """Build the bare network; see `kinds`."""
     with _working_directory():
         factory = _found(arch.name)
         with seeded():
             model = make(arch.name, factory, arch.kwargs)
     if not isinstance(model, nn.Module):
-        given = "a class" if isinstance(model, type) else f"something of type {type(model).__name__}"
-        raise SourceError(f"{arch.name} gives {given}", "it must give a torch.nn.Module")
+        result = "a class" if isinstance(model, type) else f"something of type {type(model).__name__}"
+        raise SourceError(f"{arch.name} gives {result}", "it must give a torch.nn.Module")
     return model.cpu().eval()
 
 
@@ -86,11 +87,11 @@ def _found(name: str) -> Callable[..., object]:
     if not callable(factory):
         what = f"{name} is of type {type(factory).__name__}"
         raise SourceError(what, "it must be a function or class that gives a network")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _plain(value: object) -> bool:
-    """Whether JSON has it."""
+    """Tell whether JSON has it."""
     if isinstance(value, list | tuple):
         return all(_plain(one) for one in value)
     return value is None or isinstance(value, bool | int | float | str)

@@ -11,23 +11,23 @@ import huggingface_hub as client
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
 
-from normswap.errors import SourceError, first_line
+from normswap.errors import SourceError, first_line, spelled
 from normswap.models.weight_files import quiet
 
 _PATIENCE = 2  # give up once a transfer has brought this many times the size of the file
 
 
-class _Absent(Exception):
+class _Absent(Exception):  # noqa: N818 - an answer, no error
     """The repository is there, the file is not."""
 
 
 def endpoint() -> str:
-    """The address of the hub in use (HF_ENDPOINT)."""
+    """Return the address of the hub in use (HF_ENDPOINT)."""
     return str(constants.ENDPOINT)
 
 
 def fetch(repo: str, filenames: Sequence[str], arch: str | None = None, remedy: str = "") -> Path:
-    """The local path of the first of `filenames` that the repository has, downloaded unless the cache has it.
+    """Return the local path of the first of `filenames` that the repository has, downloaded unless the cache has it.
 
     Args:
         repo: `org/name` or `org/name@revision`.
@@ -76,10 +76,11 @@ def _cached(repo: str, filename: str, revision: str | None) -> Path | None:
 
 
 def _ways(arch: str | None) -> str:
-    """How to go on without the hub."""
+    """Say how to go on without the hub."""
+    bare, named = spelled("weights", "random"), spelled("arch", metavar=arch or "NAME")
     return (
-        "Three ways on: '--weights random' for the bare architecture; weights on this disk, as 'local-dir:DIR' or as "
-        f"a file with '--arch {arch or 'NAME'}'; or a hub that answers (set HF_ENDPOINT to a mirror, or fill the "
+        f"Three ways on: '{bare}' for the bare architecture; weights on this disk, as 'local-dir:DIR' or as "
+        f"a file with '{named}'; or a hub that answers (set HF_ENDPOINT to a mirror, or fill the "
         "cache in HF_HOME while online)."
     )
 
@@ -101,7 +102,7 @@ def _explained(error: Exception, repo: str, ways: str) -> SourceError:
 
 
 def _guard() -> dict[str, Any]:
-    """A progress bar that gives up: the client resumes for ever when a server breaks each transfer half way."""
+    """Return a progress bar that gives up: the client resumes for ever when a server breaks each transfer half way."""
     if "tqdm_class" not in inspect.signature(client.hf_hub_download).parameters:
         return {}  # older clients stop by themselves
 

@@ -1,4 +1,4 @@
-"""What a config.json in timm's hub layout says, and the preprocessing record that normswap keeps of it."""
+"""The content of a config.json in timm's hub layout, and the preprocessing record that normswap keeps of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
 from normswap.errors import SourceError, first_line
 from normswap.plan import Body
 
 Cfg = Body  # timm's record of the preprocessing, or a config.json
 
+# timm's preprocessing where nothing says more
+GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic",
+                "crop_pct": 0.875, "crop_mode": "center"}  # fmt: skip
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _STEM_AND_HEAD = ("first_conv", "classifier")
@@ -55,7 +60,7 @@ def read_config(file: Path, origin: str) -> Config:
 
 
 def shape_of(size: object, origin: str) -> tuple[int, int, int]:
-    """An `input_size` as `(C, H, W)`.
+    """Return an `input_size` as `(C, H, W)`.
 
     Raises:
         SourceError: it is something else.
@@ -66,18 +71,18 @@ def shape_of(size: object, origin: str) -> tuple[int, int, int]:
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """A statistic for each channel; as timm has it, channels that it does not know get the mean of the others."""
+    """Return a statistic for each channel; as in timm, channels that it does not know get the mean of the others."""
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def crop_share(crop: int, resize: int) -> float:
-    """The crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
-    found = crop / resize
-    return found if math.floor(crop / found) == resize else math.nextafter(found, 0)
+    """Return the crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
+    share = crop / resize
+    return share if math.floor(crop / share) == resize else math.nextafter(share, 0)
 
 
 def record(cfg: Cfg, kwargs: Body, classes: int) -> Cfg:
-    """The JSON-able preprocessing of a network, which may have another head and other channels than its source.
+    """Return the JSON-able preprocessing of a network, which may have another head and other channels than its source.
 
     Args:
         cfg: timm's record of the source's weights.

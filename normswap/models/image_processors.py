@@ -1,4 +1,4 @@
-"""What a preprocessor_config.json of transformers says, in timm's words."""
+"""A preprocessor_config.json of transformers in timm's words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pi
 
 
 def preprocessing(stated: Cfg, channels: int, side: object = None) -> Cfg:
-    """timm's record of the preprocessing, as far as it is stated.
+    """Return timm's record of the preprocessing, as far as it is stated.
 
     Args:
         stated: the config of an image processor; empty where there is none.
@@ -43,7 +43,7 @@ def _keeps_shape(stated: Cfg) -> bool:
 
 
 def _sides(size: object) -> tuple[int, int] | None:
-    """(height, width) of a size, as the processors write it: a number, two, or by name."""
+    """Read (height, width) of a size, as the processors write it: a number, two, or by name."""
     if isinstance(size, dict):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))

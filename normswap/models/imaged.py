@@ -21,18 +21,18 @@ class Imaged(nn.Module):
 
 
 def imaged(model: nn.Module, x: Tensor | None = None) -> nn.Module:
-    """`model` itself where it is called so; given images, where it also gives one tensor for them.
+    """Return `model` itself where it is called so (given images: and gives one tensor for them), else wrap it.
 
     Raises:
         TraceError: it takes more than images.
         OptionError: it gives no answer.
         whatever the network raises on `x`.
     """
-    own = form(model)
-    plain = len(own.args) == 1 and not own.kwargs and not own.listed
+    call = form(model)
+    plain = len(call.args) == 1 and not call.kwargs and not call.listed
     if x is None:
         return model if plain else Imaged(model)
     with torch.no_grad():
-        output = own.of(x).call(model)
+        output = call.of(x).call(model)
     answer(output)
     return model if plain and isinstance(output, Tensor) else Imaged(model).train(model.training)

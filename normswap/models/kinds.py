@@ -20,7 +20,7 @@ from normswap.plan import Arch
 if TYPE_CHECKING:
     from torch import nn
 
-    from normswap.models.building import Built, Wanted
+    from normswap.models.building import BuildRequest, Built
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -28,7 +28,7 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 class Builder(Protocol):
     """A file that builds one kind of networks."""
 
-    def build(self, name: str, wanted: Wanted) -> Built: ...
+    def build(self, name: str, wanted: BuildRequest) -> Built: ...
 
     def create(self, arch: Arch) -> nn.Module: ...
 
@@ -58,7 +58,7 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> Builder:
-        """The file that builds such networks.
+        """Return the file that builds such networks.
 
         Raises:
             SourceError: a package that it needs is not installed.
@@ -88,31 +88,31 @@ KINDS = (
 
 
 def of(name: str) -> Kind:
-    """The kind of source that a MODEL names: by its prefix; without one a factory, if it is written so, else timm's."""
+    """Find the kind of source that a MODEL names: by its prefix; else a factory, if it is written so, else timm's."""
     prefix = name.partition(":")[0]
     known = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
     return next(known, FACTORY if _FACTORY.fullmatch(name) else TIMM)
 
 
 def prefixes() -> tuple[str, ...]:
-    """Every prefix that a MODEL may have."""
+    """Return every prefix that a MODEL may have."""
     return tuple(prefix for kind in KINDS for prefix in (kind.prefix, *kind.also) if prefix)
 
 
 def by_builder(builder: str) -> Kind:
-    """The kind whose networks the builder makes.
+    """Return the kind whose networks the builder makes.
 
     Raises:
         SourceError: there is none.
     """
-    found = next((kind for kind in KINDS if kind.builder == builder), None)
-    if found is None:
+    match = next((kind for kind in KINDS if kind.builder == builder), None)
+    if match is None:
         known = ", ".join(kind.builder for kind in KINDS)
         raise SourceError(f"this normswap does not know the builder {builder!r}", f"it knows {known}", "Upgrade it")
-    return found
+    return match
 
 
 def spelled(arch: Arch) -> str:
-    """The architecture as MODEL and `--arch` name it."""
+    """Return the architecture as MODEL and `--arch` name it."""
     kind = by_builder(arch.builder)
     return f"{kind.prefix}:{arch.name}" if kind.prefix else arch.name

@@ -19,21 +19,21 @@ def take(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     Returns:
         False, and nothing is done, where loading would do more than copy: cast, rename, or what a module does itself.
     """
-    own = model.state_dict(keep_vars=True)
-    if not same_layout(state, own) or any(_loads_itself(module) for module in model.modules()):
+    tensors = model.state_dict(keep_vars=True)
+    if not same_layout(state, tensors) or any(_loads_itself(module) for module in model.modules()):
         return False
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         tensor.data = state[name]  # who else holds the parameter sees it, too
     return True
 
 
 def same_layout(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
-    """Whether both have the same names, dtypes and shapes."""
+    """Tell whether both have the same names, dtypes and shapes."""
     return _layout(one) == _layout(two)
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a state dict passes through code that is not torch's on its way into the module, or out of it."""
+    """Tell whether a state dict passes through code that is not torch's on its way into the module, or out of it."""
     ways = (getattr(getattr(module, way.__name__), "__func__", None) for way in _TORCHS)
     return any(way not in _TORCHS for way in ways) or any(getattr(module, name) for name in _HOOKS)
 

@@ -1,20 +1,23 @@
-"""Eval mode for a while, or nearly training mode; and how far a long piece of work has come."""
+"""Eval mode for a while, or nearly training mode, hooks, full precision; and how far a long piece of work has come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from normswap.layers.seeding import seeded
 
 Progress: TypeAlias = Callable[[int, int], None]  # called with what is done, and the total (0 where it is not known)
 
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """All of them in eval mode, and back in each module's own mode afterwards."""
+    """Put all of them in eval mode, and each module back in its own mode afterwards."""
     modes = [(module, module.training) for model in models for module in nn.Module.modules(model)]
     try:
         for model in models:
@@ -26,15 +29,45 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Keep hooks for a while: all are removed afterwards, and where registering one of them fails."""
+    with ExitStack() as hooks:
+        for handle in handles:
+            hooks.enter_context(handle)
+        yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute float32 as it is written: a GPU's TF32, which torch allows in convolutions, keeps 10 bits of a factor."""
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    holders: list[Any] = [cudnn, products]
+    switch, off = "allow_tf32", cast(object, False)
+    try:
+        before = [getattr(holder, switch) for holder in holders]
+    except RuntimeError:  # they were set by torch's newer names, and are not readable by the older ones
+        holders, switch, off = [cast(Any, cudnn).conv, products], "fp32_precision", "ieee"
+        before = [getattr(holder, switch) for holder in holders]
+    try:
+        for holder in holders:
+            setattr(holder, switch, off)
+        yield
+    finally:
+        for holder, value in zip(holders, before, strict=True):
+            setattr(holder, switch, value)
+
+
+@contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """As in training, where forward also runs auxiliary heads, but every layer computes what it does in eval mode; back
-    in each module's own mode afterwards. What is drawn meanwhile is the same each time.
+    """Let forward run auxiliary heads as in training, but every layer computes what it does in eval mode.
+
+    Back in each module's own mode afterwards. Random draws meanwhile are the same each time.
     """
-    with evaluating(*models), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with evaluating(*models):
         for model in models:
             show_heads(model)
-        yield
+        with seeded(*{p.device for model in models for p in model.parameters()}):
+            yield
 
 
 def show_heads(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a network takes, and how to look at what it gives: the one answer for the whole package.
+"""The inputs of a network, and how to look at its outputs: the one answer for the whole package.
 
 An example comes from what the user gives; else from what the network says of itself (its patches, timm's record, a
 Hugging Face config), else from its first layer.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
@@ -18,26 +18,109 @@ from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import evaluating
 
 ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
+_QUANTIZED = "WeightedQuantizedModule"  # the base of torch's int8 layers, which only those who quantize import
 _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}  # by dimensions, where nothing says more
 
 
-def demand_shapes(model: nn.Module) -> None:
-    """Raises:
-    SourceError: what `torch.compile` gave, or a lazy layer that has not run yet.
+def check_shapes(model: nn.Module) -> None:
+    """Check that the network's tensors have shapes.
+
+    Raises:
+        SourceError: it is the result of `torch.compile`, or has a lazy layer that has not run yet.
     """
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
         raise SourceError("the network is compiled", f"it stands for a {type(inner).__name__}", "Give model._orig_mod")
+    for where, tensor in _tensors(model):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise SourceError(f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example")
+
+
+def check_values(model: nn.Module) -> None:
+    """Check that the network's tensors have values.
+
+    Raises:
+        SourceError: there are tensors on the meta device, parameters that are not finite, running statistics that no
+            training gives, or layers that are quantized.
+    """
+    remedy = "Load the network's weights again"
+    for where, tensor in _tensors(model):
+        if is_lazy(tensor):
+            continue
+        if tensor.is_meta:
+            raise SourceError(f"{where} has no values", "it is on the meta device", "Load the network's weights first")
+        if isinstance(tensor, nn.Parameter) and not is_finite(tensor):
+            held = "NaN" if bool(torch.isnan(tensor).any()) else "infinite numbers"
+            raise SourceError(f"{where} holds {held}", "the network's weights are broken", remedy)
+    for path, module in nn.Module.named_modules(model):
+        if any(base.__name__ == _QUANTIZED for base in type(module).__mro__):
+            kind = f"{path}: {type(module).__name__}".removeprefix(": ")
+            raise SourceError("the network is quantized", kind, "Convert it as it was before, and quantize the result")
+        if _has_broken_statistics(module):
+            why = "they are not finite, or a variance is below zero"
+            raise SourceError(f"the running statistics of {path or 'the network'} are broken", why, remedy)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Is every number of it finite? Their sum is made first, which is faster; it alone may overflow."""
+    with torch.no_grad():
+        return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _has_broken_statistics(module: nn.Module) -> bool:
+    mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
+    if mean is None or variance is None or is_lazy(variance):
+        return False
+    return not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, by its dotted path."""
     for path, module in nn.Module.named_modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            where = f"{path}.{name}" if path else name
-            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-                raise SourceError(f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example")
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def require_module(model: object) -> nn.Module:
+    """Check that something is a network, and give it back.
+
+    Raises:
+        SourceError: it is the name of one, its weights, its class, or something else.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        remedy = "Give the network that it was made from; `normswap export` writes TorchScript at the end"
+        raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, str):
+        remedy = "Build it first: timm.create_model(NAME, pretrained=True), or normswap.load(DIR)"
+        raise SourceError(f"a network is wanted, not the text {model!r}", remedy=remedy)
+    if isinstance(model, Mapping):
+        remedy = "Load them into the network that they are of: model.load_state_dict(...)"
+        raise SourceError("a network is wanted, not a dict of tensors", remedy=remedy)
+    if isinstance(model, type):
+        raise SourceError(
+            f"{model.__name__} is a class", "a network is wanted", f"Give an instance: {model.__name__}()"
+        )
+    raise SourceError(f"a network is wanted, not something of type {type(model).__name__}")
+
+
+def require_size(size: object) -> None:
+    """Check that a size is that of one input, without a batch.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if size is None:
+        return
+    sides = list(size) if isinstance(size, Sequence) and not isinstance(size, str) else []
+    if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise OptionError(f"size={size!r}", "it is (C, H, W) of one image", "For instance size=(3, 224, 224)")
 
 
 def answer(output: object) -> Tensor:
-    """The network's answer among what it gives: the tensor, or the one in a dict or record that has that name, or is
-    the only one.
+    """Find the network's answer in its output: the tensor, or the one in a dict or record of that name, or alone.
 
     Raises:
         OptionError: there is none, or nobody can say which.
@@ -45,26 +128,26 @@ def answer(output: object) -> Tensor:
     if isinstance(output, Tensor):
         return output
     named = dict(named_tensors(output, depth=1)) if not isinstance(output, list) else {}
-    found = next((named[name] for name in ANSWERS if name in named), None)
-    if found is None and len(named) == 1:
-        found = next(iter(named.values()))
-    if found is None:
+    tensor = next((named[name] for name in ANSWERS if name in named), None)
+    if tensor is None and len(named) == 1:
+        tensor = next(iter(named.values()))
+    if tensor is None:
         what = f"{type(output).__name__} of {', '.join(named)}" if named else type(output).__name__
         raise OptionError("the network does not give one tensor", f"it gives a {what}")
-    return found
+    return tensor
 
 
 def scores(output: object) -> Tensor:
-    """The scores of the classes (N, classes) in what the network gives.
+    """Return the scores of the classes (N, classes) in what the network gives.
 
     Raises:
         OptionError: it does not classify images.
     """
-    found = answer(output)
-    if found.ndim != 2:
-        shape = "x".join(map(str, found.shape))
+    logits = answer(output)
+    if logits.ndim != 2:
+        shape = "x".join(map(str, logits.shape))
         raise OptionError("the network does not classify images", f"it gives {shape}, not a score per class")
-    return found
+    return logits
 
 
 def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:
@@ -74,7 +157,7 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """A row of numbers of words, with no size of an image, for a network that begins with an embedding."""
+    """Return a row of numbers of words, with no size of an image, for a network that begins with an embedding."""
     first = next((m for m in nn.Module.modules(model) if next(m.parameters(recurse=False), None) is not None), None)
     if isinstance(first, nn.Embedding):
         row = torch.arange(8, device=first.weight.device) % first.num_embeddings
@@ -82,12 +165,12 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
 
 
 def size(model: nn.Module) -> tuple[int, ...]:
-    """The size of one input, (C, H, W) of an image, that the network is made for."""
-    found = candidates(model)
-    channels = {one[0] for one in found[:2]}
+    """Return the size of one input, (C, H, W) of an image, that the network is made for."""
+    sizes = candidates(model)
+    channels = {one[0] for one in sizes[:2]}
     if len(channels) < 2:
-        return found[0]
-    return next((one for one in found[:2] if _runs(model, one)), found[0])  # its stem may rearrange channels
+        return sizes[0]
+    return next((one for one in sizes[:2] if _runs(model, one)), sizes[0])  # its stem may rearrange channels
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
@@ -99,22 +182,22 @@ def small(size: Sequence[int]) -> list[tuple[int, ...]]:
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     """Sizes to try, the likeliest first."""
-    said, first = _said(model), _first_layer(model)
-    found = [said] if said else []
-    if first and said and len(first) == len(said):
-        found.append((first[0], *said[1:]))
+    stated, first = _said(model), _first_layer(model)
+    sizes = [stated] if stated else []
+    if first and stated and len(first) == len(stated):
+        sizes.append((first[0], *stated[1:]))
     elif first:
-        found.append(first)
-    channels = (first or said or (3,))[0]
+        sizes.append(first)
+    channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        found += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
+        sizes += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
-        found += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
-    return list(dict.fromkeys(found))
+        sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
+    return list(dict.fromkeys(sizes))
 
 
 def _said(model: nn.Module) -> tuple[int, ...] | None:
-    """What the network says of itself."""
+    """Return the size that the network states itself."""
     record = provenance.of(model)
     configs = (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {})
     stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
@@ -125,7 +208,7 @@ def _said(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    """Of a Hugging Face config, or of the config of the vision part in it."""
+    """Read the size in a Hugging Face config, or in the config of the vision part in it."""
     for one in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
         side, channels = getattr(one, "image_size", None), getattr(one, "num_channels", 3)
         if isinstance(side, int):

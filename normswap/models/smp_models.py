@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import segmentation_models_pytorch as smp
 from torch import nn
 
-from normswap.errors import SourceError
-from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near, seeded
+from normswap.errors import SourceError, spelled
+from normswap.layers.seeding import seeded
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near
 from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
 
@@ -17,8 +18,8 @@ _FORBIDDEN = ("encoder_weights", "encoder_name")
 _TRAINED = "imagenet"
 
 
-def build(name: str, wanted: Wanted) -> Built:
-    """The network of `smp:ARCHITECTURE:ENCODER`, bare unless its weights are wanted.
+def build(name: str, wanted: BuildRequest) -> Built:
+    """Return the network of `smp:ARCHITECTURE:ENCODER`, bare unless its weights are wanted.
 
     Its weights are those of the encoder, from ImageNet: the library has no others by that name. The rest is drawn by
     a fixed seed.
@@ -27,6 +28,7 @@ def build(name: str, wanted: Wanted) -> Built:
         SourceError: unknown architecture, encoder or arguments.
     """
     called = name.partition(":")[2]
+    _parts(called)  # before weights are missed of an encoder that is not there
     arch = Arch(called, wanted.named("classes", "in_channels"), "smp")
     note = f"{name}: the encoder has its ImageNet weights, all else is random"
     if not wanted.trained:  # what it sees is written on the hub, which a bare network must not wait for
@@ -36,13 +38,13 @@ def build(name: str, wanted: Wanted) -> Built:
 
 
 def create(arch: Arch) -> nn.Module:
-    """See `kinds`."""
+    """Build the bare network; see `kinds`."""
     return _made(arch, None)
 
 
 def _made(arch: Arch, weights: str | None) -> nn.Module:
     kind, encoder = _parts(arch.name)
-    demand_allowed(arch.name, arch.kwargs, _FORBIDDEN)
+    check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     builder = functools.partial(smp.create_model, kind, encoder, encoder_weights=weights)
     model: nn.Module = make(f"smp:{arch.name}", builder, arch.kwargs)
     return model.eval()
@@ -73,7 +75,8 @@ def _trained(arch: Arch) -> nn.Module:
         with seeded():
             model = _made(arch, _TRAINED)
     except SourceError as error:
-        remedy = "Use '--weights random', or a weights file on this disk with '--weights FILE'."
+        bare, filled = spelled("weights", "random"), spelled("weights", metavar="FILE")
+        remedy = f"Use '{bare}', or a weights file on this disk with '{filled}'."
         what = f"cannot get the weights of the encoder of smp:{arch.name}"
         raise SourceError(what, error.why.rstrip("."), remedy) from None
     check_finite(model.state_dict(), f"smp:{arch.name}")
@@ -81,10 +84,10 @@ def _trained(arch: Arch) -> nn.Module:
 
 
 def _preprocessing(called: str) -> Cfg:
-    """What the encoder was trained with."""
+    """Return the preprocessing that the encoder was trained with."""
     try:
-        found: object = smp.encoders.get_preprocessing_params(_parts(called)[1], _TRAINED)
+        params: object = smp.encoders.get_preprocessing_params(_parts(called)[1], _TRAINED)
     except Exception:  # an encoder without such weights
         return {}
-    stated = found if isinstance(found, Mapping) else {}
+    stated = params if isinstance(params, Mapping) else {}
     return {key: [float(one) for one in stated[key]] for key in ("mean", "std") if stated.get(key)}

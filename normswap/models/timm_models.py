@@ -6,54 +6,52 @@ import difflib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
-from normswap.errors import SourceError, first_line
-from normswap.models import (
-    hub,
-    wide_resnet,  # noqa: F401 (adds its network to timm's registry)
-)
-from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near, rebuilds
-from normswap.models.hub_config import read_config, record, shape_of
+from normswap import demo_files, shipped
+from normswap.errors import SourceError, first_line, spelled
+from normswap.models import hub
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
+from normswap.models.hub_config import GENERAL, read_config, record, shape_of
 from normswap.models.weight_files import check_finite, load_into, quiet, read
 from normswap.plan import Arch
 
 # Arguments of timm.create_model that would load weights or return something else than the named network.
 _FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
 _FILES = ("model.safetensors", "pytorch_model.bin")
-# timm's preprocessing where a config.json says nothing
-_GENERAL = {"input_size": (3, 224, 224), "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
-_GENERAL |= {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "num_classes": 1000}
+_USUAL = {**GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}  # where a config.json says nothing
 
 
 def create(arch: Arch) -> nn.Module:
-    """The bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file.
+    """Return the bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file.
 
     Raises:
         SourceError: timm does not know the name (near ones are suggested), or rejects the arguments.
     """
-    _demand_known(arch.name)
-    demand_allowed(arch.name, arch.kwargs, _FORBIDDEN)
+    _check_known(arch.name)
+    check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     model: nn.Module = make(arch.name, functools.partial(timm.create_model, arch.name, pretrained=False), arch.kwargs)
     return model.eval()
 
 
-def _demand_known(name: str) -> None:
+def _check_known(name: str) -> None:
     base, _, tag = name.partition(".")
+    if not is_model(base):
+        shipped.register_networks()
     if not _looks_like_path(name) and is_model(base):
         try:
             get_pretrained_cfg(name)
         except RuntimeError:  # the tag is unknown
             tags = [known.partition(".")[2] for known in timm.list_models(f"{base}.*", include_tags=True)]
-            others = difflib.get_close_matches(tag, tags, n=3, cutoff=0.4) or tags[:3]
-            remedy = f"Try {' or '.join(f'{base}.{one}' for one in others)}." if others else ""
+            known_tags = difflib.get_close_matches(tag, tags, n=3, cutoff=0.4) or tags[:3]
+            remedy = f"Try {' or '.join(f'{base}.{one}' for one in known_tags)}." if known_tags else ""
             raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
         return
     names = timm.list_models() + timm.list_models(pretrained=True)
@@ -62,7 +60,7 @@ def _demand_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """timm's record of the weights that a name without a tag stands for."""
+    """Return timm's record of the weights that a name without a tag stands for."""
     cfg = get_pretrained_cfg(name, allow_unregistered=False)
     return dict(cfg.to_dict()) if cfg else {}
 
@@ -76,8 +74,8 @@ def _looks_like_path(name: str) -> bool:
     return any(mark in name for mark in "/\\:")
 
 
-def build(name: str, wanted: Wanted) -> Built:
-    """The bare network of a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, or a directory in timm's layout.
+def build(name: str, wanted: BuildRequest) -> Built:
+    """Build the network of a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, or a directory in timm's layout.
 
     Raises:
         SourceError: it cannot be found, read, understood or built.
@@ -89,22 +87,24 @@ def build(name: str, wanted: Wanted) -> Built:
         return _from_directory(Path(rest), wanted.given)
     if not is_model(name) and Path(name).is_dir():
         return _from_directory(Path(name), wanted.given)
+    if name == demo_files.NAME:
+        return replace(_from_directory(demo_files.FOLDER, wanted.given), source=name)
     if _looks_like_path(name):
         remedy = f"A hub repository is written hf-hub:{name}, or hf:{name}" if name.count("/") == 1 else ""
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
     return _from_name(name, wanted.given)
 
 
-def _from_name(name: str, given: Cfg) -> Built:
-    model = create(Arch(name, given))
+def _from_name(name: str, arguments: Cfg) -> Built:
+    model = create(Arch(name, arguments))
     cfg = _own_cfg(model)
-    arch = _untagged(cfg, given)  # a deprecated name has become its current one here
+    arch = _untagged(cfg, arguments)  # a deprecated name has become its current one here
     source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
-    return Built(model, arch, source, _seen(model, arch, cfg), lambda: _load_named(model, source, given, cfg))
+    return Built(model, arch, source, _seen(model, arch, cfg), lambda: _load_named(model, source, arguments, cfg))
 
 
-def _untagged(cfg: Cfg, given: Cfg) -> Arch:
-    """The architecture without a tag, with what the tag implied (classes, channels, a fixed size) as arguments."""
+def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
+    """Return the architecture without a tag; what the tag implied (classes, channels, a fixed size) is an argument."""
     name = cfg["architecture"]
     usual = _registered(name)
     implied: Cfg = {}
@@ -114,10 +114,10 @@ def _untagged(cfg: Cfg, given: Cfg) -> Arch:
         implied["in_chans"] = cfg["input_size"][0]
     if cfg.get("fixed_input_size") and tuple(cfg["input_size"][1:]) != tuple(usual["input_size"][1:]):
         implied["img_size"] = list(cfg["input_size"][1:])
-    return Arch(name, {**implied, **given})
+    return Arch(name, {**implied, **arguments})
 
 
-def _load_named(model: nn.Module, source: str, given: Cfg, cfg: Cfg) -> nn.Module:
+def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.Module:
     name = cfg["architecture"]
     if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
         repo, file = cfg["hf_hub_id"], cfg.get("hf_hub_filename")
@@ -125,70 +125,78 @@ def _load_named(model: nn.Module, source: str, given: Cfg, cfg: Cfg) -> nn.Modul
         load_into(model, read(hub.fetch(repo, tuple(dict.fromkeys(named)), name)), repo, cfg)
         return model
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
-        others = timm.list_models(f"{name}.*", pretrained=True)
+        trained = timm.list_models(f"{name}.*", pretrained=True)
         remedy = (
-            f"Try {' or '.join(others[:3])}." if others else "Use '--weights random' or a weights file of your own."
+            f"Try {' or '.join(trained[:3])}."
+            if trained
+            else f"Use '{spelled('weights', 'random')}' or a weights file of your own."
         )
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
     try:  # weights outside the hub, or in their authors' own format
         with quiet(), torch.device("cpu"):
-            model = timm.create_model(source, pretrained=True, **given).eval()
+            model = timm.create_model(source, pretrained=True, **arguments).eval()
     except Exception as error:
-        remedy = f"Use '--weights random', or a weights file on this disk with '--arch {name}'."
+        remedy = f"Use '{spelled('weights', 'random')}', or a weights file on this disk with '{spelled('arch', name)}'."
         raise SourceError(f"cannot get the weights of {source}", first_line(error), remedy) from None
     check_finite(model.state_dict(), source)
     return model
 
 
-def _from_hub(repo: str, given: Cfg) -> Built:
+def _from_hub(repo: str, arguments: Cfg) -> Built:
     origin = f"hf-hub:{repo}"
-    arch, cfg = _configured(hub.fetch(repo, ("config.json",)), origin, given)
-    model = create(arch)
-
-    def pretrained() -> nn.Module:
-        load_into(model, read(hub.fetch(repo, _FILES, arch.name)), origin, cfg)
-        return model
-
-    return Built(model, arch, origin, _seen(model, arch, cfg), pretrained)
+    config = hub.fetch(repo, ("config.json",))
+    return _from_layout(config, origin, origin, arguments, lambda name: (hub.fetch(repo, _FILES, name), origin))
 
 
-def _from_directory(folder: Path, given: Cfg) -> Built:
+def _from_directory(folder: Path, arguments: Cfg) -> Built:
     if not folder.is_dir():
         raise SourceError(f"{folder} is not a directory" if folder.exists() else f"{folder} does not exist")
-    arch, cfg = _configured(folder / "config.json", str(folder), given)
-    model = create(arch)
 
-    def pretrained() -> nn.Module:
+    def weights(_name: str) -> tuple[Path, str]:
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
         if file is None:
             raise SourceError(f"{folder} has no weights", f"neither {' nor '.join(_FILES)}")
-        load_into(model, read(file), str(file), cfg)
+        return file, str(file)
+
+    return _from_layout(folder / "config.json", str(folder), f"local-dir:{folder.resolve()}", arguments, weights)
+
+
+def _from_layout(
+    config: Path, origin: str, source: str, arguments: Cfg, weights: Callable[[str], tuple[Path, str]]
+) -> Built:
+    """Build what a config.json describes; `weights`: from the architecture's name to a file and what errors call it."""
+    arch, cfg = _configured(config, origin, arguments)
+    model = create(arch)
+
+    def pretrained() -> nn.Module:
+        file, named = weights(arch.name)
+        load_into(model, read(file), named, cfg)
         return model
 
-    return Built(model, arch, f"local-dir:{folder.resolve()}", _seen(model, arch, cfg), pretrained)
+    return Built(model, arch, source, _seen(model, arch, cfg), pretrained)
 
 
-def _configured(file: Path, origin: str, given: Cfg) -> tuple[Arch, Cfg]:
-    """The architecture and timm's record of the weights that a config.json describes."""
+def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
+    """Return the architecture and timm's record of the weights that a config.json describes."""
     config = read_config(file, origin)
-    _demand_known(config.architecture)
+    _check_known(config.architecture)
     name = config.architecture.partition(".")[0]
     kept = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
-    cfg = {**_GENERAL, **kept, **config.stated, "architecture": name}  # no preprocessing of the name's default weights
+    cfg = {**_USUAL, **kept, **config.stated, "architecture": name}  # no preprocessing of the name's default weights
     chans, *size = shape_of(cfg["input_size"], origin)
     cfg["input_size"] = [config.model_args.get("in_chans", chans), *size]
-    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **config.model_args, **given}
+    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **config.model_args, **arguments}
     return Arch(name, kwargs), cfg
 
 
 def _seen(model: nn.Module, arch: Arch, cfg: Cfg) -> Cfg:
-    """The preprocessing that a network of the architecture sees."""
+    """Return the preprocessing that a network of the architecture sees."""
     classes: Any = getattr(model, "num_classes", cfg["num_classes"])
     return record(cfg, arch.kwargs, classes)
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """How to rebuild a timm network that the user made, or None when no candidate gives the same modules.
+    """Find how to rebuild a timm network that the user made, or None when no candidate gives the same modules.
 
     `rebuild` does to a skeleton what has been done to the network since (replays a plan).
 
@@ -199,8 +207,8 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambd
     if not isinstance(name, str) or not is_model(name):
         return None
     name = name.partition(".")[0]
-    found = (Arch(name, kwargs) for kwargs in _candidates(model, name))
-    return next((arch for arch in found if rebuilds(lambda: rebuild(create(arch)), model)), None)  # noqa: B023
+    archs = (Arch(name, kwargs) for kwargs in _candidates(model, name))
+    return next((arch for arch in archs if rebuilds(lambda: rebuild(create(arch)), model)), None)  # noqa: B023
 
 
 def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
 from torchvision import models
 from torchvision.transforms import _presets as presets
 
-from normswap.errors import SourceError, first_line
-from normswap.models.building import Built, Cfg, Wanted, demand_allowed, make, near, seeded
+from normswap.errors import SourceError, first_line, spelled
+from normswap.layers.seeding import seeded
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near
 from normswap.models.hub_config import crop_share
 from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
@@ -28,21 +29,20 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 _TAG = "weights"
 
 
-def build(name: str, wanted: Wanted) -> Built:
-    """The bare network of `torchvision:BUILDER`, built as its default weights, if they are wanted, or those behind the
-    @ want it.
+def build(name: str, wanted: BuildRequest) -> Built:
+    """Build the bare network of `torchvision:BUILDER` as its weights want it: those behind the @, or the default ones.
 
     Raises:
         SourceError: unknown builder, weights or arguments.
     """
     called, _, tag = name.partition(":")[2].partition("@")
-    given = wanted.named("num_classes", "in_chans")
-    tag = str(given.pop(_TAG, "") or tag)
-    _demand_known(called)
+    arguments = wanted.named("num_classes", "in_chans")
+    tag = str(arguments.pop(_TAG, "") or tag)
+    _check_known(called)
     member = _member(called, tag) if tag or wanted.trained else None
     classes = _classes(member)
-    fresh = classes is not None and given.get("num_classes") not in (None, classes)
-    arch = Arch(called, given if member is None or fresh else {_TAG: member.name, **given}, "torchvision")
+    fresh = classes is not None and arguments.get("num_classes") not in (None, classes)
+    arch = Arch(called, arguments if member is None or fresh else {_TAG: member.name, **arguments}, "torchvision")
     with seeded() if fresh else contextlib.nullcontext():
         model = create(arch)
     source = f"torchvision:{called}" + (f"@{member.name}" if member else "")
@@ -52,14 +52,14 @@ def build(name: str, wanted: Wanted) -> Built:
         load_into(model, _rehead(state, model, classes) if fresh else state, source, {})
         return model
 
-    seen = _preprocessing(member or _default(called), given.get("num_classes"))
+    seen = _preprocessing(member or _default(called), arguments.get("num_classes"))
     return Built(model, arch, source, seen, pretrained)
 
 
 def create(arch: Arch) -> nn.Module:
-    """See `kinds`."""
-    _demand_known(arch.name)
-    demand_allowed(arch.name, arch.kwargs, _FORBIDDEN)
+    """Build the bare network; see `kinds`."""
+    _check_known(arch.name)
+    check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     kwargs = dict(arch.kwargs)
     tag = kwargs.pop(_TAG, None)
     member = _member(arch.name, tag) if tag else None
@@ -73,19 +73,15 @@ def create(arch: Arch) -> nn.Module:
     return make(f"torchvision:{arch.name}", builder, kwargs).eval()
 
 
-@contextlib.contextmanager
-def _unfilled() -> Iterator[None]:
+def _unfilled() -> contextlib.ExitStack:
     """Let builders build for weights without having them."""
-    kept = models.WeightsEnum.get_state_dict, nn.Module.load_state_dict
-    models.WeightsEnum.get_state_dict = lambda self, *args, **kwargs: {}
-    nn.Module.load_state_dict = lambda self, *args, **kwargs: None  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        models.WeightsEnum.get_state_dict, nn.Module.load_state_dict = kept  # type: ignore[method-assign]
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(models.WeightsEnum, "get_state_dict", return_value={}))
+    stack.enter_context(mock.patch.object(nn.Module, "load_state_dict", return_value=None))
+    return stack
 
 
-def _demand_known(name: str) -> None:
+def _check_known(name: str) -> None:
     known = models.list_models()
     if name not in known:
         remedy = near(name, known, "See torchvision.models.list_models()")
@@ -93,19 +89,19 @@ def _demand_known(name: str) -> None:
 
 
 def _default(name: str) -> models.WeightsEnum | None:
-    """The weights that torchvision takes by default, or None where it has none."""
+    """Return the weights that torchvision takes by default, or None where it has none."""
     return getattr(models.get_model_weights(name), "DEFAULT", None)
 
 
 def _member(name: str, tag: str) -> models.WeightsEnum:
-    """The weights of that name, or the default ones."""
+    """Return the weights of that name, or the default ones."""
     known = [one.name for one in models.get_model_weights(name)]
     if tag in ("", "DEFAULT"):
-        found = _default(name)
-        if found is None:
-            remedy = "Use '--weights random' or a weights file of your own."
+        default = _default(name)
+        if default is None:
+            remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
             raise SourceError(f"torchvision has no weights for {name}", remedy=remedy)
-        return found
+        return default
     if tag not in known:
         remedy = near(tag, known, f"There are {', '.join(known)}." if known else "It has none.")
         raise SourceError(f"torchvision has no weights '{tag}' for {name}", remedy=remedy)
@@ -117,7 +113,7 @@ def _classes(member: models.WeightsEnum | None) -> int | None:
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
-    """The tensors, from torch's cache or from torchvision's server; nothing in the file is run."""
+    """Return the tensors, from torch's cache or from torchvision's server; nothing in the file is run."""
     name = source.partition(":")[2]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # torch says there what it fetches
@@ -127,8 +123,9 @@ def _download(member: models.WeightsEnum, source: str) -> State:
     except Exception as error:  # urllib's, or the unpickler's
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
         remedy = (
-            f"Ways on: '--weights random' for the bare architecture; '--weights FILE' with the weights of {name} on "
-            f"this disk; or put {member.url} at {file}."
+            f"Ways on: '{spelled('weights', 'random')}' for the bare architecture; "
+            f"'{spelled('weights', metavar='FILE')}' with the weights of {name} on this disk; "
+            f"or put {member.url} at {file}."
         )
         raise SourceError(f"no weights for {source}", f"{member.url}: {first_line(error)}", remedy) from None
     check_finite(state, source)
@@ -136,18 +133,18 @@ def _download(member: models.WeightsEnum, source: str) -> State:
 
 
 def _rehead(state: State, model: nn.Module, classes: int | None) -> State:
-    """The weights but for the layers that give the classes: those keep their random values."""
-    own = model.state_dict()
+    """Return the weights but for the layers that give the classes: those keep their random values."""
+    bare = model.state_dict()
     return {
-        key: own[key]
-        if key in own and own[key].shape[1:] == value.shape[1:] and value.shape[:1] == (classes,)
+        key: bare[key]
+        if key in bare and bare[key].shape[1:] == value.shape[1:] and value.shape[:1] == (classes,)
         else value
         for key, value in state.items()
     }
 
 
 def _preprocessing(member: models.WeightsEnum | None, classes: int | None) -> Cfg:
-    """What torchvision does to an image before it, in timm's words, as far as one can say it in those."""
+    """Return torchvision's preprocessing in timm's words, as far as it can be said in those."""
     if member is None:
         return {}
     preset = member.transforms()

@@ -39,7 +39,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module], *, zeros: bool = True) -> _T:
-    """What `build` gives, its network's parameters not drawn: for one whose every parameter is then loaded, strictly.
+    """Build without drawing the network's parameters: for one whose every parameter is then loaded, strictly.
 
     What a state dict does not hold may be random, too, and has to be the same each time: where there is such a thing,
     all is built as ever.
@@ -55,7 +55,7 @@ def undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module], *, zero
 
 
 def _holds_more(model: nn.Module, drew: bool) -> bool:
-    """Whether a state dict leaves out a parameter, another floating-point tensor or, if anything was drawn, any."""
+    """Tell whether a state dict leaves out a parameter, another float tensor or, if anything was drawn, any tensor."""
     held = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     if any(id(parameter) not in held for parameter in model.parameters()):
         return True

@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import inspect
 import logging
-import math
 import re
 import sys
 import warnings
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 
 from normswap.errors import SourceError, first_line
 from normswap.models.hub_config import Cfg
+from normswap.models.network_input import is_finite
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
@@ -39,7 +38,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a weights file holds: the tensors by name, and what was taken off to get at them.
+    """The contents of a weights file: the tensors by name, and what was taken off to get at them.
 
     Args:
         pages: whether the tensors are pages of the file, none of which two of them share.
@@ -67,7 +66,7 @@ def quiet() -> Iterator[None]:
 
 
 def some(items: Iterable[str]) -> str:
-    """The first few items and a count of the rest."""
+    """Return the first few items and a count of the rest."""
     listed = list(items)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + more
@@ -81,8 +80,8 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
         large = sorted((name for name in state if state[name].nbytes > _LARGE), key=lambda name: -state[name].nbytes)
         begun = {name: pool.submit(_own_hash, state[name]) for name in large}
         for name in sorted(state):
-            own = begun[name].result() if name in begun else _own_hash(state[name])
-            digest.update(_described(name, state[name]) + own)
+            hashed = begun[name].result() if name in begun else _own_hash(state[name])
+            digest.update(_described(name, state[name]) + hashed)
     return digest.hexdigest()
 
 
@@ -91,12 +90,12 @@ def _own_hash(tensor: Tensor) -> bytes:
 
 
 def has_hash(state: Mapping[str, Tensor], known: str) -> bool:
-    """Whether these are the tensors that had this hash, perhaps in a file of before."""
+    """Tell whether these are the tensors that had this hash, perhaps in a file of before."""
     return any(known == made(state) for made in (hash_tensors, hash_in_a_row))
 
 
 def hash_in_a_row(state: Mapping[str, Tensor]) -> str:
-    """As files of before have it: the raw bytes in the place of each tensor's SHA-256."""
+    """Hash as files of before do: the raw bytes in the place of each tensor's SHA-256."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(_described(name, state[name]))
@@ -108,14 +107,14 @@ def _described(name: str, tensor: Tensor) -> bytes:
     return f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode()
 
 
-def _raw(tensor: Tensor) -> Any:
-    """The bytes: numpy has no bfloat16."""
+def _raw(tensor: Tensor) -> bytes | memoryview:
+    """Return the bytes: numpy has no bfloat16."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def read(file: Path) -> State:
-    """The state dict in a weights file; see `read_wrapped`."""
+    """Return the state dict in a weights file; see `read_wrapped`."""
     return read_wrapped(file).state
 
 
@@ -132,9 +131,9 @@ def read_wrapped(file: Path) -> Contents:
     inner, wrappers = _unwrap(content, file)
     state, prefixes = _clean(inner, file)
     check_finite(state, str(file))
-    found = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
-    found += [f"names without '{prefix}'" for prefix in prefixes]
-    return Contents(state, (f"{file}: taken are {', '.join(found)}",) if found else (), pages)
+    removed = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
+    removed += [f"names without '{prefix}'" for prefix in prefixes]
+    return Contents(state, (f"{file}: taken are {', '.join(removed)}",) if removed else (), pages)
 
 
 def _read_safetensors(file: Path) -> State:
@@ -176,7 +175,7 @@ def _head(file: Path) -> bytes:
 
 
 def _foreign_names(file: Path) -> list[str]:
-    """The classes and functions that an archive wants to import, read without importing them."""
+    """Return the classes and functions that an archive wants to import, read without importing them."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
     except Exception:  # no archive of torch.save
@@ -184,7 +183,7 @@ def _foreign_names(file: Path) -> list[str]:
 
 
 def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str]]:
-    """The state dict, and the keys that led to it."""
+    """Return the state dict, and the keys that led to it."""
     wrappers: list[str] = []
     while isinstance(content, Mapping):
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
@@ -199,14 +198,15 @@ def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str
     return content, wrappers
 
 
-def _clean(state: Mapping[str, Any], file: Path) -> tuple[State, list[str]]:
-    """The tensors by their bare names, and the prefixes that were taken off."""
+def _clean(state: Mapping[str, object], file: Path) -> tuple[State, list[str]]:
+    """Return the tensors by their bare names, and the prefixes that were taken off."""
     strangers = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]
     if strangers:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
     cleaned: State = {}
     prefixes: list[str] = []
     for key, tensor in state.items():
+        assert isinstance(tensor, Tensor)
         name = str(key)
         while name.startswith(_PREFIXES):
             prefix, name = name.split(".", 1)
@@ -219,9 +219,7 @@ def _clean(state: Mapping[str, Any], file: Path) -> tuple[State, list[str]]:
 
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
     """Raises SourceError naming the tensors that hold NaN or inf."""
-    floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-    suspects = [name for name, t in floats.items() if not math.isfinite(t.sum().item())]  # fast; may overflow
-    bad = [name for name in suspects if not torch.isfinite(floats[name]).all()]
+    bad = [name for name, tensor in state.items() if tensor.is_floating_point() and not is_finite(tensor)]
     if bad:
         raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy="These weights are broken.")
 
@@ -239,18 +237,18 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     Raises:
         SourceError: missing or unexpected keys, or other shapes, listed.
     """
-    own = model.state_dict()
-    if not _fits(state, own):
-        state = _rehead(_restem(_native(state, model), own, origin, cfg), own, model, cfg)
-    _demand_fit(state, own, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
+    bare = model.state_dict()
+    if not _fits(state, bare):
+        state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
+    _check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise SourceError(f"{origin} does not load", " ".join(str(error).split())) from None
 
 
-def _fits(state: State, own: State) -> bool:
-    return state.keys() == own.keys() and all(state[name].shape == own[name].shape for name in own)
+def _fits(state: State, bare: State) -> bool:
+    return state.keys() == bare.keys() and all(state[name].shape == bare[name].shape for name in bare)
 
 
 def _native(state: State, model: nn.Module) -> State:
@@ -267,11 +265,11 @@ def _native(state: State, model: nn.Module) -> State:
         return state
 
 
-def _restem(state: State, own: State, origin: str, cfg: Cfg) -> State:
+def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
     """Adapt the stem to another number of input channels: the only convs whose kernels differ in that alone."""
     base = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
-        target = own[name].shape if name in own else kernel.shape
+        target = bare[name].shape if name in bare else kernel.shape
         if len(target) != 4 or base not in kernel.shape[1:2] or target[1] == base:
             continue
         if kernel.shape[:1] + kernel.shape[2:] != target[:1] + target[2:]:
@@ -286,32 +284,32 @@ def _names(value: Iterable[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def _rehead(state: State, own: State, model: nn.Module, cfg: Cfg) -> State:
+def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
     fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
     offset = cfg.get("label_offset") or 0
     for name in (f"{head}.{leaf}" for head in _names(cfg.get("classifier")) for leaf in ("weight", "bias")):
         if fresh:  # the new head keeps its random values, the old one goes
             state = {key: tensor for key, tensor in state.items() if key != name}
-            state |= {name: own[name]} if name in own else {}
+            state |= {name: bare[name]} if name in bare else {}
         elif offset and name in state:
             state = {**state, name: state[name][offset:]}
     return state
 
 
-def _demand_fit(state: State, own: State, origin: str, name: str) -> None:
+def _check_fit(state: State, bare: State, origin: str, name: str) -> None:
     # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
-    missing = [key for key in own if key not in state and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in state if key not in own]
+    missing = [key for key in bare if key not in state and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in state if key not in bare]
     shapes = [
-        f"{key} is {tuple(state[key].shape)} in the file, {tuple(own[key].shape)} in the network"
-        for key in own
-        if key in state and state[key].shape != own[key].shape
+        f"{key} is {tuple(state[key].shape)} in the file, {tuple(bare[key].shape)} in the network"
+        for key in bare
+        if key in state and state[key].shape != bare[key].shape
     ]
-    said = [
+    misfits = [
         f"{len(keys)} {label}: {some(keys)}"
         for label, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
         if keys
     ]
-    if said:
+    if misfits:
         remedy = "Check the architecture, its arguments and the number of classes."
-        raise SourceError(f"{origin} does not fit {name}", "; ".join(said), remedy)
+        raise SourceError(f"{origin} does not fit {name}", "; ".join(misfits), remedy)

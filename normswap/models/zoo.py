@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import OptionError, SourceError
-from normswap.models import kinds, network_input
-from normswap.models.building import Built, Wanted
-from normswap.models.hub_config import Cfg, per_channel
+from normswap.errors import OptionError, SourceError, spelled
+from normswap.models import kinds
+from normswap.models.building import BuildRequest, Built
 from normswap.models.mapped_weights import same_layout, take
+from normswap.models.preprocessing import data_config, for_size
 from normswap.models.undrawn import undrawn
 from normswap.models.weight_files import SUFFIXES, hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = ["create", "data_config", "demand_trust", "hash_tensors", "identify", "open_source", "skeleton"]
+__all__ = [
+    "check_trust",
+    "check_unasked",
+    "create",
+    "data_config",
+    "for_size",
+    "hash_tensors",
+    "identify",
+    "open_source",
+    "skeleton",
+]
 
 
-OPTIONS = {"weights": "--weights", "arch": "--arch", "arch_args": "--arch-arg", "num_classes": "--num-classes",
-           "in_chans": "--in-chans"}  # fmt: skip
+# files that run by themselves, by the endings of their names
+EXPORTED = {
+    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript",
+    ".param": "ncnn", ".pte": "executorch",
+}  # fmt: skip
+OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 
 
 class Asked(TypedDict, total=False):
-    """What may be asked of a source that is built (`open_source`)."""
+    """The request for a source that is built (`open_source`)."""
 
     weights: str
     arch: str | None
@@ -39,8 +51,19 @@ class Asked(TypedDict, total=False):
     in_chans: int | None
 
 
+def check_unasked(name: str, asked: Mapping[str, object]) -> None:
+    """Check that nothing is asked of a MODEL that says all of it itself.
+
+    Raises:
+        SourceError: something is.
+    """
+    useless = [spelled(key) for key in OPTIONS if asked.get(key) not in (None, {}, 0, "pretrained")]
+    if useless:
+        raise SourceError(f"{name} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}")
+
+
 def create(arch: Arch) -> nn.Module:
-    """The bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file of weights.
+    """Return the bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file of weights.
 
     Raises:
         SourceError: the builder does not know the name (near ones are suggested), or rejects the arguments.
@@ -49,28 +72,30 @@ def create(arch: Arch) -> nn.Module:
 
 
 def skeleton(arch: Arch) -> nn.Module:
-    """The same with zeros for random values, for one that is then filled, strictly."""
+    """Build the bare network with zeros for random values: it is then filled, strictly."""
     return undrawn(lambda: create(arch), lambda model: model)
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """How to rebuild a network that the user made, or None when no candidate gives the same modules.
+    """Find how to rebuild a network that the user made, or None when no candidate gives the same modules.
 
     `rebuild` does to a skeleton what has been done to the network since (replays a plan).
     """
-    found = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
-    return next((arch for arch in found if arch is not None), None)
+    archs = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
+    return next((arch for arch in archs if arch is not None), None)
 
 
-def demand_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
-    """Raises:
-    SourceError: such networks are built by code of this machine, and nobody has said that it may be imported.
+def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
+    """Check that the code which builds such networks may be imported.
+
+    Raises:
+        SourceError: it is code of this machine, and nobody has said that it may.
     """
     if kind.foreign and not trusted:
         raise SourceError(
             f"{what} is code of this machine, which a file asks for",
             "it is imported only if you say so",
-            "Add --trust-factory (in Python: trust_factory=True), or name it as MODEL yourself",
+            f"Add {spelled('trust_factory', True)}, or name it as MODEL yourself",
         )
 
 
@@ -85,7 +110,7 @@ def open_source(
     trust_factory: bool = True,
     mapped: bool = False,
 ) -> nn.Module:
-    """The network that `source` names, in eval mode on the CPU, carrying its Provenance.
+    """Return the network that `source` names, in eval mode on the CPU, carrying its Provenance.
 
     Args:
         source: a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, a directory with config.json and weights,
@@ -106,9 +131,9 @@ def open_source(
     """
     name, file = _parts(source, weights, arch)
     kind = kinds.of(name)
-    demand_trust(name, kind, trusted=trust_factory)
+    check_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
-    wanted = Wanted(dict(arch_args or {}), num_classes, in_chans, trained)
+    wanted = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
         return _filled(lambda: kind.load().build(name, wanted), file, mapped=mapped)
     built = kind.load().build(name, wanted)
@@ -119,9 +144,9 @@ def open_source(
 
 
 def _parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
-    """The name of the architecture, and the weights file, if it is to be filled from one."""
+    """Return the name of the architecture, and the weights file, if it is to be filled from one."""
     if _is_file(source):
-        return _demand_name(Path(source), weights, arch), Path(source)
+        return _check_name(Path(source), weights, arch), Path(source)
     if arch is not None:
         raise OptionError(f"an architecture ({arch}) goes with a weights file, and {source} is none")
     if weights in ("pretrained", "random"):
@@ -132,36 +157,43 @@ def _parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | Non
 
 
 def _is_file(source: str) -> bool:
-    """Whether that is meant to be a weights file, there or not."""
+    """Tell whether that is meant to be a weights file, there or not."""
     prefix, colon, _ = source.partition(":")
     if (colon and prefix in kinds.prefixes()) or Path(source).is_dir():
         return False
     return Path(source).is_file() or source.endswith(SUFFIXES)
 
 
-def _demand_name(file: Path, weights: str, arch: str | None) -> str:
+def _check_name(file: Path, weights: str, arch: str | None) -> str:
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     if weights == "random":
         raise OptionError(f"random weights and the weights of {file} exclude each other")
     if weights != "pretrained":
         raise OptionError(f"{file} and {weights} are both weights", remedy="Name an architecture, and one of them")
+    if file.suffix.lower() in EXPORTED:
+        why = "it runs in its own runtime: `evaluate`, `verify`, `inspect` and `bench` take it"
+        remedy = "Name the network that it was exported from"
+        raise SourceError(f"{file} is an exported file", why, remedy)
     if arch is None:
-        raise OptionError(f"{file} holds weights only", remedy="Say what it is: '--arch NAME' (named as a MODEL is).")
+        raise OptionError(
+            f"{file} holds weights only",
+            remedy=f"Say what it is: '{spelled('arch', metavar='NAME')}' (named as a MODEL is).",
+        )
     return arch
 
 
 def _filled(build: Callable[[], Built], file: Path, *, mapped: bool) -> nn.Module:
-    """The network with the tensors of a file, strictly."""
-    found = read_wrapped(file)
+    """Return the network with the tensors of a file, strictly."""
+    contents = read_wrapped(file)
     with ThreadPoolExecutor(1) as beside:
-        hashed = beside.submit(hash_tensors, found.state)
+        hashed = beside.submit(hash_tensors, contents.state)
         built = undrawn(build, lambda built: built.model, zeros=False)
-        if not (mapped and found.pages and take(built.model, found.state)):
-            load_into(built.model, found.state, str(file), {})
+        if not (mapped and contents.pages and take(built.model, contents.state)):
+            load_into(built.model, contents.state, str(file), {})
     state = built.model.state_dict()
-    sha256 = hashed.result() if same_layout(state, found.state) else hash_tensors(state)
-    return _carry(built, built.model, str(file.resolve()), found.notes, sha256)
+    sha256 = hashed.result() if same_layout(state, contents.state) else hash_tensors(state)
+    return _carry(built, built.model, str(file.resolve()), contents.notes, sha256)
 
 
 def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], sha256: str | None) -> nn.Module:
@@ -170,36 +202,3 @@ def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], 
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)  # plain attributes, as timm sets them
     record = Provenance(built.arch, source, sha256, built.seen, notes=notes)
     return provenance.attach(model, record)
-
-
-# timm's preprocessing where nothing says more
-_GENERAL = {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
-_GENERAL |= {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-
-
-def data_config(model: nn.Module) -> Cfg:
-    """The evaluation preprocessing: input_size, mean, std, interpolation, crop_pct, crop_mode."""
-    origin = provenance.of(model)
-    own: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    cfg = (origin.pretrained_cfg if origin else None) or (dict(own) if isinstance(own, Mapping) else {})
-    if not cfg.get("input_size"):
-        size = network_input.size(model)
-        cfg = {**_GENERAL, **cfg, "input_size": size if len(size) == 3 else (size[0], 224, 224)}
-        cfg |= {key: per_channel(cfg[key], size[0]) for key in ("mean", "std")}
-    return dict(resolve_data_config(pretrained_cfg=cfg))
-
-
-def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """The network itself, whose record says that it is made for images of this size (C, H, W).
-
-    Raises:
-        OptionError: it is built for another.
-    """
-    origin = provenance.of(model) or Provenance()
-    record = {**(origin.pretrained_cfg or data_config(model)), "input_size": tuple(size)}
-    provenance.attach(model, replace(origin, pretrained_cfg=record))
-    built = network_input.size(model)
-    if tuple(built) != tuple(size):
-        text, own = (",".join(map(str, one)) for one in (size, built))
-        raise OptionError(f"--input-size {text}", f"the network is built for {own}", "See `--arch-arg img_size=...`")
-    return model

@@ -1,20 +1,47 @@
-"""Charts as inline SVG: axes with ticks, stage bands, a legend, a tooltip per mark. Colours are classes that CSS fills.
+"""Charts as SVG inside the page, drawn by matplotlib: stage bands, a legend, a tooltip for each mark.
 
-Every chart is 480 units wide, so that its text stays readable on a page 400 pixels wide. The classes `c1` .. `c5` stand
-for the colour-blind-safe palette of Okabe & Ito 2008; series also differ by their marks, never by colour alone.
+They are drawn in the light colours of `report.css` and then refer to its variables, so that they follow the page to
+dark. Every chart is 480 units wide, so that its text stays readable on a page 400 pixels wide. The palette is that of
+Okabe & Ito 2008; series also differ by their marks, never by colour alone.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
+import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 from itertools import groupby
+from typing import Literal, NamedTuple
 
-WIDTH, HEIGHT = 480, 290
-_LEFT, _RIGHT, _BOTTOM = 58, 468, 236
-_CHAR = 6.6  # width of an average character at the charts' font size
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+STYLE = resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8")
+LIGHT: dict[str, str] = dict(re.findall(r"--([\w-]+): (#\w{6})", STYLE.partition("}")[0]))
+_WIDTH, _HEIGHT = 480, 290
+_CHARACTER = 6.6 / 410  # of an average one at the size of the ticks, as a part of the axis
+_DEPTH = "residual block, in order of the forward pass"
+
+
+class Mark(NamedTuple):
+    """How a mark looks, in matplotlib's words."""
+
+    marker: str
+    size: float
+    fill: Literal["full", "none"] = "full"
+    edge: float = 1.0
+
+
+_MARKS = {"dot": Mark("o", 7), "ring": Mark("o", 12, "none", 2), "cross": Mark("x", 8, edge=2.2)}
+_BELOW, _ABOVE = Mark("v", 9), Mark("^", 9)
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -27,8 +54,8 @@ class Series:
         points: (x, y, tooltip); a y that is not finite, or not positive on a log axis, is drawn as a triangle at the
             edge of the chart.
         colour: 1 .. 5.
-        mark: `dot`, `ring` (large and hollow, so that a dot can lie in it), `cross` or `none`.
-        line: `solid`, `dashed` or nothing between the marks.
+        mark: `dot`, `ring` (large and hollow, so that a dot can lie in it) or `cross`.
+        line: `solid`, `dashed` or `none` between the marks.
         drop: a thin line from each mark to the zero line.
     """
 
@@ -36,7 +63,7 @@ class Series:
     points: Sequence[tuple[float, float, str]]
     colour: int = 1
     mark: str = "dot"
-    line: str = ""
+    line: str = "none"
     drop: bool = False
 
 
@@ -48,69 +75,113 @@ class Rule:
     y: float
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Values to pixels, with the ticks that lie in between."""
+class Chart:
+    """A figure of one panel, whose artists may have tooltips."""
 
-    low: float
-    high: float
-    start: float
-    end: float
-    ticks: tuple[float, ...]
-    log: bool = False
+    def __init__(self, x_label: str, y_label: str) -> None:
+        with _styled():
+            self.figure = Figure((_WIDTH / 72, _HEIGHT / 72), layout="constrained")
+            self.axes = self.figure.subplots()
+        self.axes.set(xlabel=x_label, ylabel=y_label)
+        self.axes.grid(axis="y")
+        self.tips: list[str] = []
 
-    def at(self, value: float) -> float:
-        """The pixel of `value`; what lies outside, or is not finite, comes to the edge."""
-        if math.isnan(value):
-            return self.end
-        low, high = self.low, self.high
-        value = min(max(value, low), high)
-        if self.log:
-            low, high, value = math.log10(low), math.log10(high), math.log10(value)
-        return self.start + (self.end - self.start) * (value - low) / (high - low)
+    def tip(self, artist: Artist, text: str) -> None:
+        """Give an artist a tooltip."""
+        artist.set_gid(f"tip-{len(self.tips)}")
+        self.tips.append(text)
 
-    def holds(self, value: float) -> bool:
-        return math.isfinite(value) and self.low <= value <= self.high
+    def scale(self, values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
+        """Let the y axis hold the finite values, from tick to tick; gives its ends."""
+        known = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
+        if log:
+            first = math.floor(math.log10(min(known)) + 1e-9)
+            last = max(math.ceil(math.log10(max(known)) - 1e-9), first + 1)
+            self.axes.set_yscale("log")
+            self.axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if last - first <= 2 else (1,), numticks=8))
+            self.axes.yaxis.set_minor_locator(NullLocator())
+            ends = (10.0**first, 10.0**last)
+        else:
+            low, high = min(known), max(known)
+            room = 0.5 if high - low <= 1e-12 * max(abs(low), abs(high)) else 0.0
+            ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low - room, high + room)
+            self.axes.yaxis.set_major_locator(FixedLocator(list(ticks)))
+            ends = (min(float(ticks[0]), low), max(float(ticks[-1]), high))
+        self.axes.yaxis.set_major_formatter(lambda value, _: power(value) if log else number(value))
+        self.axes.set_ylim(ends)
+        return ends
 
-    def label(self, value: float) -> str:
-        if not self.log or 1e-3 < value < 1e4:
-            return number(value)
-        power = math.floor(math.log10(value) + 1e-9)
-        lead = value / 10**power
-        return ("" if lead < 1.5 else f"{lead:.0f}·") + "10" + str(power).translate(_SUPERSCRIPT)
+    def draw(self, series: Series) -> None:
+        """Draw its line, its marks, and its key in the legend."""
+        colour, look = LIGHT[f"c{series.colour}"], _MARKS[series.mark]
+        low, high = self.axes.get_ylim()
+        x = [x for x, _, _ in series.points]
+        y = [high if math.isnan(y) else min(max(y, low), high) for _, y, _ in series.points]
+        self.axes.plot(x, y, color=colour, linestyle=series.line, linewidth=1.4, alpha=0.6)
+        if series.drop:
+            self.axes.vlines(x, 0, y, color=colour, linewidth=1.6, alpha=0.55)
+        for at, place, (_, value, text) in zip(x, y, series.points, strict=True):
+            inside = math.isfinite(value) and low <= value <= high
+            mark = look if inside else _BELOW if value < low else _ABOVE
+            self.tip(self._plot([at], [place], mark, color=colour, zorder=3), text)
+        self._plot([], [], look, color=colour, linestyle=series.line, label=series.name)
+
+    def _plot(
+        self, x: Sequence[float], y: Sequence[float], mark: Mark, *, color: str, linestyle: str = "none",
+        label: str = "", zorder: int = 2,
+    ) -> Artist:  # fmt: skip
+        return self.axes.plot(
+            x, y, color=color, linestyle=linestyle, label=label, zorder=zorder, clip_on=False,
+            marker=mark.marker, markersize=mark.size, fillstyle=mark.fill, markeredgewidth=mark.edge,
+        )[0]  # fmt: skip
+
+    def bands(self, stages: Sequence[str]) -> None:
+        """Draw a band for each stage, every other one shaded, its name below as far as it fits."""
+        start, middles, names = 0, [], []
+        for shaded, (stage, blocks) in zip(itertools.cycle((True, False)), groupby(stages)):
+            count = len(list(blocks))
+            if shaded:
+                self.axes.axvspan(start - 0.5, start + count - 0.5, facecolor=LIGHT["band"], linewidth=0, zorder=0)
+            room = count / len(stages) / _CHARACTER
+            names.append(next((name for name in (stage, stage.rpartition(".")[2]) if len(name) <= room), ""))
+            middles.append(start + (count - 1) / 2)
+            start += count
+        self.axes.set_xticks(middles, names)
+        self.axes.set_xlim(-0.5, max(len(stages), 1) - 0.5)
+        for label, (stage, _) in zip(self.axes.get_xticklabels(), groupby(stages), strict=True):
+            self.tip(label, stage)
+
+    def svg(self, label: str) -> str:
+        """Write it as an element of the page: no declarations, no sizes, the page's fonts and colours, its tooltips."""
+        written = io.StringIO()
+        with _styled(label):
+            names = self.axes.get_legend_handles_labels()[1]
+            if names:
+                columns = len(names) if sum(map(len, names)) + 6 * len(names) < 62 else 2
+                self.figure.legend(loc="outside upper left", ncols=columns, frameon=False, handlelength=1.4)
+            self.figure.savefig(written, format="svg", transparent=True,
+                                metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))  # fmt: skip
+        body = re.sub(r"<style.*?</style>|<!--.*?-->|<defs>\s*</defs>", "", written.getvalue(), flags=re.DOTALL)
+        body = body[body.index(">", body.index("<svg")) + 1 :]
+        body = re.sub(r"font-family: [^;\"]*; ?", "", body)
+        for name, colour in LIGHT.items():
+            body = body.replace(colour, f"var(--{name})")
+        body = re.sub(r' id="tip-(\d+)">', lambda found: f">\n<title>{escape(self.tips[int(found[1])])}</title>", body)
+        body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
+        head = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
+        return "\n".join([head, *(line.strip() for line in body.splitlines() if line.strip())])
 
 
-def number(value: float) -> str:
-    """Four digits where it is not a large whole number, and a true minus sign."""
-    if 1000 <= abs(value) < 1e7:
-        return f"{value:,.0f}".replace("-", "\N{MINUS SIGN}")
-    return f"{0.0 if abs(value) < 1e-300 else value:.4g}".replace("-", "\N{MINUS SIGN}")
-
-
-def linear(values: Sequence[float], start: float, end: float, *, zero: bool = False, most: int = 6) -> Axis:
-    """An axis from tick to tick around the finite `values` (and 0)."""
-    known = [v for v in values if math.isfinite(v)] + ([0.0] if zero else [])
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        low, high = low - 0.5, high + 0.5
-    raw = (high - low) / (most - 1)
-    size = 10 ** math.floor(math.log10(raw))
-    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= raw * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(i * step for i in range(first, last + 1))
-    return Axis(ticks[0], ticks[-1], start, end, ticks)
-
-
-def logarithmic(values: Sequence[float], start: float, end: float) -> Axis:
-    """An axis from decade to decade around the positive `values`."""
-    known = [v for v in values if math.isfinite(v) and v > 0] or [1.0]
-    low, high = math.log10(min(known)), math.log10(max(known))
-    first, last = math.floor(low + 1e-9), max(math.ceil(high - 1e-9), math.floor(low + 1e-9) + 1)
-    step = max(1, math.ceil((last - first) / 6))
-    ticks = [10.0**p for p in range(first, last + 1, step)]
-    if last - first <= 2:
-        ticks = sorted({m * 10.0**p for p in range(first, last) for m in (1, 2, 5)} | {10.0**last})
-    return Axis(10.0**first, 10.0**last, start, end, tuple(ticks), log=True)
+def _styled(salt: str = "") -> AbstractContextManager[None]:
+    """Let matplotlib draw as the page looks; `salt` makes the names inside a drawing differ from another's."""
+    return mpl.rc_context({
+        "svg.fonttype": "none", "text.parse_math": False, "font.size": 13,
+        "xtick.labelsize": 12, "ytick.labelsize": 12, "xtick.color": LIGHT["quiet"], "ytick.color": LIGHT["quiet"],
+        "axes.labelcolor": LIGHT["quiet"], "text.color": LIGHT["ink"], "axes.edgecolor": LIGHT["quiet"],
+        "grid.color": LIGHT["grid"], "xtick.bottom": False, "ytick.left": False, "axes.axisbelow": True,
+        "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False,
+        "svg.hashsalt": salt,
+    })  # fmt: skip
 
 
 def over_blocks(
@@ -123,164 +194,62 @@ def over_blocks(
     zero: bool = False,
     rules: Sequence[Rule] = (),
 ) -> str:
-    """Values per residual block, in order of the forward pass; x counts the blocks from 0.
+    """Draw values for each residual block, in order of the forward pass; x counts the blocks from 0.
 
     Args:
         label: what a screen reader says.
         stages: the stage of each block, drawn as bands.
         log: whether the y axis is logarithmic; zero: whether it includes 0.
     """
-    shown = [s for s in series if s.points]
-    keys, top = _legend([*shown, *rules])
-    values = [y for s in shown for _, y, _ in s.points] + [rule.y for rule in rules]
-    y = logarithmic(values, _BOTTOM, top) if log else linear(values, _BOTTOM, top, zero=zero)
-    x = Axis(-0.5, max(len(stages), 1) - 0.5, _LEFT, _RIGHT, ())
-    body = [_bands(stages, x, top), _y_axis(y, y_label), keys]
-    body += [
-        f'<line class="rule" x1="{_LEFT}" x2="{_RIGHT}" y1="{_f(y.at(r.y))}" y2="{_f(y.at(r.y))}">'
-        f"<title>{escape(r.name)}</title></line>"
-        for r in rules
-    ]
-    body += [_series(s, x, y) for s in shown]
-    return _svg(label, [*body, _x_label("residual block, in order of the forward pass")])
+    chart, shown = Chart(_DEPTH, y_label), [one for one in series if one.points]
+    values = [y for one in shown for _, y, _ in one.points] + [rule.y for rule in rules] + [0.0] * zero
+    chart.scale(values, log=log)
+    chart.bands(stages)
+    for rule in rules:
+        chart.axes.axhline(rule.y, color=LIGHT["quiet"], linestyle="--", linewidth=1.5, label=rule.name)
+    for one in shown:
+        chart.draw(one)
+    return chart.svg(label)
 
 
 def histogram(
     label: str, edges: Sequence[float], counts: Sequence[int], *, colour: int, x_label: str, y_label: str
 ) -> str:
-    """Counts between the edges, from 0 up."""
-    top = 30
-    y = linear([float(c) for c in counts], _BOTTOM, top, zero=True, most=5)
-    ticks = linear(edges, 0, 1, most=7).ticks
-    x = Axis(edges[0], edges[-1], _LEFT, _RIGHT, tuple(t for t in ticks if edges[0] <= t <= edges[-1]))
-    bars = []
-    for count, low, high in zip(counts, edges, edges[1:], strict=False):
-        if count:
-            left, right, peak = x.at(low), x.at(high), y.at(count)
-            bars.append(
-                f'<rect class="bar" x="{_f(left + 0.5)}" y="{_f(peak)}" width="{_f(max(right - left - 1, 0.5))}" '
-                f'height="{_f(_BOTTOM - peak)}"><title>{count} between {number(low)} and {number(high)}</title></rect>'
-            )
-    marks = "".join(
-        f'<text class="tick" text-anchor="middle" x="{_f(x.at(t))}" y="{_BOTTOM + 17}">{number(t)}</text>'
-        f'<line class="axis" x1="{_f(x.at(t))}" x2="{_f(x.at(t))}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>'
-        for t in x.ticks
-    )
-    base = f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>'
-    bar_group = f'<g class="c{colour}">{"".join(bars)}</g>'
-    return _svg(label, [_y_axis(y, y_label), bar_group, base, marks, _x_label(x_label)])
+    """Draw counts between the edges, from 0 up."""
+    chart = Chart(x_label, y_label)
+    chart.scale([0.0, *map(float, counts)])
+    bins = [(count, low, high) for count, low, high in zip(counts, edges, edges[1:], strict=False) if count]
+    lows, widths = [low for _, low, _ in bins], [0.92 * (high - low) for _, low, high in bins]
+    bars = chart.axes.bar(lows, [count for count, _, _ in bins], widths, align="edge", color=LIGHT[f"c{colour}"])
+    for bar, (count, low, high) in zip(bars, bins, strict=True):
+        chart.tip(bar, f"{count} between {number(low)} and {number(high)}")
+    chart.axes.set_xlim(edges[0], edges[-1])
+    chart.axes.xaxis.set_major_locator(MaxNLocator(6))
+    chart.axes.xaxis.set_major_formatter(lambda value, _: number(value))
+    return chart.svg(label)
+
+
+def number(value: float) -> str:
+    """Write four digits where it is not a large whole number, and a true minus sign."""
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}".replace("-", "\N{MINUS SIGN}")
+    return f"{0.0 if abs(value) < 1e-300 else value:.4g}".replace("-", "\N{MINUS SIGN}")
+
+
+def power(value: float) -> str:
+    """Write a tick of a log axis: as a power of ten where it is small or large."""
+    if 1e-3 < value < 1e4:
+        return number(value)
+    exponent = math.floor(math.log10(value) + 1e-9)
+    lead = value / 10**exponent
+    return ("" if lead < 1.5 else f"{lead:.0f}·") + "10" + str(exponent).translate(_SUPERSCRIPT)
 
 
 def badge(colour: int, inside: str) -> str:
-    """A disc on its own, for legends outside of a chart: `empty`, `full`, or around a letter."""
+    """Draw a disc on its own, for legends outside of a chart: `empty`, `full`, or around a letter."""
     look = "dot" if inside == "full" else "ring"
     letter = f'<text class="letter" x="9" y="13" text-anchor="middle">{escape(inside)}</text>' * (len(inside) == 1)
     return (
         f'<svg class="badge-disc c{colour}" viewBox="0 0 18 18" width="18" height="18" aria-hidden="true">'
         f'<circle class="{look}" cx="9" cy="9" r="7.6"/>{letter}</svg>'
     )
-
-
-def _svg(label: str, body: Sequence[str]) -> str:
-    inside = "\n".join(part for part in body if part)
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">\n{inside}\n</svg>'
-    )
-
-
-def _y_axis(y: Axis, label: str) -> str:
-    parts = [f'<text class="label" x="4" y="14">{escape(label)}</text>']
-    for tick in y.ticks:
-        at = _f(y.at(tick))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(
-            f'<text class="tick" text-anchor="end" x="{_LEFT - 7}" y="{_f(y.at(tick) + 4)}">{y.label(tick)}</text>'
-        )
-    return "".join(parts)
-
-
-def _x_label(text: str) -> str:
-    middle = (_LEFT + _RIGHT) / 2
-    return f'<text class="label" text-anchor="middle" x="{middle:.0f}" y="{HEIGHT - 8}">{escape(text)}</text>'
-
-
-def _bands(stages: Sequence[str], x: Axis, top: float) -> str:
-    """One band per stage, every other one shaded, its name below as far as it fits."""
-    parts, start = [], 0
-    for i, (stage, group) in enumerate(groupby(stages)):
-        count = len(list(group))
-        left, right = x.at(start - 0.5), x.at(start + count - 0.5)
-        shade = "band" if i % 2 == 0 else "band off"
-        parts.append(
-            f'<rect class="{shade}" x="{_f(left)}" y="{_f(top)}" width="{_f(right - left)}" '
-            f'height="{_f(_BOTTOM - top)}"/>'
-        )
-        name = _fit(stage, right - left)
-        if name:
-            parts.append(
-                f'<text class="tick" text-anchor="middle" x="{_f((left + right) / 2)}" y="{_BOTTOM + 18}">'
-                f"{escape(name)}<title>{escape(stage)}</title></text>"
-            )
-        start += count
-    return "".join(parts)
-
-
-def _fit(name: str, room: float) -> str:
-    """`name`, or its end, or nothing, in `room` pixels."""
-    if len(name) * _CHAR <= room:
-        return name
-    last = name.rpartition(".")[2]
-    return last if len(last) * _CHAR <= room else ""
-
-
-def _legend(entries: Sequence[Series | Rule]) -> tuple[str, float]:
-    """The keys in rows below the y label, and where the plot begins."""
-    left, row, parts = 6.0, 31.0, []
-    for entry in entries:
-        room = 28 + len(entry.name) * _CHAR
-        if left > 6 and left + room > WIDTH:
-            left, row = 6.0, row + 17
-        parts.append(f'<g transform="translate({_f(left)} {_f(row)})">{_key(entry)}')
-        parts.append(f'<text class="key" x="23" y="4">{escape(entry.name)}</text></g>')
-        left += room + 10
-    return "".join(parts), row + 17 if entries else 26.0
-
-
-def _key(entry: Series | Rule) -> str:
-    if isinstance(entry, Rule):
-        return '<line class="rule" x1="0" x2="18" y1="0" y2="0"/>'
-    line = f'<line class="line {entry.line}" x1="0" x2="18" y1="0" y2="0"/>' if entry.line else ""
-    return f'<g class="c{entry.colour}">{line}{_mark(entry.mark, 9, 0)}</g>'
-
-
-def _series(series: Series, x: Axis, y: Axis) -> str:
-    places = [(x.at(a), y.at(b), b, tip) for a, b, tip in series.points]
-    parts = []
-    if series.line and len(places) > 1:
-        path = " ".join(f"{_f(a)},{_f(b)}" for a, b, _, _ in places)
-        parts.append(f'<polyline class="line {series.line}" points="{path}"/>')
-    if series.drop:
-        zero = y.at(0)
-        parts += [f'<line class="drop" x1="{_f(a)}" x2="{_f(a)}" y1="{_f(zero)}" y2="{_f(b)}"/>' for a, b, *_ in places]
-    for a, b, value, tip in places:
-        inside = y.holds(value)
-        mark = _mark(series.mark if inside else ("down" if value < y.low else "up"), a, b)
-        parts.append(f"<g>{mark}<title>{escape(tip)}</title></g>")
-    return f'<g class="c{series.colour}">{"".join(parts)}</g>'
-
-
-def _mark(mark: str, x: float, y: float) -> str:
-    if mark == "dot":
-        return f'<circle class="dot" cx="{_f(x)}" cy="{_f(y)}" r="4"/>'
-    if mark == "ring":
-        return f'<circle class="ring" cx="{_f(x)}" cy="{_f(y)}" r="6"/>'
-    if mark == "cross":
-        return f'<path class="cross" d="M{_f(x - 4)} {_f(y - 4)}l8 8m0 -8l-8 8"/>'
-    if mark in ("up", "down"):
-        tip, base = (y + 1, y + 9) if mark == "up" else (y - 1, y - 9)
-        return f'<path class="dot" d="M{_f(x)} {_f(tip)}L{_f(x - 5)} {_f(base)}L{_f(x + 5)} {_f(base)}Z"/>'
-    return ""
-
-
-def _f(value: float) -> str:
-    return f"{value:.1f}"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from normswap.analysis import summary
-from normswap.images.agreement import agreement, classify
+from normswap.demo_files import IMAGES, NAME
+from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import make_loader
 from normswap.plan import Body
 from normswap.storage import checkpoint
@@ -23,7 +24,6 @@ from normswap.surgery import comparison
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
 
-FOLDER = Path(__file__).parent / "demo_data"
 SCHEMES = ("folded", "skipinit")
 _FEW = 4  # batches that errors are measured on
 _ROUNDS = 50  # passes timed
@@ -80,7 +80,7 @@ def run(say: Callable[[str], None] = lambda what: None) -> Demo:
 def _run(say: Callable[[str], None]) -> Demo:
     start = time.perf_counter()
     say("opening and inspecting the network")
-    source = checkpoint.open_model(str(FOLDER))
+    source = checkpoint.open_model(NAME)
     anatomy = summary.of_network(Network(source), "demo")
     anatomy["skips"] = dict(Counter(block["skip"] for block in anatomy.pop("blocks")))
     del anatomy["sites"]
@@ -90,7 +90,7 @@ def _run(say: Callable[[str], None]) -> Demo:
             say(f"converting to {scheme}, saving, loading again")
             networks[scheme] = checkpoint.load(checkpoint.save(convert(source, scheme), Path(folder) / scheme))
     say("reading the images")
-    batches: Batches = list(make_loader(source, str(FOLDER / "images.tar"), workers=0))
+    batches: Batches = list(make_loader(source, str(IMAGES), workers=0))
     rows, passed = _measure(networks, batches, say)
     count = sum(len(labels) for _, labels in batches)
     return Demo(passed, time.perf_counter() - start, count, anatomy, rows)
@@ -99,7 +99,7 @@ def _run(say: Callable[[str], None]) -> Demo:
 def _measure(
     networks: dict[str, nn.Module], batches: Batches, say: Callable[[str], None]
 ) -> tuple[tuple[Row, ...], bool]:
-    """A row for each network, the source first, and whether all agree with it."""
+    """Return a row for each network, the source first, and whether all agree with it."""
     source, images = networks["source"], [batch for batch, _ in batches[:_FEW]]
     results, errors, passed = {}, {"source": 0.0}, True
     for name, model in networks.items():

@@ -23,7 +23,7 @@ class Figure:
 
 
 def sites(facts: Facts, report: Report) -> Figure:
-    """The error at the output of every block."""
+    """Show the error at the output of every block."""
     stage = {block.path: block.stage for block in facts.blocks}
     points = [(i, e.relative_l2, f"{e.site}: relative L2 {e.relative_l2:.2e}") for i, e in enumerate(report.sites)]
     precision = report.sites[0].precision
@@ -39,7 +39,7 @@ def sites(facts: Facts, report: Report) -> Figure:
 
 
 def signal(facts: Facts) -> Iterator[Figure]:
-    """How the signal propagates: variance and mean after the sum, variance of what is added."""
+    """Show how the signal propagates: variance and mean after the sum, variance of what is added."""
     variance, mean = "average channel variance", "average channel squared mean"
     yield _signal(facts, "variance", "Variance after the sum", variance)
     yield _signal(facts, "mean_sq", "Squared mean after the sum", mean)
@@ -52,7 +52,7 @@ def _signal(facts: Facts, what: str, title: str, y_label: str) -> Figure:
     series = []
     for name, points in facts.signal.items():
         marks = [(p.depth - 1, v, f"{p.block}, {labels[name]}: {v:.4g}") for p in points for v in [getattr(p, what)]]
-        series.append(Series(labels[name], marks, *looks[name], "solid" if name == "after" else ""))
+        series.append(Series(labels[name], marks, *looks[name], "solid" if name == "after" else "none"))
     caption = f"{y_label.capitalize()}, over batch and positions."
     after = facts.signal.get("after", ())
     if what == "added_variance" and any(p.branch_variance != p.added_variance for p in after):
@@ -72,15 +72,16 @@ def gammas(gammas: Gammas) -> Figure:
     """Their distribution for the norms of one role."""
     total, norms = sum(gammas.counts), f"{gammas.norms} norm{'s' * (gammas.norms != 1)}"
     label = f"Histogram of {total} gammas of {norms} of role {gammas.role}, mean {gammas.mean:.3g}"
-    look = {"colour": COLOURS[gammas.role], "x_label": "gamma", "y_label": "number of channels"}
-    chart = charts.histogram(label, gammas.edges, gammas.counts, **look)  # type: ignore[arg-type]
+    chart = charts.histogram(
+        label, gammas.edges, gammas.counts, colour=COLOURS[gammas.role], x_label="gamma", y_label="number of channels"
+    )
     signs = f"{gammas.negative:,} negative, {gammas.zero:,} zero"
     caption = f"{total:,} channels of {norms}; mean {charts.number(gammas.mean)}; {signs}."
     return Figure(f"Gammas: {gammas.role}", chart, caption)
 
 
 def alphas(facts: Facts) -> Figure:
-    """The scalars at the ends of the branches, against what they were and what a paper proposes."""
+    """Show the scalars at the ends of the branches, against what they were and what a paper proposes."""
     where = {block.path: i for i, block in enumerate(facts.blocks)}
     placed = [(where[a.block], a) for a in facts.alphas if a.block in where]
     now = [(i, a.value, f"{a.block}: alpha = {a.value:.5g}") for i, a in placed]

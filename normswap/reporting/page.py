@@ -12,9 +12,10 @@ from itertools import groupby
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from normswap.reporting import charts, figures, tables
-from normswap.reporting.records import COLOURS, FATES, Facts
-from normswap.reporting.tables import MINUS, share, small
+from normswap.reporting import charts, figures
+from normswap.reporting.records import COLOURS, OUTCOMES, Facts
+from normswap.reporting.tables import MINUS, kinds, share, small
+from normswap.surgery.report import Report
 from normswap.version import __version__
 
 MARK = "<!doctype html>"
@@ -30,41 +31,27 @@ def _cited(paper: str) -> Markup:
     return Markup(_PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(paper))))
 
 
-_PAGES.filters["cited"] = _cited
+_PAGES.filters |= {"cited": _cited, "small": small, "share": share}
 _PAGES.globals.update(
-    version=__version__, figures=figures, tables=tables, badge_svg=charts.badge, colours=COLOURS, fates=FATES
+    version=__version__, figures=figures, kinds=kinds, badge_svg=charts.badge, colours=COLOURS, outcomes=OUTCOMES
 )
 
 
 def render(facts: Facts) -> str:
-    """The whole page."""
+    """Write the whole page."""
     norms = facts.norms
-    style, _, _ = _PAGES.loader.get_source(_PAGES, "report.css") if _PAGES.loader else ("", "", None)
     return _PAGES.get_template("page.html.jinja").render(
-        facts=facts, report=facts.report, style=style, tiles=list(_tiles(facts)), provenance=_provenance(facts),
-        norms=norms, used_roles={norm.role for norm in norms}, used_fates={norm.fate for norm in norms},
+        facts=facts, report=facts.report, style=charts.STYLE, tiles=list(_tiles(facts)), provenance=_provenance(facts),
+        norms=norms, used_roles={norm.role for norm in norms}, used_outcomes={norm.outcome for norm in norms},
         stages=[(stage, list(blocks)) for stage, blocks in groupby(facts.blocks, lambda block: block.stage)],
     )  # fmt: skip
 
 
 def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
-    """(name, figure, small print)"""
+    """Give (name, figure, small print) of each tile."""
     report = facts.report
-    for precision in dict.fromkeys(e.precision for e in report.logits) if report else ():
-        errors = [e for e in report.logits if e.precision == precision]  # type: ignore[union-attr]
-        allowed = report.tolerance.get(precision) if report and report.exact else None
-        below = Markup("allowed: {}").format(small(allowed)) if allowed else "at the logits"
-        yield f"relative L2, {precision}", small(max(e.relative_l2 for e in errors)), below
-    shares = [e.agreement for e in report.logits if e.agreement is not None] if report and report.exact else []
-    if report and shares:
-        yield "same answers", share(min(shares)), f"on {report.inputs}"
-    if report and report.kept and report.kept.agreement is not None:
-        yield "same answers", share(report.kept.agreement), f"on {report.kept.count} held-out {report.kept.of}"
-    if report and report.kept and report.kept.right is not None:
-        on = f"expected, by the source's own probabilities on {report.kept.count} held-out {report.kept.of}"
-        yield "accuracy kept", share(report.kept.right), on
-    if report and not report.exact and not report.kept and not facts.accuracy:
-        yield "accuracy kept", "?", "not measured: give images"
+    if report:
+        yield from _measured(report, known=bool(facts.accuracy))
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", MINUS)
@@ -77,6 +64,26 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
     elif report and report.accuracy:
         for name, value in report.accuracy.items():
             yield f"top-1 of {name}", f"{value:.2f} %", "when converted"
+
+
+def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
+    """Return the tiles of what was measured when the conversion was made; `known`: accuracies were measured since."""
+    for precision in dict.fromkeys(e.precision for e in report.logits):
+        errors = [e for e in report.logits if e.precision == precision]
+        allowed = report.tolerance.get(precision) if report.exact else None
+        below = Markup("allowed: {}").format(small(allowed)) if allowed else "at the logits"
+        yield f"relative L2, {precision}", small(max(e.relative_l2 for e in errors)), below
+    shares = [e.agreement for e in report.logits if e.agreement is not None] if report.exact else []
+    if shares:
+        yield "same answers", share(min(shares)), f"on {report.inputs}"
+    kept = report.kept
+    if kept and kept.agreement is not None:
+        yield "same answers", share(kept.agreement), f"on {kept.count} held-out {kept.of}"
+    if kept and kept.right is not None:
+        on = f"expected, by the source's own probabilities on {kept.count} held-out {kept.of}"
+        yield "accuracy kept", share(kept.right), on
+    if not report.exact and not kept and not known:
+        yield "accuracy kept", "?", "not measured: give images"
 
 
 def _provenance(facts: Facts) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a report says, as plain records. `report` finds it out, `page` shows it."""
+"""The contents of a report as plain records. `report` finds it out, `page` shows it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
 
 @dataclass(frozen=True)
 class Disc:
-    """What may become of a norm: how its disc is marked, and what that means."""
+    """The outcomes of a norm: how each is marked, and the meaning."""
 
     mark: str
     meaning: str
 
 
-FATES = {
+OUTCOMES = {
     "gone": Disc("empty", "folded away"),
-    "scalar": Disc(ALPHA, f"folded away, a scalar {ALPHA} in its seat"),
+    "scalar": Disc(ALPHA, f"folded away, a scalar {ALPHA} in its place"),
     "bias": Disc("b", "a shift per channel stays"),
     "affine": Disc("a", "scale and shift stay"),
     "replaced": Disc("r", "replaced by another layer"),
@@ -33,7 +33,7 @@ FATES = {
 
 @dataclass(frozen=True)
 class StepFact:
-    """One step of the plan: the scheme, what it is, and how many of which layers it seated."""
+    """One step of the plan: the scheme, what it is, and how many of which layers it placed."""
 
     scheme: str
     options: Body
@@ -47,14 +47,14 @@ class NormFact:
     """A norm of the source, and what the plan did to it.
 
     Args:
-        fate: one of `FATES`.
+        outcome: one of `OUTCOMES`.
         said: the same in words.
     """
 
     path: str
     role: str
     channels: int
-    fate: str
+    outcome: str
     said: str
 
 
@@ -83,10 +83,10 @@ class Gammas:
 
 @dataclass(frozen=True)
 class Alpha:
-    """The scalar at the end of a branch: as it is now, and as the plan seated it."""
+    """The scalar at the end of a branch: as it is now, and as the plan placed it."""
 
     block: str
-    seat: str
+    path: str
     value: float
     planned: float | None
     bias: float | None

@@ -21,9 +21,9 @@ from normswap.errors import NormswapError, OutputError, SourceError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
-from normswap.layers.scalars import Scale
-from normswap.layers.seat import seated
-from normswap.models import network_input, zoo
+from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import planned_layers
+from normswap.models import devices, network_input, zoo
 from normswap.models.calling import Inputs, form
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
@@ -37,13 +37,13 @@ _BINS = 30
 _NOISE = 8
 
 
-def claim(file: Path, *, force: bool) -> None:
+def check_writable(file: Path, *, force: bool) -> None:
     """See, before any work, that `file` may be written.
 
     Raises:
         OutputError: it is a directory, exists (without `force`), or is no page of HTML.
     """
-    atomic_write.claim(file, force=force)
+    atomic_write.check_writable(file, force=force)
     if not file.exists():
         return
     with file.open(errors="replace") as opened:
@@ -57,6 +57,7 @@ def collect(
     say: Callable[[str], None] = lambda what: None,
     *,
     inputs: Inputs = None,
+    device: str = "cpu",
     trust_factory: bool = False,
 ) -> Facts:
     """Load, open the source, measure.
@@ -65,6 +66,7 @@ def collect(
         images: makes the loader of labelled images that both networks are evaluated on.
         say: called with what is going on.
         inputs: what the networks take, as in `convert`, where that is not images alone: what the signal is measured on.
+        device: where both networks run, by name.
         trust_factory: as in `checkpoint.load`.
 
     Raises:
@@ -73,7 +75,7 @@ def collect(
     if not directory.is_dir():
         raise SourceError(f"{directory} is no directory", remedy="Name one that `normswap convert` wrote")
     say(f"loading {directory}")
-    result = checkpoint.load(directory, trust_factory=trust_factory)
+    result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)
     assert record is not None
     assert record.arch is not None
@@ -82,7 +84,7 @@ def collect(
     batch, described = _inputs(result, loader) if inputs is None else (inputs, "given inputs")
     network = Network(result, batch)
     before, against, notes = _source(network)
-    bare = before or network.after(zoo.create(record.arch))
+    bare = before or network.after(zoo.create(record.arch).to(network.device))
     seen = bare.anatomy
     norms = _norms(seen, record.plan)
     inside = {path for block in seen.blocks for path in block.norms}
@@ -109,7 +111,7 @@ def collect(
 
 
 def write(facts: Facts, file: Path) -> None:
-    """The page, written beside, then renamed: it is there whole or not at all.
+    """Write the page beside its place, then rename it: it is there whole or not at all.
 
     Raises:
         OutputError: it cannot be written.
@@ -118,7 +120,7 @@ def write(facts: Facts, file: Path) -> None:
 
 
 def _source(network: Network) -> tuple[Network | None, str, list[str]]:
-    """The network before the conversion, where it is from (`source`, `unfolded`, ``), and what to say about it."""
+    """Return the network before the conversion, where it is from (`source`, `unfolded`, ``), and notes on it."""
     result, record = network.module, network.provenance
     notes: list[str] = []
     if record.source and record.sha256:
@@ -128,7 +130,7 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
             notes.append("The recorded source cannot be opened from here any more.")
         else:
             if reverification.unchanged(source, result) is not False:
-                return network.after(source), "source", notes
+                return network.after(source.to(network.device)), "source", notes
             notes.append("The recorded source has other tensors now than when this was made.")
     if not _exact(record.plan):
         notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
@@ -150,13 +152,13 @@ def _exact(plan: Plan) -> bool:
 
 
 def _step(step: Step) -> StepFact:
-    known = next((body for body in summary.of_schemes() if body["name"] == step.scheme), {"summary": "", "paper": ""})
+    known = schemes.get(step.scheme) if step.scheme in schemes.names() else None
     edits = Counter(edit.layer for edit in step.edits)
     return StepFact(
         step.scheme,
         schemes.changed(step.scheme, step.options),
-        known["summary"],
-        known["paper"],
+        known.summary if known else "",
+        known.paper if known else "",
         dict(edits.most_common()),
     )
 
@@ -166,73 +168,73 @@ def _sizes(model: nn.Module) -> dict[str, int]:
 
 
 def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Every norm of the source by path, with what all steps together did to it."""
-    fates = dict.fromkeys((norm.path for norm in seen.norms), "kept")
-    said: dict[str, list[str]] = {path: [] for path in fates}
+    """Return every norm of the source by path, with what all steps together did to it."""
+    outcomes = dict.fromkeys((norm.path for norm in seen.norms), "kept")
+    sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
         for edit in step.edits:
-            for path, _ in edit.taken if not step.outcomes else ():  # of a plan that has none
-                if path in said:
-                    said[path].append(f"goes into {edit.path}")
-            if edit.path in fates:
-                fates[edit.path] = seated()[edit.layer].FATE
-                said[edit.path] += [] if step.outcomes else [f"gives way to a {edit.layer}"]
+            for path, _ in edit.absorbed if not step.outcomes else ():  # of a plan that has none
+                if path in sentences:
+                    sentences[path].append(f"goes into {edit.path}")
+            if edit.path in outcomes:
+                outcomes[edit.path] = planned_layers()[edit.layer].OUTCOME
+                sentences[edit.path] += [] if step.outcomes else [f"gives way to a {edit.layer}"]
         for path, outcome in step.outcomes.items():
-            if path in said:
-                said[path].append(str(outcome))
+            if path in sentences:
+                sentences[path].append(str(outcome))
     return {
-        norm.path: NormFact(norm.path, norm.role, norm.channels, fates[norm.path], _words(said[norm.path]))
+        norm.path: NormFact(norm.path, norm.role, norm.channels, outcomes[norm.path], _words(sentences[norm.path]))
         for norm in seen.norms
     }
 
 
-def _words(said: list[str]) -> str:
-    return "; ".join(dict.fromkeys(words for words in said if words)) or "stays as it is"
+def _words(sentences: list[str]) -> str:
+    return "; ".join(dict.fromkeys(words for words in sentences if words)) or "stays as it is"
 
 
 def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...]:
-    found: dict[str, list[np.ndarray]] = {}
+    by_role: dict[str, list[np.ndarray]] = {}
     for name, tensor in record.norms.items():
         path, _, kind = name.rpartition(".")
         if kind == "weight":
             role = norms[path].role if path in norms else "other"
-            found.setdefault(role, []).append(tensor.detach().double().flatten().numpy())
-    if not found:
+            by_role.setdefault(role, []).append(tensor.detach().double().flatten().numpy())
+    if not by_role:
         return ()
-    every = np.concatenate([values for group in found.values() for values in group])
+    every = np.concatenate([values for group in by_role.values() for values in group])
     edges = np.histogram_bin_edges(every, _BINS)
     listed = []
-    for role in (role for role in ROLES if role in found):
-        values = np.concatenate(found[role])
+    for role in (role for role in ROLES if role in by_role):
+        values = np.concatenate(by_role[role])
         counts, _ = np.histogram(values, edges)
         signs = int((values < 0).sum()), int((values == 0).sum())
         count = tuple(int(c) for c in counts)
-        listed.append(Gammas(role, len(found[role]), tuple(edges.tolist()), count, float(values.mean()), *signs))
+        listed.append(Gammas(role, len(by_role[role]), tuple(edges.tolist()), count, float(values.mean()), *signs))
     return tuple(listed)
 
 
 def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
-    """The scalars in order of the blocks whose branches they end; others after those."""
+    """Return the scalars in order of the blocks whose branches they end; others after those."""
     planned = {edit.path: edit.args.get("alpha") for step in plan.steps for edit in step.edits if edit.layer == "Scale"}
     blocks = {block.tail: block.path for block in seen.blocks if block.tail}
     order = list(blocks)
-    found = []
+    alphas = []
     for path, module in result.named_modules():
-        if isinstance(module, Scale):
-            seat = path.removesuffix(".then")
+        if scales_branch(module):
+            place = path.removesuffix(".then")
             bias = None if module.bias is None else module.bias.item()
-            found.append(Alpha(blocks.get(seat, seat), seat, module.alpha.item(), planned.get(seat), bias))
-    return tuple(sorted(found, key=lambda alpha: order.index(alpha.seat) if alpha.seat in order else len(order)))
+            alphas.append(Alpha(blocks.get(place, place), place, module.alpha.item(), planned.get(place), bias))
+    return tuple(sorted(alphas, key=lambda alpha: order.index(alpha.path) if alpha.path in order else len(order)))
 
 
 def _signal(before: Network | None, after: Network) -> dict[str, tuple[Point, ...]]:
-    """The signal at the residual blocks of both networks, as far as there are any."""
+    """Return the signal at the residual blocks of both networks, as far as there are any."""
     networks = {"before": before, "after": after}
     return {name: tuple(signal(one)) for name, one in networks.items() if one is not None and one.anatomy.blocks}
 
 
 def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Inputs, str]:
-    """What the signal is measured on: the first batch of the images, or noise."""
+    """Return what the signal is measured on, the first batch of the images or noise, and its description."""
     if loader is not None:
         batch = next(iter(loader))[0]
         return form(result).of(batch), f"the first {len(batch)} images"

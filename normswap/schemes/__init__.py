@@ -1,8 +1,8 @@
 """The schemes: every file is one, its options are records in `parts/options.py`; `normswap.register_scheme` adds more.
 
 A scheme's file has a docstring (first line: the help text; then the algebra and what is lost), a function
-`plan(anatomy, *, options) -> Draft`, and `SCHEME`, a record that says all else about it. What `--for` adds stands in
-`purposes`, steps that are no targets in `steps`, what several schemes share in `parts`.
+`plan(anatomy, *, options) -> PlanBuilder`, and `SCHEME`, a record that says all else about it. What `--for` adds stands
+in `purposes`, steps that are no targets in `steps`, what several schemes share in `parts`.
 Imports: `folding`, `calibration` and what is above; no scheme imports torch before it is asked for.
 """
 
@@ -14,16 +14,44 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from normswap import plugins
-from normswap.errors import OptionError
+from normswap.errors import OptionError, spelled
 from normswap.plan import Step
+from normswap.schemes.parts import cards
 from normswap.schemes.parts.options import OPTIONS, Option
+
+if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
+    from torch import nn
+
+    from normswap.folding.plan_builder import PlanBuilder
+    from normswap.models.calling import Example
+    from normswap.models.modes import Progress
 
 Options: TypeAlias = dict[str, Any]
 EVERY = ("only", "skip")  # options of every scheme: see `graph.selection`
 _TARGETS, _PURPOSES, _STEPS = "normswap.schemes", "normswap.schemes.purposes", "normswap.schemes.steps"
+
+
+Planner: TypeAlias = "Callable[..., PlanBuilder]"
+"""plan(anatomy, *, options): a scheme names its options one by one, which no type but this says."""
+
+
+class FitFunction(Protocol):
+    """Sets values of the result from data, in place; gives what the user should know."""
+
+    def __call__(
+        self,
+        source: nn.Module,
+        result: nn.Module,
+        step: Step,
+        batches: Iterable[Example],
+        /,
+        *,
+        seed: int,
+        progress: Progress | None,
+    ) -> Iterable[str] | None: ...
 
 
 @dataclass(frozen=True)
@@ -31,15 +59,16 @@ class Scheme:
     """All that is to be known of a scheme.
 
     Args:
-        plan: plan(anatomy, **options) -> Draft: what would be done, and why not.
+        plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
         paper: where it is from.
         exact: whether the function is kept, if it depends on the options: said by them.
         fit: fit(source, result, step, batches, *, seed, progress) sets values of the result from data, in place, and
             may return what the user should know; a batch is a call, `batch.call(source)` (`calling.Example`).
         needs_data: whether it cannot do without.
-        pattern: pattern(step): the step after which the source is in the gauge of the result, to be fitted to.
+        fitting_target: fitting_target(step): the step after which the source has the result's rescaling, to be fitted
+            to.
         starts_from: the scheme that a network without norms must be brought to first.
-        on_branches: it seats something at the end of residual branches, which must not end in a factor of their own.
+        on_branches: it puts something at the end of residual branches, which must not end in a factor of their own.
         may_do_nothing: a plan without edits is one, too.
         decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
         options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
@@ -49,18 +78,18 @@ class Scheme:
         name: as the command line spells it.
     """
 
-    plan: Callable[..., Any]
+    plan: Planner
     paper: str = ""
     exact: bool | Callable[[Options], bool] = True
-    fit: Callable[..., Iterable[str] | None] | None = None
+    fit: FitFunction | None = None
     needs_data: bool | Callable[[Options], bool] = False
-    pattern: Callable[[Step], Step] | None = None
+    fitting_target: Callable[[Step], Step] | None = None
     starts_from: str | None = None
     on_branches: bool = False
     may_do_nothing: bool = False
     decay: str = "kim2022"
     options: tuple[Option, ...] = ()
-    at_a_glance: Mapping[str, Any] = field(default_factory=dict)
+    at_a_glance: Mapping[str, object] = field(default_factory=dict)
     doc: str | None = None
     name: str = ""
 
@@ -78,9 +107,43 @@ class Scheme:
         """Whether the function is kept with these options, which are complete."""
         return self.exact(options) if callable(self.exact) else self.exact
 
-    def demands_data(self, options: Options) -> bool:
+    def requires_data(self, options: Options) -> bool:
         """Whether there is no conversion without images, with these options."""
         return self.needs_data(options) if callable(self.needs_data) else self.needs_data
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A scheme with all its options, those of every scheme too."""
+
+    scheme: Scheme
+    options: Options
+
+    @property
+    def own(self) -> Options:
+        """The options without those that every scheme has."""
+        return {name: value for name, value in self.options.items() if name not in EVERY}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the function is kept."""
+        return self.scheme.is_exact(self.options)
+
+    @property
+    def fits(self) -> bool:
+        """Whether values are fitted to data, if there are some."""
+        return self.scheme.fit is not None and not self.exact
+
+    @property
+    def requires_data(self) -> bool:
+        """Whether there is no conversion without images."""
+        return self.scheme.requires_data(self.options)
+
+    @property
+    def exact_instead(self) -> str | None:
+        """The option that makes do without images, if there is one."""
+        return next((spelled(option.name, word) for option in self.scheme.options for word in option.choices
+                     if not self.scheme.requires_data({**self.options, option.name: word})), None)  # fmt: skip
 
 
 _registered: dict[str, Scheme] = {}
@@ -101,7 +164,7 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     return _registered[name]
 
 
-def _of_signature(plan: Callable[..., Any]) -> Iterator[Option]:
+def _of_signature(plan: Planner) -> Iterator[Option]:
     """The keywords of a plan as options of the type of their defaults."""
     for keyword in inspect.signature(plan).parameters.values():
         if keyword.kind is keyword.KEYWORD_ONLY:
@@ -116,13 +179,13 @@ def names() -> list[str]:
 
 
 def purpose_names() -> list[str]:
-    """What `--for` knows."""
+    """The purposes by name."""
     return _files(_PURPOSES)
 
 
 def _files(folder: str) -> list[str]:
-    found = pkgutil.iter_modules(importlib.import_module(folder).__path__)
-    return sorted(info.name.replace("_", "-") for info in found if not info.ispkg)
+    modules = pkgutil.iter_modules(importlib.import_module(folder).__path__)
+    return sorted(info.name.replace("_", "-") for info in modules if not info.ispkg)
 
 
 def get(name: str) -> Scheme:
@@ -142,47 +205,80 @@ def get(name: str) -> Scheme:
     return _registered[name]
 
 
-def demand_target(name: str) -> None:
-    """Raises:
-    OptionError: one cannot convert to that.
+def card(name: str) -> Scheme:
+    """The record of a target, without its functions where these would import torch.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if name not in _files(_TARGETS):
+        return get(name)
+    module = f"{_TARGETS}.{name.replace('-', '_')}"
+    scheme = cards.record(module, "SCHEME", {"Scheme": Scheme})
+    assert isinstance(scheme, Scheme)
+    return replace(scheme, name=name, options=OPTIONS.get(name, ()), doc=cards.docstring(module))
+
+
+def check_target(name: str) -> None:
+    """Check that one can convert to the scheme.
+
+    Raises:
+        OptionError: one cannot convert to that.
     """
     if name in purpose_names():
-        raise OptionError(f"{name} is no scheme", "it is what a network is for", f"Say '--to SCHEME --for {name}'")
-    if name not in names():
+        use = f"{spelled('to', metavar='SCHEME')}' with '{spelled('purpose', name)}"
+        raise OptionError(f"{name} is no scheme", "it is what a network is for", f"Say '{use}'")
+    if name != "unfold" and name not in names():
         raise _unknown(name)
 
 
-def demand_purpose(name: str | None) -> None:
-    """Raises:
-    OptionError: `--for` names nothing that is known.
+def check_purpose(name: str | None) -> None:
+    """Check that the purpose is known.
+
+    Raises:
+        OptionError: there is none of that name.
     """
     if name is not None and name not in purpose_names():
-        raise OptionError(f"unknown purpose {name!r}", remedy=f"--for {'|'.join(purpose_names())}")
+        raise OptionError(f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(purpose_names())))
 
 
 def _unknown(name: str) -> OptionError:
     known = sorted([*names(), "unfold"])
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(str(name), known, 1)
     hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}"
     return OptionError(f"unknown scheme {name!r}", remedy=hint)
 
 
-def resolve(name: str, given: Options) -> Options:
-    """All options of the scheme: its defaults, overruled by what is given.
+def chosen(name: str, options: Options) -> Chosen:
+    """The scheme with all its options: its defaults, overruled by these.
 
     Raises:
         OptionError: an option the scheme does not have, or a value that it may not have.
     """
     scheme = get(name)
     known = scheme.defaults
-    unknown = sorted(set(given) - {*known, *EVERY})
+    unknown = sorted(set(options) - {*known, *EVERY})
     if unknown:
         has = f"its options are {_listed(known)}" if known else "it takes no options"
         raise OptionError(f"scheme '{name}' has no option {_listed(unknown)}", has)
     for option in scheme.options:
-        if option.name in given:
-            option.check(given[option.name])
-    return {**known, **given}
+        if option.name in options:
+            option.check(options[option.name])
+    return Chosen(scheme, {**known, **options})
+
+
+def of(step: Step) -> Chosen:
+    """The scheme and the options that a step was planned with."""
+    return chosen(step.scheme, step.options)
+
+
+def resolve(name: str, options: Options) -> Options:
+    """All options of the scheme: its defaults, overruled by these.
+
+    Raises:
+        OptionError: as `chosen`.
+    """
+    return chosen(name, options).options
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:
@@ -204,14 +300,9 @@ def changed(scheme: str, options: Options) -> Options:
     return {name: value for name, value in options.items() if name not in known or known[name] != value}
 
 
-def own(options: Options) -> Options:
-    """The options without those that every scheme has."""
-    return {name: value for name, value in options.items() if name not in EVERY}
-
-
 def exact(step: Step) -> bool:
     """Whether the step keeps the function."""
-    return get(step.scheme).is_exact(resolve(step.scheme, step.options))
+    return of(step).exact
 
 
 def _listed(names: Iterable[str]) -> str:

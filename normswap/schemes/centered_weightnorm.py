@@ -8,17 +8,18 @@ keep`, exact).
 
 from __future__ import annotations
 
-from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Draft
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
-from normswap.schemes.parts.zero_sum_filters import kept as pattern
+from normswap.schemes.parts.zero_sum_filters import kept as fitting_target
 from normswap.schemes.parts.zero_sum_filters import standardize
 
 
-def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> Draft:
-    return standardize(undress(anatomy), mean=mean, stem=stem, depthwise=depthwise)
+def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Plan standardized filters for every convolution."""
+    return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 
 SCHEME = Scheme(
@@ -27,5 +28,5 @@ SCHEME = Scheme(
     exact=lambda options: bool(options["mean"] == "keep"),
     needs_data=lambda options: bool(options["mean"] != "keep"),
     fit=fit,
-    pattern=pattern,
+    fitting_target=fitting_target,
 )

@@ -1,6 +1,6 @@
-"""Dynamic Tanh in the seat of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no statistics.
+"""Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no statistics.
 
-The convolution before takes in mean and deviation of the BatchNorm, so that one alpha fits all channels; where there is
+The convolution before absorbs mean and deviation of the BatchNorm, so that one alpha fits all channels; where there is
 none, as in pre-activation networks, a scale and shift in front does. gamma' is gamma times a number that follows from
 alpha: the least-squares line through N(0, 1) bent by the tanh (`dynamic_tanh`). With `--calibrate` the convolutions,
 gamma and beta are then fitted, layer by layer. Approximate: the tanh bends what is large, which is what keeps training
@@ -10,44 +10,48 @@ stable without a norm; the smaller `--bend`, the less.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
-from normswap.calibration.sequential_fit import Progress, refit
-from normswap.folding.draft import Draft
+from normswap.calibration.sequential_fit import refit
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
+from normswap.models.modes import Progress
 from normswap.plan import Edit, Outcome, Step
 from normswap.schemes import Scheme
-from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
+from normswap.schemes.parts.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 
 
-def plan(anatomy: Anatomy, *, bend: float) -> Draft:
-    """Raises:
-    RefusedError: there is no BatchNorm.
+def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
+    """Plan a Dynamic Tanh in place of every BatchNorm.
+
+    Raises:
+        RefusedError: there is no BatchNorm.
     """
-    draft, seats = batchnorm_seats(anatomy, "Dynamic Tanh")
-    for path, module in seats:
-        conv = conv_before(draft, module)
+    builder, norms = replaceable_batchnorms(anatomy, "Dynamic Tanh")
+    for path, module in norms:
+        conv = conv_before(builder, module)
         if conv is not None:
-            draft.seats[conv] = Edit(conv, Whitened.__name__, {}, (path,))
-        draft.seat(path, DynamicTanh.__name__, alpha=float(bend), **({"lead": True} if conv is None else {}))
+            builder.replacements[conv] = Edit(conv, Whitened.__name__, {}, (path,))
+        builder.replace(path, DynamicTanh.__name__, alpha=float(bend), **({"lead": True} if conv is None else {}))
         sentence = "becomes a Dynamic Tanh" + ("" if conv else " behind a scale and shift")
-        draft.settle(path, Outcome("Dynamic Tanh", sentence))
-    return draft
+        builder.settle(path, Outcome("Dynamic Tanh", sentence))
+    return builder
 
 
 def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
 ) -> None:
-    """Args:
-    batches: read once.
+    """Fit convolutions, gamma and beta, layer by layer.
+
+    Args:
+        batches: read once.
     """
     refit(source, result, batches, seed=seed, progress=progress)
 
 
-def pattern(step: Step) -> Step:
+def fitting_target(step: Step) -> Step:
     """The same step without the tanh: what its result is fitted to."""
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)
 
@@ -57,6 +61,6 @@ SCHEME = Scheme(
     paper="Zhu et al. 2025, arXiv:2503.10622, section 4",
     exact=False,
     fit=fit,
-    pattern=pattern,
+    fitting_target=fitting_target,
     starts_from="batchnorm",
 )

@@ -8,13 +8,14 @@ other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the
 
 from __future__ import annotations
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.fixup_scalars import add_scalars
 
 
-def plan(anatomy: Anatomy, *, init: str) -> Draft:
+def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
+    """Plan Fixup's multipliers and biases."""
     return add_scalars(anatomy, fresh=init == "fixup")
 
 

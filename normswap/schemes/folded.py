@@ -10,17 +10,18 @@ LayerScale goes into the linear layer that it follows.
 from __future__ import annotations
 
 from normswap.folding import layer_scale, norm_affine
-from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Draft
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy) -> Draft:
-    draft = undress(anatomy)
-    norm_affine.move(draft)
-    layer_scale.move(draft)
-    return draft
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan the canonical form."""
+    builder = fold_norms(anatomy)
+    norm_affine.move(builder)
+    layer_scale.move(builder)
+    return builder
 
 
 SCHEME = Scheme(

@@ -2,33 +2,37 @@
 
 y = gamma (x - mean) / sqrt(var + eps) + beta in training mode too, with torchvision's `FrozenBatchNorm2d`
 (timm's `FrozenBatchNormAct2d` where the norm carries an activation). A network without BatchNorm, converted from one,
-gets frozen norms back from the statistics it carries. What is lost: the norms no longer learn.
+gets frozen norms back from the statistics it carries. The price: the norms no longer learn.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from normswap.folding.draft import Draft
+from normswap.errors import spelled
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Outcome
 from normswap.schemes import Scheme
-from normswap.schemes.parts.norm_sites import dress_in_norms
+from normswap.schemes.parts.norm_insertion import insert_norms
 
 
-def plan(anatomy: Anatomy) -> Draft:
-    return dress_in_norms(anatomy, "FrozenNorm", _freeze)
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a frozen norm wherever a norm stands or stood."""
+    return insert_norms(anatomy, "FrozenNorm", _freeze)
 
 
-def _freeze(draft: Draft, path: str, module: nn.Module) -> None:
+def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     if affine.is_frozen(module):
-        draft.settle(path, Outcome("frozen", "frozen already"))
+        builder.settle(path, Outcome("frozen", "frozen already"))
     elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
-        draft.refusals[path] = f"there is no frozen {type(module).__name__}; `--to tune` keeps its statistics"
+        builder.refusals[path] = (
+            f"there is no frozen {type(module).__name__}; `{spelled('to', 'tune')}` keeps its statistics"
+        )
     else:
-        draft.seat(path, "FrozenNorm")
-        draft.settle(path, Outcome("frozen", "frozen"))
+        builder.replace(path, "FrozenNorm")
+        builder.settle(path, Outcome("frozen", "frozen"))
 
 
 SCHEME = Scheme(

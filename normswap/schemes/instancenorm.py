@@ -8,15 +8,17 @@ element would be erased: refused.
 
 from __future__ import annotations
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
-from normswap.schemes.groupnorm import fit, pattern
-from normswap.schemes.parts.per_sample_norms import dress_per_sample
+from normswap.schemes.groupnorm import fit
+from normswap.schemes.parts.per_sample_norms import insert_per_sample_norms
+from normswap.schemes.parts.per_sample_norms import recentred as fitting_target
 
 
-def plan(anatomy: Anatomy) -> Draft:
-    return dress_per_sample(anatomy, lambda channels: channels, channelwise=True)
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a norm per channel and sample in place of every BatchNorm."""
+    return insert_per_sample_norms(anatomy, lambda channels: channels, channelwise=True)
 
 
 SCHEME = Scheme(
@@ -24,6 +26,6 @@ SCHEME = Scheme(
     paper="Ulyanov et al. 2016, arXiv:1607.08022, section 2",
     exact=False,
     fit=fit,
-    pattern=pattern,
+    fitting_target=fitting_target,
     starts_from="batchnorm",
 )

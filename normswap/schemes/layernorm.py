@@ -6,15 +6,17 @@ per sample the one that keeps most of the accuracy.
 
 from __future__ import annotations
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
-from normswap.schemes.groupnorm import fit, pattern
-from normswap.schemes.parts.per_sample_norms import dress_per_sample
+from normswap.schemes.groupnorm import fit
+from normswap.schemes.parts.per_sample_norms import insert_per_sample_norms
+from normswap.schemes.parts.per_sample_norms import recentred as fitting_target
 
 
-def plan(anatomy: Anatomy, *, steady: float) -> Draft:
-    return dress_per_sample(anatomy, lambda channels: 1, steady)
+def plan(anatomy: Anatomy, *, steady: float) -> PlanBuilder:
+    """Plan a norm over all channels in place of every BatchNorm."""
+    return insert_per_sample_norms(anatomy, lambda channels: 1, steady)
 
 
 SCHEME = Scheme(
@@ -22,6 +24,6 @@ SCHEME = Scheme(
     paper="Ba et al. 2016, arXiv:1607.06450, section 3",
     exact=False,
     fit=fit,
-    pattern=pattern,
+    fitting_target=fitting_target,
     starts_from="batchnorm",
 )

@@ -3,8 +3,8 @@
 Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly; beta is a scalar at
 the branch's end that makes f's output of unit variance, exactly. The constant alpha = 1 / sqrt(expected variance) in
 front of a branch is part of the first convolution's gain. A network without residual blocks gets the convolutions
-alone. What is lost is each filter's mean. `--mean fit` (needs `--calibrate`) scales channels so that little is lost
-(`zero_sum_gauge`; beta is then for the scaled branch), and finds, layer by layer, the zero-sum filters that come
+alone. The price is each filter's mean. `--mean fit` (needs `--calibrate`) scales channels so that little is lost
+(`zero_sum_rescaling`; beta is then for the scaled branch), and finds, layer by layer, the zero-sum filters that come
 nearest to the source on the converted network's own inputs (`sequential_fit`). `--mean keep` keeps the means as one
 more parameter per filter, and with it the function. Those of the convolution that reads the image, which tell its
 brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--depthwise fit`.
@@ -12,19 +12,20 @@ brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--de
 
 from __future__ import annotations
 
-from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Draft
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import scale_branches
 from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
-from normswap.schemes.parts.zero_sum_filters import kept as pattern
+from normswap.schemes.parts.zero_sum_filters import kept as fitting_target
 from normswap.schemes.parts.zero_sum_filters import standardize
 
 
-def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> Draft:
-    draft = scale_branches(anatomy, None) if anatomy.blocks else undress(anatomy)
-    return standardize(draft, mean=mean, stem=stem, depthwise=depthwise)
+def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Plan standardized filters, and a scalar on each residual branch."""
+    builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
+    return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 
 
 SCHEME = Scheme(
@@ -33,6 +34,6 @@ SCHEME = Scheme(
     exact=lambda options: bool(options["mean"] == "keep"),
     needs_data=lambda options: bool(options["mean"] != "keep"),
     fit=fit,
-    pattern=pattern,
+    fitting_target=fitting_target,
     on_branches=True,
 )

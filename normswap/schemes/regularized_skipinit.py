@@ -6,16 +6,17 @@ on ImageNet and 0.6 on CIFAR. In eval mode nothing changes, so the conversion is
 
 from __future__ import annotations
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import drop_before_classifier, scale_branches
 from normswap.schemes.skipinit import initial
 
 
-def plan(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> Draft:
-    draft = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
-    return drop_before_classifier(draft, dropout)
+def plan(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
+    """Plan a scalar on each residual branch, scalar biases and dropout."""
+    builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
+    return drop_before_classifier(builder, dropout)
 
 
 SCHEME = Scheme(

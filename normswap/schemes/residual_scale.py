@@ -1,9 +1,9 @@
 """Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no normalization.
 
 Rules, for block l of L: `balduzzi` a = b = 1/sqrt(2); `szegedy` a = 1, b = 0.2; `hanin` a = 1, b = 0.9^l; `arpit`
-a = 1, b = 1/L; `rescale` b^2 = 1/(l + L), a^2 = 1 - b^2. Any such sequence is a gauge: with x~ = g x, the first
+a = 1, b = 1/L; `rescale` b^2 = 1/(l + L), a^2 = 1 - b^2. Any such sequence is a rescaling: with x~ = g x, the first
 convolutions of f are divided by g and the last is multiplied by a g / b, so the function is kept. g is chosen so that
-it is 1 at the end of every stage. b sits at the end of the branch. a needs a seat on the sum: a ReLU module after it,
+it is 1 at the end of every stage. b sits at the end of the branch. a needs a module on the sum: a ReLU module after it,
 where relu(a z) = a relu(z), and b / a stays on the branch. Without one (pre-activation networks) the branches, which
 write to the stream, hold it instead: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x), where
 the product starts anew with every projection.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.fixed_factors import scale_sums
@@ -28,7 +28,8 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
 }
 
 
-def plan(anatomy: Anatomy, *, rule: str) -> Draft:
+def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
+    """Plan the two factors of each residual sum."""
     depth = len(anatomy.blocks)
     return scale_sums(anatomy, [RULES[rule](block, depth) for block in range(1, depth + 1)])
 

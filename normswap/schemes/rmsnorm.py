@@ -1,8 +1,8 @@
-"""RMSNorm in the seat of every LayerNorm: exact, by centring whatever writes to the residual stream.
+"""RMSNorm in place of every LayerNorm: exact, by centring whatever writes to the residual stream.
 
 LN(x) = RMSNorm(x - mean(x)), with the same eps. W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
 embedding that writes to the stream leave nothing to subtract. gamma stays with the norm; beta goes into the linear
-layers after it, and stays with the last norm, whose output is the network's features. What is lost: the mean of the
+layers after it, and stays with the last norm, whose output is the network's features. The price: the mean of the
 features between the blocks; and dropout of single elements of the stream in training lets a mean back in. Refused
 where something else reads the mean: a convolution or a pooling on the stream, Swin's patch merging (one norm over four
 tokens, whose means differ), a branch that ends in its norm.
@@ -12,69 +12,73 @@ from __future__ import annotations
 
 from torch import nn
 
-from normswap.errors import RefusedError
+from normswap.errors import RefusedError, spelled
 from normswap.folding import norm_affine, residual_stream
-from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm
-from normswap.plan import Outcome, Way
+from normswap.plan import AbsorbMode, Outcome
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy) -> Draft:
-    """Raises:
-    RefusedError: the network has no LayerNorm.
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan an RMSNorm in place of every LayerNorm.
+
+    Raises:
+        RefusedError: the network has no LayerNorm.
     """
     norms = {path: m for path, m in norm_affine.found(anatomy).items() if isinstance(m, nn.LayerNorm)}
     if not norms:
-        raise RefusedError("the network has no LayerNorm", remedy="`--to layernorm` turns BatchNorm into one")
-    draft = undress(anatomy, leave=[norm.path for norm in anatomy.norms])
-    seen = channel_axes.read(anatomy.traced, draft.silent)
+        raise RefusedError(
+            "the network has no LayerNorm", remedy=f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
+        )
+    builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
+    seen = channel_axes.read(anatomy.traced, builder.is_identity)
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
         try:
-            _replace(draft, seen, path, norm, streams)
-        except Blocked as why:
-            draft.refusals[path] = str(why)
+            _replace(builder, seen, path, norm, streams)
+        except NotFoldable as why:
+            builder.refusals[path] = str(why)
     for one in streams:
-        residual_stream.centre(draft, one)
-    return draft
+        residual_stream.centre(builder, one)
+    return builder
 
 
 def _replace(
-    draft: Draft, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
+    builder: PlanBuilder, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
 ) -> None:
     why = channel_norm.refusal(norm)
     if why:
-        raise Blocked(why)
-    values = [value for call in draft.anatomy.traced.calls[id(norm)] for value in inputs(call)]
+        raise NotFoldable(why)
+    values = [value for call in builder.anatomy.traced.calls[id(norm)] for value in inputs(call)]
     if new := [value for value in values if not any(value in one.values for one in streams)]:
         try:
-            streams.append(residual_stream.around(draft, seen, new))
-        except Blocked as why:
-            raise Blocked(f"the mean of what it reads has to stay: {why}") from None
-    role = next(n.role for n in draft.anatomy.norms if n.path == path)
-    if role == "head" and channel_axes.is_step(draft.anatomy.traced, values[0]):
-        draft.notes.append(
+            streams.append(residual_stream.around(builder, seen, new))
+        except NotFoldable as why:
+            raise NotFoldable(f"the mean of what it reads has to stay: {why}") from None
+    role = next(n.role for n in builder.anatomy.norms if n.path == path)
+    if role == "head" and channel_axes.is_step(builder.anatomy.traced, values[0]):
+        builder.notes.append(
             f"{path} reads the features after {residual_stream.called(values[0])}: these lose their mean, too"
         )
-    draft.seat(path, "RMSNorm")
-    draft.settle(path, _becomes_one())
+    builder.replace(path, "RMSNorm")
+    builder.settle(path, _becomes_one())
     if getattr(norm, "bias", None) is None:
         return
     try:
-        readers = norm_affine.linear_readers(draft, seen, path, norm)
-    except Blocked as why:
-        draft.seat(path, "RMSNorm", shift=True)
-        draft.settle(path, _becomes_one(f"its shift stays: {why}"))
+        readers = norm_affine.linear_readers(builder, seen, path, norm)
+    except NotFoldable as why:
+        builder.replace(path, "RMSNorm", shift=True)
+        builder.settle(path, _becomes_one(f"its shift stays: {why}"))
     else:
         for reader in readers:
-            draft.take(reader).add(path, Way.BEFORE_SHIFT)
-        draft.settle(path, _becomes_one(f"its shift moves to {', '.join(readers)}"))
+            builder.linear(reader).add(path, AbsorbMode.BEFORE_SHIFT)
+        builder.settle(path, _becomes_one(f"its shift moves to {', '.join(readers)}"))
 
 
 def _becomes_one(reason: str = "") -> Outcome:

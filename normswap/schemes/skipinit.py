@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import drop_no_more, scale_branches
 
 
-def plan(anatomy: Anatomy, *, alpha: str | float) -> Draft:
+def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
+    """Plan a scalar at the end of each residual branch."""
     return drop_no_more(scale_branches(anatomy, initial(alpha, len(anatomy.blocks))))
 
 

@@ -6,13 +6,14 @@ which would change the function. torch's `parametrizations.spectral_norm`; every
 
 from __future__ import annotations
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.weight_parametrization import reparametrize
 
 
-def plan(anatomy: Anatomy) -> Draft:
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a spectral norm for every linear layer."""
     return reparametrize(anatomy, "SpectralNorm")
 
 

@@ -6,13 +6,14 @@ The network is folded first; g and v then describe the same filters, so nothing 
 
 from __future__ import annotations
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.weight_parametrization import reparametrize
 
 
-def plan(anatomy: Anatomy) -> Draft:
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a weight norm for every linear layer."""
     return reparametrize(anatomy, "WeightNorm")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import os
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from normswap.errors import OutputError
+from normswap.errors import OutputError, spelled
 
 
 @contextmanager
@@ -22,10 +23,13 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
         beside: names of further files that are written there, and that belong to it. A process that is killed leaves
             all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
+            What is then left in the temporary directory, `finish` puts in its place.
+
     Raises:
         OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
     """
     try:
+        finish(file)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
             aside = Path(folder) / file.name
             yield aside
@@ -33,7 +37,8 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
             for one in made:
                 one.chmod(0o666 & ~umask())  # some writers make it private
             if beside:
-                _exchange(made, file.parent, Path(folder) / "old")
+                with _holding(Path(folder)):
+                    _exchange(made, file.parent, Path(folder) / "old")
             else:
                 os.replace(aside, file)
     except OSError as error:
@@ -41,7 +46,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def whole(file: Path, write: Callable[[Path], object]) -> Path:
-    """The same, filled by `write`.
+    """Let `write` fill a place beside `file`, then put it in place.
 
     Raises:
         OutputError: it cannot be written.
@@ -76,8 +81,39 @@ def _exchange(made: Sequence[Path], folder: Path, old: Path) -> None:
         raise
 
 
+def finish(file: Path) -> None:
+    """Carry on what a process began that was killed while it replaced this file and those beside it.
+
+    All new files were whole before the first old one was moved away.
+    """
+    for old in file.parent.glob(f".{glob.escape(file.stem)}.*/old"):
+        aside = old.parent
+        with _holding(aside) as ours:
+            if ours and (aside / file.name).is_file():
+                for one in sorted(aside.iterdir(), key=lambda each: each.name == file.name):
+                    if one.is_file():
+                        os.replace(one, file.with_name(one.name))
+            if ours and not any(one.is_file() for one in aside.iterdir()):
+                shutil.rmtree(aside)
+
+
+@contextmanager
+def _holding(folder: Path) -> Iterator[bool]:
+    """Hold a directory, which the system lets go when the process ends, and tell whether no other process does."""
+    from filelock import FileLock, Timeout  # a requirement of torch's; for every system
+
+    (folder / "held").mkdir(exist_ok=True)
+    try:
+        held = FileLock(folder / "held" / "lock").acquire(timeout=0)
+    except Timeout:
+        yield False
+    else:
+        with held:
+            yield True
+
+
 def text(file: Path, content: str) -> Path:
-    """The same for text, in UTF-8.
+    """Write text in UTF-8, whole or not at all.
 
     Raises:
         OutputError: it cannot be written.
@@ -86,7 +122,7 @@ def text(file: Path, content: str) -> Path:
 
 
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
-    """The same for a table (CSV): of each row these columns, what is missing or None as nothing.
+    """Write a table (CSV), whole or not at all: of each row these columns, what is missing or None as nothing.
 
     Raises:
         OutputError: it cannot be written.
@@ -102,16 +138,17 @@ def _cell(value: object) -> str:
     return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
-def claim(file: Path, *, force: bool = False) -> None:
-    """See that `file` may be written, before any work is done for it.
+def check_writable(file: Path, *, force: bool = False) -> None:
+    """Check that `file` may be written, before any work is done for it.
 
     Raises:
         OutputError: it exists (and `force` is not given), its folder does not, or it is a folder.
     """
     if file.is_dir():
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
+    finish(file)
     if file.exists() and not force:
-        raise OutputError(f"{file} exists", remedy="Give another name, or --force to replace it")
+        raise OutputError(f"{file} exists", remedy=f"Give another name, or {spelled('force', True)} to replace it")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
 
@@ -132,7 +169,7 @@ def swap(aside: Path, place: Path) -> None:
 
 
 def umask() -> int:
-    """The permissions that new files do without."""
+    """Return the permissions that new files do without."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

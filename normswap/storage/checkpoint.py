@@ -13,6 +13,7 @@ import json
 import platform
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OutputError, PlanError, SourceError
-from normswap.models import kinds, weight_files, zoo
+from normswap.errors import OutputError, PlanError, SourceError, spelled
+from normswap.models import kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, hub_folder, model_card
@@ -50,7 +51,7 @@ def open_model(
     mapped: bool = False,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Any MODEL: what `zoo.open_source` opens, a directory that `save` wrote, or a file that `write_file` wrote.
+    """Open any MODEL: a source of `zoo.open_source`, a directory that `save` wrote, or a file that `write_file` wrote.
 
     Args:
         input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`).
@@ -62,15 +63,12 @@ def open_model(
         SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
+    atomic_write.finish(folder)
     if folder.exists() and is_checkpoint(folder):
-        useless = [zoo.OPTIONS[name] for name in zoo.OPTIONS if asked.get(name) not in (None, {}, 0, "pretrained")]
-        if useless:
-            raise SourceError(
-                f"{folder} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}"
-            )
+        zoo.check_unasked(str(folder), asked)
         model = load(folder, trust_factory=trust_factory)
-    elif (ours := hub_folder.fetch(source)) is not None:
-        model = load(ours, trust_factory=trust_factory)
+    elif (hub_copy := hub_folder.fetch(source)) is not None:
+        model = load(hub_copy, trust_factory=trust_factory)
     else:
         model = zoo.open_source(source, trust_factory=named or trust_factory, mapped=mapped, **asked)
     return model if input_size is None else zoo.for_size(model, input_size)
@@ -93,7 +91,8 @@ def save(
     """
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
-    claim(place, force=force)
+    model = network_input.require_module(model)
+    check_writable(place, force=force)
     record = provenance.of(model) or Provenance(source=type(model).__name__)
     record = replace(record, arch=arch or unfolding.architecture(model))
     try:
@@ -115,7 +114,7 @@ def save(
 def load(
     directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False, changed: bool = False
 ) -> nn.Module:
-    """The network that `save` or `write_file` wrote: in eval mode, on the CPU, carrying its provenance.
+    """Return the network that `save` or `write_file` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
@@ -142,7 +141,7 @@ def load(
     model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
     if not changed:
-        _demand_the_same(header.get("hashes") or {}, {WEIGHTS: state, NORMS: norms}, file.parent)
+        _check_the_same(header.get("hashes") or {}, {WEIGHTS: state, NORMS: norms}, file.parent)
     model.eval()
     cfg = header["pretrained_cfg"]
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
@@ -151,12 +150,16 @@ def load(
     return provenance.attach(model, record)
 
 
-def _demand_the_same(hashes: Mapping[str, str], found: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Raises:
-    SourceError: a file does not hold the tensors that plan and proof were written beside (older files do not say).
+def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    """Check that the files hold the tensors that plan and proof were written beside (older files do not say).
+
+    Raises:
+        SourceError: one does not.
     """
     for name, known in hashes.items():
-        if not weight_files.has_hash(found.get(name, {}), known):
+        if name not in (WEIGHTS, *(path.name for path in folder.iterdir())):
+            raise SourceError(f"{folder / name} is missing", "it was written with the rest", "Get the directory again")
+        if not weight_files.has_hash(states.get(name, {}), known):
             raise SourceError(
                 f"the tensors of {folder / name} are not those that were saved",
                 "the file is damaged, or was changed by another program, and its proof is about others",
@@ -165,7 +168,7 @@ def _demand_the_same(hashes: Mapping[str, str], found: Mapping[str, Mapping[str,
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether normswap wrote this directory."""
+    """Tell whether normswap wrote this directory."""
     try:
         with safe_open(weights_of(folder), "pt") as opened:
             return "normswap" in (opened.metadata() or {})
@@ -173,12 +176,16 @@ def is_checkpoint(folder: Path) -> bool:
         return (folder / CARD).is_file() and model_card.is_card((folder / CARD).read_text(errors="replace"))
 
 
-def claim(place: Path, *, force: bool) -> None:
+def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
     Raises:
-        OutputError: it exists (without `force`), or holds something that normswap did not write.
+        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
+    for parent in place.absolute().parents:
+        if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
+            remedy = "Name a directory beside it"
+            raise OutputError(f"{place} lies in {parent}", "that is the directory of another network", remedy)
     if not place.exists():
         return
     if not place.is_dir():
@@ -186,9 +193,11 @@ def claim(place: Path, *, force: bool) -> None:
     if not any(place.iterdir()):
         return
     if not force:
-        raise OutputError(f"{place} exists", remedy="Give another -o, or --force to replace it")
+        raise OutputError(
+            f"{place} exists", remedy=f"Give another directory, or {spelled('force', True)} to replace it"
+        )
     if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
-        raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another -o")
+        raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
 
 
 def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> None:
@@ -209,7 +218,7 @@ def _write_tensors(
     metadata: Mapping[str, str] = {},
     norms: Mapping[str, Tensor] = {},
 ) -> None:
-    """`norms`: the tensors that stand in a file of their own beside this one."""
+    """Write the tensors with the record in the header; `norms` stand in a file of their own beside it."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     hashes = {WEIGHTS: weight_files.hash_tensors(state)}
     if norms:
@@ -242,11 +251,18 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
+    (folder / CARD).write_text(model_card.render(record, report, _own_layers(model)), encoding="utf-8")
+
+
+def _own_layers(model: nn.Module) -> Counter[str]:
+    """Count the layers with tensors whose classes are normswap's."""
+    tensors = {path.rpartition(".")[0] for path in model.state_dict()}
+    classes = (type(module) for path, module in model.named_modules() if path in tensors)
+    return Counter(kind.__name__ for kind in classes if kind.__module__.startswith("normswap.layers."))
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """safetensors refuses tensors that share memory: those are copied."""
+    """Write tensors; those that share memory are copied, as safetensors refuses them."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in seen and tensor.numel():
@@ -261,11 +277,11 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
     kind = kinds.by_builder(arch.builder)
-    zoo.demand_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
+    zoo.check_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
     return zoo.skeleton(arch)
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    """The widest there is: what an export with bfloat16 weights computes in is float32."""
+    """Return the widest dtype: an export with bfloat16 weights computes in float32."""
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32

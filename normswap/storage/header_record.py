@@ -27,12 +27,12 @@ _ARCH: dict[str, type | tuple[type, ...]] = {"name": str, "kwargs": dict, "build
 
 
 def weights_of(place: Path) -> Path:
-    """The weights of a directory; a file is its own."""
+    """Return the weights of a directory; a file is its own."""
     return place if place.is_file() else place / WEIGHTS
 
 
 def read_header(folder: Path) -> Body:
-    """The record, whose fields are there and of their types.
+    """Read the record; its fields are there and of their types.
 
     Raises:
         SourceError: missing, truncated, not ours, damaged, or from a later normswap.
@@ -57,15 +57,15 @@ def read_header(folder: Path) -> Body:
         raise SourceError(f"{file}: the header cannot be read", repr(error)) from None
     if version != VERSION:
         raise SourceError(f"{file} has schema version {version}, this normswap reads {VERSION}", remedy="Upgrade it")
-    _demand_fields(header, _TYPES, _MAY_BE_MISSING, file)
+    _check_fields(header, _TYPES, _MAY_BE_MISSING, file)
     if header["arch"]:  # those of before there were other builders than timm have none
-        _demand_fields(header["arch"], {"name": str}, _ARCH, file, "arch.")
-        _demand_known(header["arch"], _ARCH, file)
+        _check_fields(header["arch"], {"name": str}, _ARCH, file, "arch.")
+        _check_known(header["arch"], _ARCH, file)
     return header
 
 
 def read_report(folder: Path) -> Report | None:
-    """What was measured when the directory was written.
+    """Read the report of what was measured when the directory was written.
 
     Raises:
         SourceError: as `read_header`; or the report is damaged.
@@ -77,28 +77,30 @@ def read_report(folder: Path) -> Report | None:
         raise SourceError(f"{weights_of(Path(folder))}: the report cannot be read", repr(error)) from None
 
 
-def _demand_fields(
+def _check_fields(
     record: Mapping[str, object],
     types: Mapping[str, type | tuple[type, ...]],
     maybe: Mapping[str, type | tuple[type, ...]],
     file: Path,
     above: str = "",
 ) -> None:
-    """Raises:
-    SourceError: a field is missing, or of another type than it has to be; says which.
+    """Check that the fields are there and of their types.
+
+    Raises:
+        SourceError: one is not; says which.
     """
     missing = [name for name in types if name not in record]
     wrong = [name for name, kind in {**maybe, **types}.items() if name in record and not isinstance(record[name], kind)]
     if missing or wrong:
-        what = f"{above}{missing[0]} is missing" if missing else f"{above}{wrong[0]} is a {_kind(record[wrong[0]])}"
+        what = (
+            f"{above}{missing[0]} is missing"
+            if missing
+            else f"{above}{wrong[0]} is a {type(record[wrong[0]]).__name__}"
+        )
         raise SourceError(f"{file}: the header cannot be read", what, "The file is damaged: get it again")
 
 
-def _demand_known(record: Mapping[str, object], known: Mapping[str, object], file: Path) -> None:
+def _check_known(record: Mapping[str, object], known: Mapping[str, object], file: Path) -> None:
     unknown = sorted(set(record) - set(known))
     if unknown:
         raise SourceError(f"{file}: the header cannot be read", f"arch has an unknown field {unknown[0]!r}")
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

@@ -1,4 +1,4 @@
-"""What a directory of ours consists of, and where it lies when it comes from the Hugging Face hub."""
+"""The files of a directory of ours, and where it lies when it comes from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIXES = ("hf-hub:", "hf_hub:")
 
 
 def fetch(source: str) -> Path | None:
-    """The folder, in the hub's cache, of a `hf-hub:owner/name` that `push` wrote; None for a source of another kind.
+    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind.
 
     Raises:
         SourceError: the repository cannot be read.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from normswap import schemes
 from normswap.models import kinds
 from normswap.plan import Body
@@ -14,8 +16,12 @@ _LOAD = f"model = normswap.load({_PLACE}"
 _LIBRARY = "library_name: "
 
 
-def render(record: Provenance, report: Report | None) -> str:
-    """Markdown: what this is, what was done, what was measured, how to use it."""
+def render(record: Provenance, report: Report | None, own_layers: Mapping[str, int] | None = None) -> str:
+    """Write in Markdown what this is, what was done, what was measured, and how to use it.
+
+    Args:
+        own_layers: how many layers of the network are classes of normswap, by their names; None: not looked at.
+    """
     steps = [f"{step.scheme}{_options(schemes.changed(step.scheme, step.options))}" for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
@@ -47,12 +53,24 @@ def render(record: Provenance, report: Report | None) -> str:
             if record.norms and (not report or report.exact)
             else "."
         ),
+        *([] if own_layers is None else ["", _elsewhere(own_layers)]),
     ]
     return "\n".join(lines) + "\n"
 
 
+def _elsewhere(own_layers: Mapping[str, int]) -> str:
+    """Say whether the tensors are of use without normswap."""
+    if own_layers:
+        layers = ", ".join(f"{count} {name}" for name, count in own_layers.items())
+        return f"It loads with normswap only: some of its layers are normswap's ({layers})."
+    return (
+        "It loads without normswap, too: no layer is normswap's own. `model.safetensors` fits, strictly, the library's "
+        "network that is built with these layers (of timm and torchvision by `norm_layer=`)."
+    )
+
+
 def published(card: str, repo: str, *, alone: bool) -> str:
-    """The card as it stands on the hub: how to get the network from there, and by which library.
+    """Return the card as it stands on the hub: how to get the network from there, and by which library.
 
     Args:
         alone: timm builds and loads it without normswap.
@@ -60,8 +78,8 @@ def published(card: str, repo: str, *, alone: bool) -> str:
     lines = []
     for line in card.splitlines():
         if line.startswith(_LOAD):
-            found = line.replace(_PLACE, f'snapshot_download("{repo}")')
-            lines.append(f'model = timm.create_model("hf-hub:{repo}", pretrained=True).eval()' if alone else found)
+            fetched = line.replace(_PLACE, f'snapshot_download("{repo}")')
+            lines.append(f'model = timm.create_model("hf-hub:{repo}", pretrained=True).eval()' if alone else fetched)
         elif line == "import normswap":
             lines += ["import timm"] if alone else ["import normswap", "from huggingface_hub import snapshot_download"]
         elif line.startswith(_LIBRARY) and not alone:
@@ -72,12 +90,12 @@ def published(card: str, repo: str, *, alone: bool) -> str:
 
 
 def title(card: str) -> str:
-    """The card's first heading."""
+    """Return the card's first heading."""
     return next((line.removeprefix("# ") for line in card.splitlines() if line.startswith("# ")), "a converted network")
 
 
 def is_card(text: str) -> bool:
-    """Whether `render` wrote this."""
+    """Tell whether `render` wrote this."""
     return _MARK in text
 
 

@@ -27,7 +27,7 @@ _NORM_LAYERS = ("groupnorm", "groupnorm1")  # what timm's `norm_layer` calls tho
 
 @dataclass(frozen=True)
 class Published:
-    """What was pushed.
+    """The result of a push.
 
     Args:
         url: of the commit.
@@ -86,7 +86,7 @@ def push(
 
 
 def _config(folder: Path, arguments: Mapping[str, object] | None) -> bytes:
-    """config.json, with the arguments that make timm build the result itself."""
+    """Return config.json with the arguments that make timm build the result itself."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if arguments is not None:
         config["model_args"] = dict(arguments)

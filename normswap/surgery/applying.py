@@ -1,6 +1,6 @@
 """DO: carry out a plan. No decisions are made here.
 
-All newcomers are built from the untouched model; only then a copy is made in which they sit. So edits have no order,
+All replacements are built from the untouched model; only then a copy is made in which they sit. So edits have no order,
 the source is never written to, and no tensor that is replaced is ever copied.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,17 +16,17 @@ from torch import nn
 from normswap import copying
 from normswap.errors import PlanError, first_line
 from normswap.layers import affine, placeholders
-from normswap.layers.seat import Seat, seated
+from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
 from normswap.plan import Edit, Plan, Step
 
-Newcomers: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
+Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
     """A new model: `model` after all steps of `plan`. It keeps its class; `model` is not changed.
 
     Raises:
-        PlanError: an edit names a seat, a layer or an argument that does not exist.
+        PlanError: an edit names a path, a layer or an argument that does not exist.
     """
     for step in plan.steps:
         model = apply_step(model, step)
@@ -36,22 +36,23 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
     """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
     like = _like(model).double() if double else _like(model)
-    duplicate = to_double if double else copying.duplicate
+    duplicate = copying.to_double if double else copying.duplicate
     memo: copying.Memo = {}
     attributes: list[tuple[str, object]] = []
-    # innermost seats first, so that a kept module is copied with its own newcomers inside
+    # innermost paths first, so that a kept module is copied with its own replacements inside
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
-        reads = [find(model, path, f"edit of {edit.path}") for path in edit.reads]
+        reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         if not isinstance(old, nn.Module):
-            attributes.append((edit.path, _newcomer(edit, old, reads, like)))
+            attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
-        seat = id(old)
+        key = id(old)
         if edit.keep or (double and not layer_of(edit).CASTS):
             old = duplicate(old, memo if edit.keep else {})
-        new = _newcomer(edit, old, reads, like)
-        new.train(old.training)
-        memo[seat] = new
+        new = _replacement(edit, old, reads, like)
+        if isinstance(new, nn.Module):
+            new.train(old.training)
+        memo[key] = new
     result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
@@ -63,31 +64,33 @@ def _like(model: nn.Module) -> torch.Tensor:
     return next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
 
 
-def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Newcomers, dict[int, torch.Tensor]]:
-    """What one step put into `result`, in float64 and never rounded to less, to run it without a copy
-    (`running.by_parts`): what makes each of its newcomers anew, and its new parameters by the identity of the old.
+def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacements, dict[int, torch.Tensor]]:
+    """The layers that a step put into `result`, in float64, to run it without a copy (`running.by_parts`).
+
+    What makes each of its replacements anew, and its new parameters by the identity of the old.
     """
     like = _like(model).double()
     kept = {edit.path: edit.depth for edit in step.edits}
-    newcomers: Newcomers = {}
+    replacements: Replacements = {}
     tensors: dict[int, torch.Tensor] = {}
     for edit in step.edits:
         old = find(model, edit.path, f"step '{step.scheme}'")
-        reads = [find(model, path, f"edit of {edit.path}") for path in edit.reads]
+        reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         if isinstance(old, nn.Module):
-            newcomers[result.get_submodule(_now(edit.path, kept))] = partial(_double, edit, old, reads, like)
-        elif isinstance(value := _newcomer(edit, old, reads, like), torch.Tensor):
+            replacements[result.get_submodule(_now(edit.path, kept))] = partial(_double, edit, old, reads, like)
+        elif isinstance(value := _replacement(edit, old, reads, like), torch.Tensor):
             tensors[id(find(result, _now(edit.path, kept), "the result"))] = value.detach()
-    return newcomers, tensors
+    return replacements, tensors
 
 
 def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor) -> nn.Module:
-    """The newcomer in float64; what it keeps is not in it."""
+    """The replacement in float64; what it keeps is not in it."""
     if edit.keep:
         old = nn.Identity()
     elif not layer_of(edit).CASTS:
-        old = to_double(old)
-    new: nn.Module = _newcomer(edit, old, reads, like)
+        old = copying.to_double(old)
+    new = _replacement(edit, old, reads, like)
+    assert isinstance(new, nn.Module)
     return new
 
 
@@ -98,35 +101,27 @@ def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:
     return model
 
 
-def to_double(model: nn.Module, memo: copying.Memo | None = None) -> nn.Module:
-    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
-    memo = {} if memo is None else memo
-    for module in copying.tree(model).values():
-        if id(module) in memo:
-            continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point() and id(tensor) not in memo:
-                double = tensor.detach().double()
-                if isinstance(tensor, nn.Parameter):
-                    double = nn.Parameter(double, tensor.requires_grad)
-                memo[id(tensor)] = double
-    return copying.duplicate(model, memo)
-
-
-def find(model: nn.Module, path: str, who: str) -> Any:
-    """What sits at a dotted path: a module, a parameter, or (dropout rates) a plain number.
+def find(model: nn.Module, path: str, who: str) -> Held:
+    """The object at a dotted path: a module, a parameter, or (dropout rates) a plain number.
 
     Raises:
         PlanError: nothing does.
     """
-    seat: Any = model
+    value: object = model
     for name in path.split("."):
-        if not hasattr(seat, name):
+        if not hasattr(value, name):
             raise PlanError(f"{who} names {path!r}, which is not in {type(model).__name__}")
-        seat = getattr(seat, name)
-    if not isinstance(seat, nn.Module | float | int | nn.Parameter):
-        raise PlanError(f"{who} names {path!r}, which is no module but a {type(seat).__name__}")
-    return seat
+        value = getattr(value, name)
+    if not isinstance(value, nn.Module | float | int | nn.Parameter):
+        raise PlanError(f"{who} names {path!r}, which is no module but a {type(value).__name__}")
+    return value
+
+
+def _module(model: nn.Module, path: str, who: str) -> nn.Module:
+    module = find(model, path, who)
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"{who} names {path!r}, which is no module but a {type(module).__name__}")
+    return module
 
 
 def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
@@ -135,14 +130,14 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
         names = layer_of(edit).NAMES
         if not edit.depth and not names:
             continue
-        for name in find(model, edit.path, "plan").state_dict():
+        for name in _module(model, edit.path, "plan").state_dict():
             new = "inner." * edit.depth + names.get(name, name)
             if new != name:
                 yield f"{edit.path}.{name}", f"{edit.path}.{new}"
 
 
-def layer_of(edit: Edit) -> type[Seat]:
-    """What the edit seats.
+def layer_of(edit: Edit) -> type[PlannedLayer]:
+    """The class of the layer that the edit names.
 
     Raises:
         PlanError: nobody knows it.
@@ -150,8 +145,8 @@ def layer_of(edit: Edit) -> type[Seat]:
     return _layer(edit.layer, edit.path)
 
 
-def demand_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Planned = seated = gone.
+def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
+    """Planned = replaced = gone.
 
     Raises:
         PlanError: a BatchNorm that the plan replaces lives on.
@@ -173,14 +168,20 @@ def _now(path: str, kept: Mapping[str, int]) -> str:
     return ".".join([*inside, parts[-1]])
 
 
-def _layer(name: str, path: str) -> type[Seat]:
-    known = seated()
+def _layer(name: str, path: str) -> type[PlannedLayer]:
+    known = planned_layers()
     if name not in known:
-        raise PlanError(f"edit of {path} seats an unknown layer {name!r}", f"known: {', '.join(known)}")
+        raise PlanError(f"edit of {path} names an unknown layer {name!r}", f"known: {', '.join(known)}")
     return known[name]
 
 
-def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) -> Any:
+def _chain(first: Held, then: Held) -> nn.Module:
+    if not isinstance(first, nn.Module) or not isinstance(then, nn.Module):
+        raise TypeError("only layers follow one another")
+    return placeholders.Chain(first, then)
+
+
+def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
@@ -189,11 +190,10 @@ def _newcomer(edit: Edit, old: Any, reads: list[nn.Module], like: torch.Tensor) 
         with torch.no_grad():
             new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
             if edit.keep:
-                new = placeholders.Chain(old, new)
+                new = _chain(old, new)
             for then in edit.then:
-                last = _layer(then.layer, edit.path).replacing(nn.Identity(), like=like, **then.args)
-                new = placeholders.Chain(new, last)
-            return placeholders.out_of_place(new) if edit.out_of_place else new
+                new = _chain(new, _layer(then.layer, edit.path).replacing(nn.Identity(), like=like, **then.args))
+            return placeholders.out_of_place(new) if edit.out_of_place and isinstance(new, nn.Module) else new
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         why = f"{edit.layer}.replacing: {first_line(error)}"
         raise PlanError(f"edit of {edit.path} does not fit", why) from error

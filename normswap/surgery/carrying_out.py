@@ -9,19 +9,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from normswap import provenance, schemes
-from normswap.errors import RefusedError, first_line
+from normswap.errors import RefusedError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
-from normswap.models.modes import evaluating
+from normswap.models.modes import evaluating, full_precision, hooked
 from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, keeping, running
+from normswap.surgery import applying, comparison, fitting, kept_accuracy, running
 from normswap.surgery.made_images import MadeImages
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report, require_passed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conversion:
     """A converted network.
 
@@ -41,6 +41,14 @@ class Conversion:
     renames: tuple[tuple[str, str], ...] = ()
     steps: int = 1
 
+    def __repr__(self) -> str:
+        """The report first, in a line; `report` and `outcomes` have all of it."""
+        kept = "exact" if self.report.exact else "approximate"
+        worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
+        steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
+        passed = "passed" if self.report.passed else "FAILED"
+        return f"Conversion({passed}, {kept}, {worst}: {type(self.model).__name__} -> {steps or 'unfold'})"
+
     @property
     def model(self) -> nn.Module:
         """The converted module."""
@@ -52,6 +60,7 @@ class Conversion:
         return self.network.provenance.plan
 
 
+@full_precision()
 def carry_out(network: Network, step: Step) -> Conversion:
     """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.
 
@@ -61,19 +70,19 @@ def carry_out(network: Network, step: Step) -> Conversion:
         PlanError: the step does not fit the model.
         VerificationError: the result is wrong.
     """
-    exact = schemes.exact(step)
-    images = fitting.images_for(step, network)
+    chosen = schemes.of(step)
+    images = fitting.images_for(chosen, network)
     result = applied(network, step)
-    precise = _precise(network, result, step) if exact else None  # others differ by far more than float32 does
-    if not exact:
-        _demand_runs(result, network.examples[0].first(1), step.scheme)
-    notes, dealt = ((), None) if images is None else fitting.fit(network, result, step, images)
-    report = comparison.compare(network, result, exact=exact, precise=precise)
+    precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
+    if not chosen.exact:
+        _check_runs(result, network.examples[0].first(1), step.scheme)
+    notes, dealt = ((), None) if images is None else fitting.fit(chosen.scheme, network, result, step, images)
+    report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
     if dealt and dealt.held:
-        kept = keeping.measured(network.module, result, dealt.held, dealt.others)
+        kept = kept_accuracy.measured(network.module, result, dealt.held, dealt.others)
         report = replace(report, kept=kept and kept.of_made() if isinstance(images, MadeImages) else kept)
     require_passed(report, step.scheme)
-    applying.demand_gone(network.module, result, step)
+    applying.check_gone(network.module, result, step)
     renames = tuple(applying.renames(network.module, step))
     return Conversion(network.after(result), report, {}, notes, renames)
 
@@ -87,38 +96,36 @@ def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Prec
 
 def applied(network: Network, step: Step) -> nn.Module:
     """The network after a step, which says so itself; no values are fitted yet."""
-    return provenance.attach(applying.apply_step(network.module, step), _record(network, step))
+    result = applying.apply_step(network.module, step)
+    edited, norms = {edit.path for edit in step.edits}, {}
+    for path, module in network.module.named_modules():
+        if path in edited:
+            norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
+    origin = provenance.of(network.module) or Provenance(source=type(network.module).__name__)
+    return provenance.attach(result, origin.after(step, norms))
 
 
 @torch.no_grad()
-def _demand_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Raises:
-    RefusedError: a norm does not take what reaches it; names the norm.
+def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
+    """Check that the network runs on an example.
+
+    Raises:
+        RefusedError: a norm does not take what reaches it; names the norm.
     """
     at = ["the network"]
 
     def watch(path: str, norm: nn.Module) -> RemovableHandle:
         return norm.register_forward_pre_hook(lambda _, args: at.append(f"{path} on {tuple(args[0].shape)}"))
 
-    handles = [watch(path, module) for path, module in model.named_modules() if affine.is_norm(module)]
+    norms = ((path, module) for path, module in model.named_modules() if affine.is_norm(module))
     try:
-        with evaluating(model):
+        with evaluating(model), hooked(watch(path, norm) for path, norm in norms):
             example.call(model)
     except (RuntimeError, ValueError) as error:
         why = first_line(error)
-        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out with '--skip'"
+        without = spelled("skip", metavar="PATTERN")
+        remedy = (
+            f"A norm cannot take its statistics from one element: give larger inputs, or leave it out by '{without}'"
+        )
         size = tuple(example.images.shape[1:])
         raise RefusedError(f"{scheme} does not run on {size}", f"{at[-1]}: {why}", remedy) from None
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _record(network: Network, step: Step) -> Provenance:
-    """The provenance of the result: the network's own, one step longer, with the norms that are gone now."""
-    origin = provenance.of(network.module) or Provenance(source=type(network.module).__name__)
-    norms, seats = dict(origin.norms), {edit.path for edit in step.edits}
-    for path, module in network.module.named_modules():
-        if path in seats:
-            norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
-    return replace(origin, plan=origin.plan.then(step), norms=norms)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from normswap.graph.anatomy import Block
-from normswap.models import calling
+from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
+from normswap.models.modes import full_precision
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
 from normswap.surgery.running import Outputs, both, double, outputs_double, run, widely
@@ -44,9 +45,11 @@ def verify(
             noise of at most `size` (by default the network's own), from `seed`.
         exact: whether they should agree; else the report passes if the numbers are finite.
     """
-    return compare(Network.of(source, inputs=inputs, size=size, seed=seed), result, exact=exact, traced=False)
+    network = Network.of(source, inputs=inputs, size=size, seed=seed)
+    return compare(network, network_input.require_module(result), exact=exact, traced=False)
 
 
+@full_precision()
 def compare(
     source: Network, result: nn.Module, *, exact: bool = True, precise: Precise | None = None, traced: bool = True
 ) -> Report:
@@ -60,7 +63,7 @@ def compare(
     Raises:
         VerificationError: one of them does not run.
     """
-    network, own = source.module, _precision(source.module)
+    network, precision = source.module, str(source.dtype).removeprefix("torch.")
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
     paths, tails = tuple(b.path for b in blocks), [b.tail for b in blocks if b.tail]
@@ -75,32 +78,32 @@ def compare(
             continue
         (a, at), (b, bt) = pair
         x = example.images
-        logits.append(worst(own, x, a, b, exact=exact))
-        if precise is not None or own == "float64":  # else nothing would bound what is allowed
-            stray = max(stray, _stray(network, example, a, logits[-1], own))
+        logits.append(worst(precision, x, a, b, exact=exact))
+        if precise is not None or precision == "float64":  # else nothing would bound what is allowed
+            stray = max(stray, _stray(network, example, a, logits[-1], precision))
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
-                logits.append(worst(own, x, *(run(model, example, heads=True)[0] for model in (network, result))))
+                logits.append(worst(precision, x, *(run(model, example, heads=True)[0] for model in (network, result))))
             if precise is not None:
-                stray = max(stray, _apart(own, x, precise.reference, _first(a, precise.reference)))
-            sites = [_error(path, own, x, at[path], bt[path]) for path in paths if path in at and path in bt]
+                stray = max(stray, _apart(precision, x, precise.reference, _first(a, precise.reference)))
+            sites = [_error(path, precision, x, at[path], bt[path]) for path in paths if path in at and path in bt]
             vacuous = _vacuous(a, at, blocks)
-    tolerance = _tolerance(own, stray, precise)
+    tolerance = _tolerance(precision, stray, precise)
     if precise is not None and stray == float("inf"):  # the source cannot decide by itself how many boxes it sees
-        vacuous.append(f"in {own} the outputs change their shape when the input changes in its last digit")
+        vacuous.append(f"in {precision} the outputs change their shape when the input changes in its last digit")
         logits = [error for error in logits if error.precision == "float64"]
     finite = all(e.relative_l2 < float("inf") for e in logits)
     passed = finite and (not exact or all(e.relative_l2 <= tolerance[e.precision] for e in logits))
     return Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
 
 
-def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, own: str) -> float:
+def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, precision: str) -> float:
     """By how much the source strays when its input changes in the last digit; asked only where that matters."""
-    allowed = FLOAT64_TOLERANCE if own == "float64" else FLOAT32_TOLERANCE * max(1.0, _coarseness(own))
+    allowed = FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE * max(1.0, _coarseness(precision))
     if error.relative_l2 <= allowed:
         return 0.0
     moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
-    return _apart(own, example.images, outputs, run(source, moved)[0])
+    return _apart(precision, example.images, outputs, run(source, moved)[0])
 
 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
@@ -109,12 +112,12 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
     return worst(precision, x, a, b).relative_l2 if finite else 0.0
 
 
-def _tolerance(own: str, stray: float, precise: Precise | None) -> dict[str, float]:
+def _tolerance(precision: str, stray: float, precise: Precise | None) -> dict[str, float]:
     wide = FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.stray))
-    if own == "float64":
-        return {own: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * stray))}
-    narrow = FLOAT32_TOLERANCE * max(1.0, _coarseness(own))
-    return {own: narrow if stray == float("inf") else max(narrow, 4 * stray), "float64": wide}
+    if precision == "float64":
+        return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * stray))}
+    narrow = FLOAT32_TOLERANCE * max(1.0, _coarseness(precision))
+    return {precision: narrow if stray == float("inf") else max(narrow, 4 * stray), "float64": wide}
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def compare_double(
         None for networks that are in float64 already, and where there is no float64 (MPS).
     """
     source = network.module
-    if not has_double(source):
+    if not network.has_double:
         return None
     example = double(network.examples[0].first(1))
     reference = outputs_double(source, example)
@@ -154,16 +157,6 @@ def compare_double(
         moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
         stray = _apart("float64", example.images, reference, outputs_double(source, moved))
     return Precise(error, reference, stray)
-
-
-def has_double(model: nn.Module) -> bool:
-    """Whether the network can be made in float64, and is not yet."""
-    own = calling.anchor(model)
-    return own.device.type != "mps" and own.dtype != torch.float64
-
-
-def _precision(model: nn.Module) -> str:
-    return str(calling.anchor(model).dtype).removeprefix("torch.")
 
 
 def _coarseness(precision: str) -> float:
@@ -213,16 +206,16 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
 
 
 def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:
-    found = []
+    unseen = []
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
         moves = (logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30)
         if not moves > _HARDLY:
-            found.append(f"the input moves the output by {float(moves):.0e} of its size only")
+            unseen.append(f"the input moves the output by {float(moves):.0e} of its size only")
     for block in blocks:
         if block.tail in seen and block.path in seen:
             share = seen[block.tail].norm() / seen[block.path].norm().clamp_min(1e-30)
             if not share > _HARDLY:
-                found.append(f"{block.path}: the branch is {float(share):.0e} of the block's output")
-    return found
+                unseen.append(f"{block.path}: the branch is {float(share):.0e} of the block's output")
+    return unseen

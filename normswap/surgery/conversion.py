@@ -7,87 +7,90 @@ from dataclasses import replace
 
 from torch import nn
 
-from normswap import schemes
+from normswap import copying, schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError
-from normswap.folding.draft import Draft
 from normswap.folding.outcomes import counts
-from normswap.folding.overwriting import torn
+from normswap.folding.overwriting import aliasing_conflicts
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
-from normswap.models.modes import Progress
+from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
-from normswap.schemes import Options
-from normswap.surgery import applying, carrying_out, comparison, fitting, route, unfolding
+from normswap.schemes import Chosen, Options
+from normswap.surgery import applying, carrying_out, comparison, fitting, scheme_path, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.made_images import Batches
 from normswap.surgery.network import Network
 from normswap.surgery.report import require_passed
 
 
-def draft(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, Draft]:
-    """Plan one step of a conversion: the step, and the draft with its outcomes and notes.
+def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
+    """Plan one step of a conversion: the step, and its builder with its outcomes and notes.
 
     Raises:
         OptionError: unknown scheme or option.
         RefusedError: something cannot be converted, or there is nothing to do.
     """
-    schemes.demand_target(to)
-    return _draft(anatomy, to, options)
+    schemes.check_target(to)
+    return _plan_step(anatomy, schemes.chosen(to, options))
 
 
-def drafts(network: Network, to: str, *, measured: bool = False, **options: object) -> Iterator[tuple[Step, Draft]]:
+def plan_steps(
+    network: Network, to: str, *, measured: bool = False, **options: object
+) -> Iterator[tuple[Step, PlanBuilder]]:
     """Plan all the steps that `convert` would take, without their values from data.
 
     Args:
         measured: whether there will be images to fit values to.
 
     Raises:
-        OptionError, RefusedError: as `draft`.
+        OptionError, RefusedError: as `plan_step`.
     """
+    schemes.check_target(to)
     before: Step | None = None
-    for scheme, chosen in route.legs(network.anatomy, to, options, measured=measured):
+    for chosen in scheme_path.steps(network.anatomy, to, options, measured=measured):
         if before:
             network = network.after(carrying_out.applied(network, before))
-        before, sketch = _draft(network.anatomy, scheme, chosen)
-        yield before, sketch
+        before, builder = _plan_step(network.anatomy, chosen)
+        yield before, builder
 
 
-def _draft(seen: Anatomy, to: str, options: Options) -> tuple[Step, Draft]:
-    own, chosen = schemes.own(schemes.resolve(to, options)), selection.patterns(options)
-    part = selection.restrict(seen, **chosen)
-    scheme = schemes.get(to)
-    sketch: Draft = scheme.plan(part, **own)
-    sketch.refusals.update(torn(sketch))
-    if sketch.refusals:
-        listed = [f"{path}: {why}" for path, why in list(sketch.refusals.items())[:3]]
-        more = f"; and {len(sketch.refusals) - 3} more" if len(sketch.refusals) > 3 else ""
-        raise RefusedError(f"cannot convert to {to}", "; ".join(listed) + more)
-    if not sketch.seats and not sketch.takes and not scheme.may_do_nothing:
-        raise _nothing(part, to, sketch)
-    return Step(to, {**own, **chosen}, sketch.edits(), sketch.outcomes), sketch
+def _plan_step(seen: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
+    scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
+    part = selection.restrict(seen, **patterns)
+    builder: PlanBuilder = scheme.plan(part, **chosen.own)
+    builder.refusals.update(aliasing_conflicts(builder))
+    if builder.refusals:
+        listed = [f"{path}: {why}" for path, why in list(builder.refusals.items())[:3]]
+        more = f"; and {len(builder.refusals) - 3} more" if len(builder.refusals) > 3 else ""
+        raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed) + more)
+    if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
+        raise _nothing(part, scheme.name, builder)
+    return Step(scheme.name, {**chosen.own, **patterns}, builder.edits(), builder.outcomes), builder
 
 
-def _nothing(seen: Anatomy, to: str, sketch: Draft) -> RefusedError:
+def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
     steps = seen.provenance.plan.steps
     why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
-    if sketch.outcomes:
-        what = ", ".join(f"{count} {fate}" for fate, count in counts(sketch.outcomes.values()).items())
+    if builder.outcomes:
+        what = ", ".join(f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items())
         why, remedy = f"the norms of {where} stay as they are: {what}", "`normswap schemes` lists what else there is"
     if steps and steps[-1].scheme == to:
         why, remedy = f"{where} is that already", "`normswap schemes` lists what else there is"
-    if per_sample := sum(norm_estimate.fits(seen, norm.path) for norm in norms):
-        why += f", {per_sample} with statistics per sample" if sketch.outcomes else ""
-        remedy = f"{norm_estimate.REMEDY}, in the way to {to}"
+    if per_sample := sum(norm.averages for norm in norms):
+        why += f", {per_sample} with statistics per sample" if builder.outcomes else ""
+        remedy = f"{norm_estimate.remedy()}, in the way to {to}"
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 
+@full_precision()
 def convert(
     model: nn.Module | Network | Conversion,
     to: str,
@@ -120,23 +123,32 @@ def convert(
         VerificationError: it was done and the result is wrong.
     """
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress)
-    return _unfolded(network, options) if to == "unfold" else _converted(network, to, options)
+    schemes.check_target(to)
+    if network.device_has_double:
+        return _unfolded(network, options) if to == "unfold" else _converted(network, to, options)
+    return _on_cpu(network, to, options)
+
+
+def _on_cpu(network: Network, to: str, options: Options) -> Conversion:
+    """Convert a copy on the CPU, and bring the result back: folding is done in float64, which the device has not."""
+    done = convert(network.on_cpu(), to, **options)
+    return replace(done, network=replace(done.network, module=done.model.to(network.device)))
 
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
-    legs = route.legs(source.anatomy, to, options, measured=source.calibrate is not None)
+    steps = scheme_path.steps(source.anatomy, to, options, measured=source.calibrate is not None)
     images = source.images
-    if len(legs) > 1 and isinstance(images, Iterator):
+    if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     network = source.fitted_to(images, source.progress)
     done: list[Conversion] = []
-    for scheme, chosen in legs:
-        step, sketch = _draft(network.anatomy, scheme, chosen)
-        if len(legs) == 1:
-            fitting.require_use(step, network)
+    for chosen in steps:
+        step, builder = _plan_step(network.anatomy, chosen)
+        if len(steps) == 1:
+            fitting.require_use(chosen, network)
         last = carrying_out.carry_out(network, step)
-        notes = (*network.anatomy.traced.remarks, *sketch.notes, *last.notes)
-        done.append(replace(last, outcomes=sketch.outcomes, notes=notes))
+        notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
+        done.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
     return done[0] if len(done) == 1 else _joined(source, done)
 
@@ -178,4 +190,4 @@ def _unfolded(network: Network, options: Options) -> Conversion:
 
 
 def _unfolded_in_double(network: Network) -> nn.Module:
-    return unfolding.unfold(network.after(applying.to_double(network.module))).module
+    return unfolding.unfold(network.after(copying.to_double(network.module))).module

@@ -1,4 +1,7 @@
-"""What an approximate conversion keeps, measured on images that nothing was fitted to: a quarter of the user's."""
+"""The agreement of an approximate conversion, measured on images that nothing was fitted to.
+
+A quarter of the user's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Kept:
         agreement: share of images, or of places in maps, with the same argmax; None where there is no such thing.
         relative_l2: at the outputs.
         count: of images.
-        right: the result's expected accuracy as a share of the source's (`right_answers`).
+        right: the result's expected accuracy as a share of the source's (`expected_accuracy`).
         of: what images they are.
     """
 
@@ -38,7 +41,7 @@ class Kept:
 
     @property
     def least(self) -> float | None:
-        """What the agreement is at least, with 97.5 % confidence (Wilson 1927, as Brown et al. 2001, equation 4).
+        """The least agreement with 97.5 % confidence (Wilson 1927, as Brown et al. 2001, equation 4).
 
         Places of one image go together: for maps the bound is too high.
         """
@@ -46,12 +49,13 @@ class Kept:
             return None
         z, n, p = 1.96, self.count, self.agreement
         middle, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
-        return (middle - spread) / (1 + z * z / n)
+        return float((middle - spread) / (1 + z * z / n))
 
 
 class Dealt:
-    """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read. Of what cannot be
-    parted every fourth call goes there. `others` are the first of those that are fitted to.
+    """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
+
+    Of what cannot be parted every fourth call goes there. `others` are the first of those that are fitted to.
     """
 
     def __init__(self, batches: Iterable[Example]) -> None:

@@ -39,7 +39,7 @@ class MadeImages:
 
 @dataclass(frozen=True)
 class ImageMaker(ABC):
-    """What is to be made in place of `count` images."""
+    """A maker of images in place of `count` of the user's."""
 
     count: int
 
@@ -89,7 +89,7 @@ Batches = Iterable[object] | Callable[[], Iterable[object]] | ImageMaker | MadeI
 
 
 def named(calibrate: Batches | str | None) -> Batches | None:
-    """What a word stands for; anything else as it is.
+    """The images that a word stands for; anything else as it is.
 
     Raises:
         OptionError: another word.

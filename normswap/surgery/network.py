@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from normswap import provenance
-from normswap.errors import TraceError
+from normswap import copying, provenance
+from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
@@ -29,6 +30,15 @@ class HasModel(Protocol):
 
     @property
     def model(self) -> nn.Module: ...
+
+
+def module_of(model: nn.Module | HasModel) -> nn.Module:
+    """The module itself, or the one that a result holds.
+
+    Raises:
+        SourceError: it is neither.
+    """
+    return network_input.require_module(model if isinstance(model, nn.Module) else getattr(model, "model", model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +65,12 @@ class Network:
     calibrate: Batches | str | None = None
     progress: Progress | None = None
 
+    def __post_init__(self) -> None:
+        network_input.require_module(self.module)
+        network_input.require_size(self.size)
+        if not isinstance(self.seed, int):
+            raise OptionError(f"{spelled('seed', self.seed)} is no whole number")
+
     @classmethod
     def of(
         cls,
@@ -68,9 +84,10 @@ class Network:
     ) -> Network:
         """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
         if not isinstance(model, Network):
-            module = model if isinstance(model, nn.Module) else model.model
+            module = module_of(model)
+            network_input.check_values(module)
             return cls(module, inputs, size, seed or 0, calibrate, progress)
-        if inputs is size is seed is calibrate is progress is None:
+        if all(value is None for value in (inputs, size, seed, calibrate, progress)):
             return model
         network = cls(
             model.module,
@@ -80,7 +97,8 @@ class Network:
             model.calibrate if calibrate is None else calibrate,
             model.progress if progress is None else progress,
         )
-        return network._seen_as(model) if inputs is size is seed is None else network
+        same = inputs is None and size is None and seed is None
+        return network._seen_as(model) if same else network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
         """The same network, as it was looked at, with other images to fit values to."""
@@ -94,14 +112,46 @@ class Network:
 
     def after(self, module: nn.Module) -> Network:
         """The record of another module that takes the same inputs: the result of a step, or a copy in float64."""
-        inputs = self.inputs
-        if inputs is not None and calling.anchor(module).dtype != calling.anchor(self.module).dtype:
-            inputs = [call.like(module) for call in self.calls]
-        return Network(module, inputs, self.size, self.seed)
+        after = Network(module, self.inputs, self.size, self.seed)
+        if self.inputs is None or after.dtype == self.dtype:
+            return after
+        return replace(after, inputs=[call.like(module) for call in self.calls])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its tensors."""
+        return self._anchor.dtype
+
+    @property
+    def has_double(self) -> bool:
+        """Whether the network can be made in float64, and is not yet."""
+        return self.dtype != torch.float64 and self.device_has_double
+
+    @cached_property
+    def device_has_double(self) -> bool:
+        """Whether its device has float64: MPS has not."""
+        try:
+            torch.empty(1, dtype=torch.float64, device=self.device)
+        except (TypeError, RuntimeError):
+            return False
+        return True
+
+    def on_cpu(self) -> Network:
+        """The network with a copy of its module, on the CPU."""
+        return replace(self, module=copying.duplicate(self.module, {}).cpu())
+
+    @property
+    def device(self) -> torch.device:
+        """That of its tensors."""
+        return self._anchor.device
+
+    @cached_property
+    def _anchor(self) -> Tensor:
+        return calling.anchor(self.module)
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """What one recorded forward shows.
+        """The anatomy, from one recorded forward.
 
         Raises:
             TraceError: the network does not run, or something in its forward cannot be seen.
@@ -131,8 +181,7 @@ class Network:
         """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two."""
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
-        device = calling.anchor(self.module).device
-        return [call.map(lambda tensor: tensor.to(device)) for call in calling.batches(self.inputs)]
+        return [call.on(self.device) for call in calling.batches(self.inputs)]
 
     @cached_property
     def examples(self) -> list[Example]:
@@ -145,7 +194,7 @@ class Network:
             return self.calls
         traced = self.anatomy.traced
         noise = running.noise(self.module, self.input_size, seed=self.seed, ran=traced.recorded)
-        return noise[:1] if traced.one_way else noise
+        return noise[:1] if traced.input_independent else noise
 
     @property
     def described(self) -> str:
@@ -154,7 +203,7 @@ class Network:
 
     @cached_property
     def images(self) -> Batches | None:
-        """What values are fitted to; where it is to be made, from the network as it is now.
+        """The images that values are fitted to; where they are to be made, from the network as it is now.
 
         Raises:
             OptionError: `calibrate` is an unknown word.

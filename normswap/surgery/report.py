@@ -1,4 +1,4 @@
-"""What a comparison measured, and whether that is enough."""
+"""The result of a comparison, and whether it is good enough."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, and the verdict.
+    """The measurements, and the verdict.
 
     Args:
         exact: whether the conversion claims to keep the function.
@@ -58,8 +58,8 @@ class Report:
     @property
     def worst(self) -> Error:
         """The largest relative L2 error at the logits in the network's own precision."""
-        own = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
-        return max(own, key=lambda error: error.relative_l2)
+        errors = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
+        return max(errors, key=lambda error: error.relative_l2)
 
     def to_dict(self) -> Body:
         return asdict(self)
@@ -74,8 +74,10 @@ class Report:
 
 
 def require_passed(report: Report, scheme: str) -> None:
-    """Raises:
-    VerificationError: the result of the scheme is wrong.
+    """Check that the report says that the result is right.
+
+    Raises:
+        VerificationError: the result of the scheme is wrong.
     """
     if report.passed:
         return

@@ -8,18 +8,16 @@ from pathlib import Path
 from torch import nn
 
 from normswap import provenance, schemes
-from normswap.errors import SourceError
-from normswap.images.accuracy import Progress
-from normswap.images.agreement import agreement, classify
+from normswap.errors import SourceError, spelled
+from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import kinds, network_input
+from normswap.models.modes import Progress
 from normswap.models.weight_files import SUFFIXES, has_hash
 from normswap.plan import Body
 from normswap.surgery import comparison
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
-
-_REMEDY = "Say what to compare with: '--against MODEL'."
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
@@ -29,10 +27,11 @@ def recorded(result: nn.Module, directory: Path) -> str:
         SourceError: it cannot be had again.
     """
     record = provenance.of(result)
+    remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
     if record is None or not record.source:
-        raise SourceError(f"{directory} does not say what it was made from", remedy=_REMEDY)
+        raise SourceError(f"{directory} does not say what it was made from", remedy=remedy)
     if record.sha256 is None:
-        raise SourceError(f"{directory} was made from random weights", "they cannot be had again", _REMEDY)
+        raise SourceError(f"{directory} was made from random weights", "they cannot be had again", remedy)
     return record.source
 
 

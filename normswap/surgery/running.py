@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap.copying import tree
+from normswap.copying import to_double, tree
 from normswap.errors import VerificationError, first_line
 from normswap.graph.widening import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import evaluating, with_heads
-from normswap.surgery.applying import Newcomers, to_double
+from normswap.models.modes import evaluating, hooked, with_heads
+from normswap.surgery.applying import Replacements
 
 Outputs = dict[str, Tensor]
 
@@ -23,8 +22,9 @@ Outputs = dict[str, Tensor]
 def run(
     model: nn.Module, example: Example, paths: Sequence[str] = (), *, heads: bool = False
 ) -> tuple[Outputs, Outputs]:
-    """The tensors that the network returns, by name, and those of the modules at `paths`; with `heads`, also what its
-    auxiliary heads return (`modes.with_heads`).
+    """The tensors that the network returns, by name, and those of the modules at `paths`.
+
+    With `heads`, also what its auxiliary heads return (`modes.with_heads`).
     """
     seen: Outputs = {}
 
@@ -36,13 +36,9 @@ def run(
         return hook
 
     present = tree(model)
-    handles = [present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present]
-    try:
-        with with_heads(model) if heads else evaluating(model):
-            output = example.map(torch.clone).call(model)
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
+    with hooked(handles), evaluating(model) if not heads else with_heads(model):
+        output = example.map(torch.clone).call(model)
     return dict(named_tensors(output)), seen
 
 
@@ -53,8 +49,8 @@ def both(
     paths: Sequence[str] = (),
     tails: Sequence[str] = (),
     first: Example | None = None,
-) -> Any:
-    """What both give (`running.run`), or None where the source does not take this size of input, but took the first.
+) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
+    """Both outputs (`running.run`), or None where the source does not take this size of input, but took the first.
 
     Raises:
         VerificationError: one of them does not run.
@@ -88,13 +84,17 @@ def outputs_double(model: nn.Module, example: Example) -> Outputs:
 
 
 def by_parts(
-    model: nn.Module, example: Example, newcomers: Newcomers | None = None, tensors: Mapping[int, Tensor] | None = None
+    model: nn.Module,
+    example: Example,
+    replacements: Replacements | None = None,
+    tensors: Mapping[int, Tensor] | None = None,
 ) -> Outputs | None:
-    """The outputs in float64. Each module gets float64 tensors for the time its forward runs only, so that the whole
-    network never exists twice.
+    """The outputs in float64.
+
+    Each module gets float64 tensors for the time its forward runs only, so that the whole network never exists twice.
 
     Args:
-        newcomers, tensors: what is not to be widened but made in float64 (`applying.doubles`).
+        replacements, tensors: what is not to be widened but made in float64 (`applying.doubles`).
 
     Returns:
         None where dtypes were mixed, or a module calls itself.
@@ -104,14 +104,14 @@ def by_parts(
 
     @_unseen  # as it is made elsewhere: what is cast there is cast
     def make(module: nn.Module, _args: object) -> None:
-        assert newcomers is not None
-        made = dict(_tensors(newcomers[module]()))
+        assert replacements is not None
+        made = dict(_tensors(replacements[module]()))
         ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
 
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
-        own = {**module._parameters, **module._buffers}
-        floats = {name: t for name, t in own.items() if t is not None and t.is_floating_point()}
+        tensors_of_module = {**module._parameters, **module._buffers}
+        floats = {name: t for name, t in tensors_of_module.items() if t is not None and t.is_floating_point()}
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
             made = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
@@ -123,15 +123,14 @@ def by_parts(
             _hold(module, name, tensor)
 
     owners = [module for module in dict.fromkeys(tree(model).values()) if module._parameters or module._buffers]
-    handles = [module.register_forward_pre_hook(make) for module in newcomers or {}]
+    handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
     handles += [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
     try:
-        return widely(lambda: run(model, example)[0])
+        with hooked(handles):
+            return widely(lambda: run(model, example)[0])
     except (RuntimeError, KeyError):
         return None
     finally:
-        for handle in handles:
-            handle.remove()
         for module in list(lent):
             back(module)
 
@@ -153,20 +152,23 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def widely(work: Callable[[], Outputs]) -> Outputs:
-    """What `work` gives while all that forward makes is made in float64."""
+    """The result of `work` while all that forward makes is made in float64."""
     with Widening():
         return work()
 
 
 def double(example: Example) -> Example:
+    """The example in float64."""
     return example.map(lambda t: t.double() if t.is_floating_point() else t)
 
 
 def noise(
     model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0, ran: Collection[str] = ()
 ) -> list[Example]:
-    """Calls with N(0, 1) inputs (batch, C, H, W) on the model's device: at 64 and at 97 pixels where the model accepts
-    that, else at its own `size` (C, H, W); of another shape: at its size.
+    """Calls with N(0, 1) inputs (batch, C, H, W) on the model's device.
+
+    At 64 and at 97 pixels where the model accepts that, else at its own `size` (C, H, W); of another shape: at its
+    size.
 
     Args:
         ran: examples that the network is known to run on, as they print.
@@ -177,11 +179,11 @@ def noise(
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
     called = form(model)
-    found: list[Example] = []
+    examples: list[Example] = []
     why = ""
     for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
-        if found:  # one more image at a second size, which `compare` leaves out if the network does not take it
-            return [*found, called.of(torch.randn(1, *shape, generator=generator).to(like))] if i < 2 else found
+        if examples:  # one more image at a second size, which `compare` leaves out if the network does not take it
+            return [*examples, called.of(torch.randn(1, *shape, generator=generator).to(like))] if i < 2 else examples
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
         try:
             if str(x) not in ran:
@@ -189,10 +191,10 @@ def noise(
         except Exception as error:  # whatever the network raises
             why = first_line(error)
         else:
-            found.append(x)
-    if not found:
+            examples.append(x)
+    if not examples:
         raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
-    return found
+    return examples
 
 
 def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -9,24 +9,23 @@ exact (they are multiplied by 0) and alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.calibration import norm_estimate
-from normswap.errors import RefusedError
-from normswap.folding.canonical_form import undress
+from normswap.errors import RefusedError, spelled
+from normswap.folding.canonical_form import fold_norms
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.layer_scale import scaled_dim
+from normswap.layers.own import scales_branch
 from normswap.layers.placeholders import Holder
-from normswap.layers.scalars import Scale
+from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
-from normswap.schemes.parts import norm_sites
 from normswap.surgery import applying
 from normswap.surgery.network import Network
 
@@ -50,11 +49,11 @@ def unfold(network: Network) -> Network:
     _copy(state, tensors)
     _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
     _copy(state, _living(network.module))
-    draft = undress(source.anatomy)
-    _demand_places(state, tensors, {edit.path for edit in draft.edits()})
-    _demand_centred(network.module, record)
-    modules, converted = draft.anatomy.traced.modules, _by_old_path(canonical)
-    for edit in draft.edits():
+    builder = fold_norms(source.anatomy)
+    _check_places(state, tensors, {edit.path for edit in builder.edits()})
+    _check_centred(network.module, record)
+    modules, converted = builder.anatomy.traced.modules, _by_old_path(canonical)
+    for edit in builder.edits():
         if edit.path not in converted:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
         _invert(edit, modules, converted[edit.path])
@@ -86,46 +85,46 @@ def architecture(model: nn.Module) -> Arch | None:
 
 def _canonical(network: Network) -> nn.Module:
     """The network without scalars."""
-    draft = undress(network.anatomy)
-    _demand_no_newcomer(draft.anatomy)
-    kept = [path for path, module in draft.anatomy.traced.modules.items()
-            if isinstance(module, Scale) and path not in draft.seats]  # fmt: skip
-    if draft.refusals or kept:
-        path = next(iter([*draft.refusals, *kept]))
-        raise RefusedError(f"cannot unfold {path}", draft.refusals.get(path) or str(draft.outcomes.get(path, "")))
-    return applying.apply_step(network.module, Step("folded", {}, draft.edits()))
+    builder = fold_norms(network.anatomy)
+    _check_no_other_norm(builder.anatomy)
+    kept = [path for path, module in builder.anatomy.traced.modules.items()
+            if scales_branch(module) and path not in builder.replacements]  # fmt: skip
+    if builder.refusals or kept:
+        path = next(iter([*builder.refusals, *kept]))
+        raise RefusedError(f"cannot unfold {path}", builder.refusals.get(path) or str(builder.outcomes.get(path, "")))
+    return applying.apply_step(network.module, Step("folded", {}, builder.edits()))
 
 
-def _demand_no_newcomer(seen: Anatomy) -> None:
+def _check_no_other_norm(seen: Anatomy) -> None:
     """See that no other kind of norm sits where the source had a BatchNorm."""
-    places = norm_sites.sites(seen)
+    folded = "` with `".join((spelled("to", "folded"), spelled("calibrate", metavar="DATA")))
     for norm in seen.norms:
-        if norm_estimate.fits(seen, norm.path) and norm_sites.site_of(seen, norm.path) in places:
+        if norm.averages and seen.original_path(norm.path) in seen.provenance.original_paths:
             raise RefusedError(
                 f"cannot unfold {norm.path}", f"a {norm.kind} sits there now, which no BatchNorm computes",
-                "Keep the source network; or first `--to folded --calibrate DATA`, by what it does on average",
+                f"Keep the source network; or first `{folded}`, by what it does on average",
             )  # fmt: skip
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by the paths they had before a `Holder` put an `inner` into them."""
     chains = [path for path, module in model.named_modules() if isinstance(module, Holder)]
-    found = {}
+    modules = {}
     for path, module in model.named_modules():
         old = path
         for chain in reversed(chains):
             if old == f"{chain}.inner" or old.startswith(f"{chain}.inner."):
                 old = chain + old[len(chain) + len(".inner") :]
         if path not in chains:
-            found[old] = module
-    return found
+            modules[old] = module
+    return modules
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for path, module in _by_old_path(model).items():
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in own.items()})
+        held = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in held.items()})
     return tensors
 
 
@@ -141,11 +140,11 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-def _demand_centred(model: nn.Module, record: Provenance) -> None:
+def _check_centred(model: nn.Module, record: Provenance) -> None:
     """See that streams which were centred for the sake of an RMSNorm still are: a LayerNorm would take a mean off."""
-    ours = _by_old_path(model)
+    modules = _by_old_path(model)
     for edit in (edit for step in record.plan.steps for edit in step.edits if edit.args.get("centred")):
-        linear: Any = ours.get(edit.path)
+        linear = cast(Linearity, modules.get(edit.path))
         weight = linear.weight.double().movedim(1 if getattr(linear, "transposed", False) else 0, 0)
         if weight.mean(0).norm() > torch.finfo(linear.weight.dtype).eps ** 0.5 * weight.norm():
             raise RefusedError(
@@ -153,16 +152,16 @@ def _demand_centred(model: nn.Module, record: Provenance) -> None:
             )
 
 
-def _leave_out(source: nn.Module, given: Collection[str]) -> None:
+def _leave_out(source: nn.Module, names: Collection[str]) -> None:
     """Let the LayerNorms and LayerScales whose tensors are not given multiply by one and add nothing."""
     for path, module in source.named_modules():
         if isinstance(module, nn.LayerNorm) or scaled_dim(module) is not None:
             for name, parameter in module.named_parameters(recurse=False):
-                if f"{path}.{name}" not in given:
+                if f"{path}.{name}" not in names:
                     parameter.fill_(0 if name == "bias" else 1)
 
 
-def _demand_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited: Collection[str]) -> None:
+def _check_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited: Collection[str]) -> None:
     """See that the biases of the converted network have a place in the source, or are brought there by an edit."""
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -171,7 +170,7 @@ def _demand_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited:
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
-    """Set the tensors at the seat of `edit`, in the source, so that the edit would give `now`."""
+    """Set the tensors at the path of `edit`, in the source, so that the edit would give `now`."""
     args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     reads = tuple(modules[path] for path in edit.reads)
     try:

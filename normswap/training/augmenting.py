@@ -5,11 +5,12 @@ timm is imported inside the function: recipes, whose keys these are, are listed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from normswap.plan import Body
 from normswap.training.recipe_part import Count, NotNegative, Part, Share
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Augment(Part):
     cutmix: NotNegative = Field(0.0, description="Alpha of cutmix; 0: off.")
 
 
-def transform(model: Mapping[str, Any], augment: Augment) -> Compose:
+def transform(model: Body, augment: Augment) -> Compose:
     """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
     from timm.data.transforms_factory import transforms_imagenet_train
     from torchvision import transforms
@@ -41,7 +42,7 @@ def transform(model: Mapping[str, Any], augment: Augment) -> Compose:
         "std": model["std"],
         "interpolation": model.get("interpolation", "bilinear"),
     }
-    make: Any = transforms_imagenet_train  # which says that it takes no None, and does
+    make: Callable[..., Sequence[Compose]] = transforms_imagenet_train  # which says that it takes no None, and does
     primary, secondary, last = make(
         img_size=size, scale=augment.scale, hflip=augment.hflip, color_jitter=augment.color_jitter or None,
         auto_augment=augment.auto_augment, re_prob=augment.erase, re_mode="pixel", separate=True, **how,

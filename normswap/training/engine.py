@@ -1,6 +1,6 @@
 """Fine-tune: one loop, on one device or many, that can be killed at any moment and continued.
 
-What it stands on: Accelerate (processes, devices, precision, accumulation, trackers), timm (transforms, optimizers,
+It stands on Accelerate (processes, devices, precision, accumulation, trackers), timm (transforms, optimizers,
 schedules, clipping, averaging), and a folder whose files are whole at every moment (`run_folder`). Random numbers are a
 function of (seed, update, process), so a continued run needs none of an interrupted one's.
 """
@@ -18,17 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from normswap import provenance
-from normswap.errors import SourceError, TrainingError
-from normswap.provenance import Provenance
-from normswap.surgery import unfolding
-from normswap.training import assembly, filter_means, launching, stopping
+from normswap.errors import SourceError, TrainingError, spelled
+from normswap.models.preprocessing import assumption
+from normswap.training import assembly, filter_means, launching, recipe_files, stopping
 from normswap.training.assembly import Task
-from normswap.training.progress_records import FIRST_FAILED, GONE, Moment, Result
+from normswap.training.progress_records import FIRST_FAILED, GONE, Result, TrainingProgress, decline
 from normswap.training.recipe import Recipe
-from normswap.training.run_folder import COLUMNS, Folder, Position, Row, flat, identify
-from normswap.training.training_images import key
+from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
+from normswap.training.subject import prepare
+from normswap.training.training_images import image_notes, key
 from normswap.training.validating import measure, precise, score
+
+_UNMEASURED = (
+    "there are no validation images: top-1 is not measured, and best/ is the network with the lowest training loss. "
+    "Give data.validation=PATH, or data.root=PATH that holds train and val"
+)
 
 
 def finetune(
@@ -39,7 +43,7 @@ def finetune(
     resume: str | Path | None = None,
     device: str = "auto",
     track: str = "auto",
-    progress: Callable[[Moment], None] | None = None,
+    progress: Callable[[TrainingProgress], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Result:
     """Train `model`, which is not changed, as the recipe says; in one process, or in each of those torchrun started.
@@ -61,44 +65,51 @@ def finetune(
     engine = assembly.accelerator(recipe, device, Path(out), tracked)
     notes: list[str] = []
 
-    def tell(text: str) -> None:
-        notes.append(text)
+    def remark(text: str) -> None:
         if say is not None and engine.is_main_process:
             say(text)
 
+    def log(text: str) -> None:
+        notes.append(text)
+        remark(text)
+
     before = torch.get_rng_state()
     try:
-        begin = assembly.start(model, recipe, tell)
-        if warning := assembly.advice(begin.model):
-            tell(warning)
-        task = Task(begin, recipe, engine)
-        folder = Folder(Path(out), identify(begin.given, recipe, task.images.digest))
-        run = Run(task, folder, _blank(begin.model), progress if engine.is_main_process else None, tell)
+        subject = prepare(model, recipe, log)
+        task = Task(subject, recipe, engine)
+        for note in filter(None, [assumption(subject.module), *image_notes(recipe.data, task.images, task.validation)]):
+            remark(note)
+        if task.validation is None:
+            log(_UNMEASURED)
+        folder = Folder(Path(out), identify(subject.given, recipe, task.images.digest))
+        run = TrainingRun(task, folder, subject.blank(), progress if engine.is_main_process else None, log)
         run.open(resume)
         with stopping.on_request() as stop:
             finished = run.train(stop)
         engine.end_training()
     except RuntimeError as error:
         if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistBackendError)):
-            raise TrainingError(GONE, remedy="--resume auto continues the run") from None
+            raise TrainingError(GONE, remedy=f"{spelled('resume', 'auto')} continues the run") from None
         raise
     finally:
         torch.set_rng_state(before)
     at = run.at
+    if finished and (warning := decline(at.rows)):
+        notes.append(warning)  # commands say it last
     return Result(
         folder.best, folder.last, run.network(task.raw).eval(), tuple(at.rows), at.best_epoch, at.update, finished,
         tuple(notes),
     )  # fmt: skip
 
 
-class Run:
+class TrainingRun:
     """The loop and what it leaves behind.
 
     Args:
         task: what is trained.
         folder: where it is kept.
         blank: the network as training begins, for its structure.
-        progress, tell: as in `finetune`.
+        progress, log: as in `finetune`.
     """
 
     def __init__(
@@ -106,11 +117,11 @@ class Run:
         task: Task,
         folder: Folder,
         blank: nn.Module,
-        progress: Callable[[Moment], None] | None,
-        tell: Callable[[str], None],
+        progress: Callable[[TrainingProgress], None] | None,
+        log: Callable[[str], None],
     ) -> None:
-        self.task, self.folder, self.blank, self.progress, self.tell = task, folder, blank, progress, tell
-        self.engine, self.recipe, self.at = task.engine, task.recipe, Position()
+        self.task, self.folder, self.blank, self.progress, self.log = task, folder, blank, progress, log
+        self.engine, self.recipe, self.at = task.engine, task.recipe, TrainingState()
         device = task.engine.device
         self.sum = torch.zeros((), device=device, dtype=precise(device))  # of this process's losses since the last look
         self.lr = 0.0
@@ -132,16 +143,17 @@ class Run:
             self._main(lambda: self.folder.adopt(other, self.recipe))
             self._save()
         self._watch()
-        self.tell(f"continuing at update {self.at.update} of {self.task.updates}")
+        self.log(f"continuing at update {self.at.update} of {self.task.updates}")
 
     def _watch(self) -> None:
         plain = {
-            key: value if isinstance(value, float | str) else str(value) for key, value in flat(self.recipe).items()
+            key: value if isinstance(value, float | str) else str(value)
+            for key, value in recipe_files.flat(self.recipe).items()
         }
         self.engine.init_trackers("normswap", plain)
 
     def train(self, stop: stopping.Stop) -> bool:
-        """All updates that are left; False if somebody asked to stop before the end."""
+        """Do all updates that are left; returns False if somebody asked to stop before the end."""
         task, every = self.task, self.recipe.train.checkpoint
         batches = self._batches()
         while self.at.update < task.updates:
@@ -168,7 +180,7 @@ class Run:
         return self.at.update == task.updates
 
     def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """One step of the optimizer, on a whole batch over all micro-batches and processes."""
+        """Take one step of the optimizer, on a whole batch over all micro-batches and processes."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
         self.lr = task.rate.set(update, self.at.factor)
@@ -204,19 +216,19 @@ class Run:
         return images, labels.to(device, non_blocking=True)
 
     def _agree(self, asked: bool) -> tuple[bool, bool]:
-        """Whether the losses since the last look are finite, and whether any process was asked to stop."""
-        told = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
-        loss, stop = self.engine.reduce(told, "sum").tolist()
+        """Return whether the losses since the last look are finite, and whether any process was asked to stop."""
+        sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
+        loss, stop = self.engine.reduce(sums, "sum").tolist()
         self.at.loss += loss / self.engine.num_processes
         self.sum.zero_()
         return math.isfinite(loss), stop > 0
 
     def _sound(self) -> bool:
-        """Whether the weights are finite; every process has the same."""
+        """Return whether the weights are finite; every process has the same."""
         return all(bool(parameter.isfinite().all()) for parameter in self.task.raw.parameters())
 
     def _go_back(self) -> None:
-        """After a loss that is not finite: to the last state with half the learning rate, if the recipe says so."""
+        """Return to the last state after a loss that is not finite, with half the lr, if the recipe says so."""
         at, train = self.at, self.recipe.train
         what = f"the loss is not finite at update {at.update} of {self.task.updates}"
         done = at.rollbacks if train.not_finite == "rollback" else train.rollbacks
@@ -229,17 +241,17 @@ class Run:
         self.task.restore(parts)
         self.sum.zero_()
         self.at = replace(good, factor=at.factor / 2, rollbacks=at.rollbacks + 1)
-        self.tell(f"{what}: back to update {good.update}, with {self.at.factor:g} of the learning rate")
+        self.log(f"{what}: back to update {good.update}, with {self.at.factor:g} of the learning rate")
         self._save()
 
-    def _saved(self, good: Position) -> int:
-        """The update of the network in last/."""
+    def _saved(self, good: TrainingState) -> int:
+        """Return the update of the network in last/."""
         return int(good.rows[-1]["update"] or 0) if good.rows else 0
 
     def _end_epoch(self, *, began: bool = True) -> None:
         """Validate, write a row, the network and, if it is the best so far, the best one."""
         at, task = self.at, self.task
-        own = measure(task.raw, task.validation, self.engine)
+        plain = measure(task.raw, task.validation, self.engine)
         averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
         count = (at.update - 1) % task.per_epoch + 1
         epoch = at.update / task.per_epoch
@@ -248,11 +260,13 @@ class Run:
         if began:
             rate = count * self.recipe.data.batch_size / at.seconds
             row.update(lr=self.lr, train_loss=at.loss / count, images_per_s=rate, seconds=at.seconds)
-        if own is not None:
-            row.update(top1=own.top1, top5=own.top5, val_loss=own.loss, ema_top1=averaged.top1 if averaged else None)
+        if plain is not None:
+            row.update(
+                top1=plain.top1, top5=plain.top5, val_loss=plain.loss, ema_top1=averaged.top1 if averaged else None
+            )
         at.rows, at.loss, at.seconds = [*at.rows, row], 0.0, 0.0
         points, network = score(row), task.raw
-        if task.ema is not None and averaged is not None and own is not None and averaged.top1 > own.top1:
+        if task.ema is not None and averaged is not None and plain is not None and averaged.top1 > plain.top1:
             network = task.ema.module
         better = at.best is None or points > at.best
         if better:
@@ -295,16 +309,12 @@ class Run:
         top1 = at.rows[-1]["top1"] if at.rows else None
         speed = self.recipe.data.batch_size * count / at.seconds
         epochs = task.updates / task.per_epoch
-        self.progress(Moment(at.update, task.updates, at.update / task.per_epoch, epochs, speed, self.lr, loss, top1))
+        self.progress(
+            TrainingProgress(at.update, task.updates, at.update / task.per_epoch, epochs, speed, self.lr, loss, top1)
+        )
 
     def network(self, trained: nn.Module) -> nn.Module:
-        """A network of the structure that training began with, on the CPU, with the tensors of `trained`."""
+        """Return a network of the structure that training began with, on the CPU, with the tensors of `trained`."""
         fresh = copy.deepcopy(self.blank)
         fresh.load_state_dict(trained.state_dict())
         return filter_means.drop(fresh)
-
-
-def _blank(model: nn.Module) -> nn.Module:
-    """A copy that knows its architecture, so that saving need not find it out each time."""
-    record = provenance.of(model) or Provenance(source=type(model).__name__)
-    return provenance.attach(copy.deepcopy(model), replace(record, arch=unfolding.architecture(model)))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError
-from normswap.layers.reparametrized import keeps_mean
+from normswap.layers.reparametrized import Standardized
 from normswap.plan import Plan
 from normswap.training.recipe import Anneal
 
@@ -33,27 +32,31 @@ class Means:
     """
 
     def __init__(self, model: nn.Module, part: Anneal, updates: int) -> None:
-        self.layers = kept(model)
-        if not self.layers:
+        self.means = _means(model)
+        if not self.means:
             raise OptionError("anneal.means: the network keeps no filter means", remedy="Convert with nf, mean: keep")
-        for layer in self.layers:
-            layer.mean.requires_grad_(False)
+        for mean in self.means:
+            mean.requires_grad_(False)
         self.over = max(round(part.means * updates), 1)
 
     @torch.no_grad()
     def step(self, update: int, ema: nn.Module | None) -> None:
         """After update `update` (from 0): one step nearer to zero, the averaged network's means as well."""
         left = max(self.over - update, 1)
-        for layer in self.layers:
-            layer.mean.mul_((left - 1) / left)
+        for mean in self.means:
+            mean.mul_((left - 1) / left)
         if ema is not None:
-            for average, layer in zip(kept(ema), self.layers, strict=True):
-                average.mean.copy_(layer.mean)
+            for average, mean in zip(_means(ema), self.means, strict=True):
+                average.copy_(mean)
 
 
-def kept(model: nn.Module) -> list[Any]:
-    """The convolutions of `model` that keep their filters' means."""
-    return [module for module in model.modules() if keeps_mean(module)]
+def kept(model: nn.Module) -> list[Standardized]:
+    """List the convolutions of `model` that keep their filters' means."""
+    return [module for module in model.modules() if isinstance(module, Standardized) and module.mean is not None]
+
+
+def _means(model: nn.Module) -> list[nn.Parameter]:
+    return [layer.mean for layer in kept(model) if layer.mean is not None]
 
 
 @torch.no_grad()
@@ -61,7 +64,7 @@ def drop(model: nn.Module) -> nn.Module:
     """If all means are zero, make the layers timm's own, in place, and say so in the plan; returns the model."""
     layers = kept(model)
     record = provenance.of(model)
-    if record is None or not layers or any(layer.mean.any() for layer in layers):
+    if record is None or not layers or any(mean.any() for mean in _means(model)):
         return model
     for layer in layers:
         layer.drop_mean()

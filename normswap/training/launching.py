@@ -1,35 +1,33 @@
-"""Several processes on one machine: what torchrun does, without its own words."""
+"""Several processes on one machine: torchrun, without its own words."""
 
 from __future__ import annotations
 
 import os
-import sys
-import uuid
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from normswap.errors import OptionError, TrainingError
+from normswap.errors import OptionError, TrainingError, spelled
 
-_OURS = "NORMSWAP_LAUNCHED"  # in the environment of processes that `run` starts
+_OURS = "NORMSWAP_LAUNCHED"  # in the environment of processes that `launch` starts
 
 
 def is_ours() -> bool:
-    """Whether `run` has started this process, and will say what became of it."""
+    """Return whether `launch` has started this process, and will say what became of it."""
     return _OURS in os.environ
 
 
 def is_worker() -> bool:
-    """Whether torchrun, `accelerate launch`, or this file has started this process."""
+    """Return whether torchrun, `accelerate launch`, or this file has started this process."""
     return "LOCAL_RANK" in os.environ
 
 
 def restarted() -> int:
-    """How often torchrun has started this process again, in the place of one that failed."""
+    """Return how often torchrun has started this process again, in the place of one that failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -47,7 +45,7 @@ def meet(backend: str) -> None:
 
 
 def count(wanted: str) -> int:
-    """How many processes `--nproc` asks for; `auto`: one per GPU, or one.
+    """Return how many processes `--nproc` asks for; `auto`: one per GPU, or one.
 
     Raises:
         OptionError: it is no number above zero.
@@ -59,7 +57,7 @@ def count(wanted: str) -> int:
     return int(wanted)
 
 
-def run(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
+def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     """Run `normswap ARGUMENTS` in so many processes that train together; returns the exit code (128 + n for signal n).
 
     Args:
@@ -70,19 +68,16 @@ def run(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     """
     os.environ[_OURS] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=restarts, local_addr="localhost",
-    )  # fmt: skip
+    torchrun = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     try:
-        elastic_launch(config, sys.executable)("-m", "normswap", *arguments)
+        run.run(run.parse_args([*torchrun, "-m", "normswap", *arguments]))
     except SignalException as signal:  # the workers have had it too, and saved what there was
         return 128 + int(signal.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:
             why = f"by signal {-failure.exitcode}" if failure.exitcode != -9 else "(is there memory enough?)"
-            remedy = "--resume auto continues the run"
+            remedy = f"{spelled('resume', 'auto')} continues the run"
             raise TrainingError(f"process {rank} of {processes} was killed {why}", remedy=remedy) from None
         return int(failure.exitcode)
     return 0

@@ -12,16 +12,16 @@ _FORM = "Write numbers and powers, as in 0.05,0.1 or 2^-4..2^1"
 
 
 def parse(text: str, option: str = "--lr") -> list[float]:
-    """The positive numbers that `text` names, ascending, each once.
+    """Return the positive numbers that `text` names, ascending, each once.
 
     Raises:
         OptionError: it names none, or one that is not positive.
     """
-    found: set[float] = set()
+    numbers: set[float] = set()
     for part in text.split(","):
         first, dots, last = (word.strip() for word in part.partition(".."))
-        found |= set(_powers(first, last, option)) if dots else {_number(first, option)}
-    return sorted(found)
+        numbers |= set(_powers(first, last, option)) if dots else {_number(first, option)}
+    return sorted(numbers)
 
 
 def _powers(first: str, last: str, option: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is minimized: cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
+"""The loss: cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
 
 Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2 (logits: T^2 KL(teacher / T || student / T)); for
 features, the squared distance of the normalized inputs of the two classifiers.
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from normswap.errors import OptionError, SourceError
 from normswap.models import zoo
 from normswap.models.network_input import scores
-from normswap.training.classifier_layer import classifier
 from normswap.training.recipe import Distill, Recipe
 from normswap.training.training_images import drawn_by
 
@@ -26,9 +25,10 @@ class Objective:
         recipe: its `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`.
         model: the network, not wrapped.
         teacher: in eval mode, where the network is; for `distill`.
+        head: the layer of `model` whose input is compared with the teacher's, if features are.
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None, head: nn.Module | None) -> None:
         self.distill, self.teacher = recipe.distill, teacher
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
@@ -39,10 +39,10 @@ class Objective:
                 raise OptionError("data.augment.mixup needs a network that knows its num_classes")
             self.mixup = Mixup(augment.mixup, augment.cutmix, label_smoothing=self.smoothing, num_classes=classes)
         features = recipe.distill is not None and recipe.distill.kind == "features"
-        self.tap = Tap(classifier(model)) if features else None
+        self.tap = Tap(head) if features and head is not None else None
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]) -> Tensor:
-        """The mean loss over images (N, C, H, W) with labels (N,); mixup is drawn by `seed`."""
+        """Return the mean loss over images (N, C, H, W) with labels (N,); mixup is drawn by `seed`."""
         target = labels if self.labels else torch.zeros_like(labels)
         if self.mixup is not None:
             with drawn_by(*seed):
@@ -59,17 +59,17 @@ class Objective:
     def _distance(self, part: Distill, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
         with torch.no_grad():
-            theirs = self.teacher(images)
+            taught = self.teacher(images)
         if self.tap is None:
             heat = part.temperature
-            ours, theirs = F.log_softmax(logits / heat, 1), F.log_softmax(theirs / heat, 1)
-            return heat**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
-        mine = F.normalize(self.tap.take().flatten(1).float(), dim=1)
-        return (mine - F.normalize(theirs.flatten(1), dim=1)).square().sum(1).mean()
+            learned, taught = F.log_softmax(logits / heat, 1), F.log_softmax(taught / heat, 1)
+            return heat**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
+        learned = F.normalize(self.tap.take().flatten(1).float(), dim=1)
+        return (learned - F.normalize(taught.flatten(1), dim=1)).square().sum(1).mean()
 
 
 class Tap:
-    """What goes into a layer, at its latest call."""
+    """The input of a layer at its latest call."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.value: Tensor | None = None
@@ -79,7 +79,7 @@ class Tap:
         self.value = args[0]
 
     def take(self) -> Tensor:
-        """The value, which is then forgotten."""
+        """Return the value, which is then forgotten."""
         value, self.value = self.value, None
         if value is None:
             raise OptionError("distill.kind features: the network did not call its classifier")
@@ -92,21 +92,21 @@ class Teacher(nn.Module):
     Args:
         network: the teacher.
         student: the network that learns.
-        features: give the classifier's input (N, C), not the logits.
+        head: its classifier, to give what that reads (N, C), not the logits.
 
     Raises:
         SourceError: their outputs cannot be compared.
     """
 
-    def __init__(self, network: nn.Module, student: nn.Module, *, features: bool) -> None:
+    def __init__(self, network: nn.Module, student: nn.Module, head: nn.Module | None = None) -> None:
         super().__init__()
         self.network = network.eval().requires_grad_(False)
-        self.tap = Tap(classifier(network)) if features else None
-        self._demand_alike(network, student, features)
-        mine, theirs = zoo.data_config(student), zoo.data_config(network)
-        ratio = torch.tensor(mine["std"]) / torch.tensor(theirs["std"])
-        shift = (torch.tensor(mine["mean"]) - torch.tensor(theirs["mean"])) / torch.tensor(theirs["std"])
-        self.same = mine["mean"] == theirs["mean"] and mine["std"] == theirs["std"]
+        self.tap = Tap(head) if head is not None else None
+        self._require_alike(network, student, features=head is not None)
+        seen, known = zoo.data_config(student), zoo.data_config(network)
+        ratio = torch.tensor(seen["std"]) / torch.tensor(known["std"])
+        shift = (torch.tensor(seen["mean"]) - torch.tensor(known["mean"])) / torch.tensor(known["std"])
+        self.same = seen["mean"] == known["mean"] and seen["std"] == known["std"]
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
         self.register_buffer("shift", shift.view(1, -1, 1, 1))
 
@@ -114,7 +114,7 @@ class Teacher(nn.Module):
     shift: Tensor
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W), preprocessed for the student -> (N, classes) or (N, features), in float32"""
+        """Map (N, C, H, W), preprocessed for the student, to (N, classes) or (N, features), in float32."""
         output = self.network(images if self.same else images * self.ratio + self.shift)
         return (scores(output) if self.tap is None else self.tap.take()).float()
 
@@ -123,9 +123,9 @@ class Teacher(nn.Module):
         return super().train(False)
 
     @staticmethod
-    def _demand_alike(network: nn.Module, student: nn.Module, features: bool) -> None:
+    def _require_alike(network: nn.Module, student: nn.Module, *, features: bool) -> None:
         names = ("num_features", "head_hidden_size") if features else ("num_classes",)
         for name in names:
-            ours, theirs = getattr(student, name, None), getattr(network, name, None)
-            if ours is not None and theirs is not None and ours != theirs:
-                raise SourceError(f"the teacher has {name} {theirs}, the network {ours}", "they cannot be compared")
+            learned, taught = getattr(student, name, None), getattr(network, name, None)
+            if learned is not None and taught is not None and learned != taught:
+                raise SourceError(f"the teacher has {name} {taught}, the network {learned}", "they cannot be compared")

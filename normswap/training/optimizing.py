@@ -5,7 +5,8 @@ torch and timm are imported inside functions: recipes, whose keys these are, are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from timm.scheduler.scheduler import Scheduler
     from torch import nn
+
+    from normswap.surgery.network import Network
 
 
 class Clip(Part):
@@ -53,8 +56,11 @@ class Schedule(Part):
     rate: Positive = Field(0.1, description="step, multistep: the factor.")
 
 
-def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
+def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> torch.optim.Optimizer:
     """timm's optimizer of that name, over groups by the role of every parameter.
+
+    Args:
+        network: the record of the network that `model` is a copy of, where one has been made.
 
     Raises:
         OptionError: timm does not know it, or it does not take such groups.
@@ -66,7 +72,7 @@ def optimizer(model: nn.Module, part: Optim) -> torch.optim.Optimizer:
 
     policy = _paper(model) if part.decay == "auto" else part.decay
     groups = param_groups(
-        model, part.weight_decay, policy, layer_decay=part.layer_decay, scalar_lr_scale=part.scalar_lr
+        model, part.weight_decay, policy, layer_decay=part.layer_decay, scalar_lr_scale=part.scalar_lr, network=network
     )
     try:
         with quiet():
@@ -113,19 +119,22 @@ def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, p
 
     from normswap.models.weight_files import quiet
 
+    kinds: dict[str, Callable[..., Scheduler]] = {
+        "cosine": CosineLRScheduler, "poly": PolyLRScheduler, "multistep": MultiStepLRScheduler}  # fmt: skip
     warmup = round(part.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
-    rest: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
+    rest: dict[str, object] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
     if part.name in ("cosine", "poly"):
-        kind: Any = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
         with quiet():
-            return kind(optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **rest)
+            return kinds[part.name](
+                optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **rest
+            )
     at: list[float] = list(part.milestones) if part.name == "multistep" else []
     if part.name == "step":
         every = part.milestones[0] * per_epoch
         at = [every * i / per_epoch for i in range(1, int(updates / every) + 1)]
     steps = [round(epochs * per_epoch) + 1 for epochs in at]  # timm's milestone m acts at update m - 1
-    return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=part.rate, warmup_prefix=False, **rest)
+    return kinds["multistep"](optimizer, decay_t=steps, decay_rate=part.rate, warmup_prefix=False, **rest)
 
 
 class Clipping:
@@ -134,13 +143,12 @@ class Clipping:
     Args:
         model: the network, not wrapped.
         part: `optim.clip` of the recipe.
+        head: its classifier, for adaptive clipping.
     """
 
-    def __init__(self, model: nn.Module, part: Clip) -> None:
-        from normswap.training.classifier_layer import classifier
-
+    def __init__(self, model: nn.Module, part: Clip, head: nn.Module | None = None) -> None:
         self.part = part
-        spared = {id(p) for p in classifier(model).parameters()} if part.mode == "agc" else set()
+        spared = {id(p) for p in head.parameters()} if part.mode == "agc" and head is not None else set()
         self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
 
     def clip(self) -> None:

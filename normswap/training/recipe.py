@@ -1,4 +1,4 @@
-"""What a recipe may say. Every key has a type, a range and a line that explains it; anything else is an error.
+"""The keys of a recipe. Every key has a type, a range and a line that explains it; anything else is an error.
 
 A recipe is one YAML file (`recipes/`); `recipe_files` finds them, reads them and applies overrides (`optim.lr=0.05`).
 No torch here, nor in what this imports: recipes are listed and checked without it.
@@ -16,7 +16,7 @@ from normswap.training.optimizing import Optim, Schedule
 from normswap.training.recipe_part import AtLeastOne, Count, Part, Positive, Share
 
 
-class Network(Part):
+class RecipeNetwork(Part):
     """`model`: what to train, if the command line names no MODEL."""
 
     name: str = Field(description="As MODEL on the command line: a timm name, a directory, hf-hub:...")
@@ -36,7 +36,7 @@ class Convert(Part):
 class Data(Part):
     """`data`: images. Sizes, mean, std and interpolation are the network's own."""
 
-    root: str | None = Field(None, description="Images, as --data; PATH/train and PATH/val (or test) are found.")
+    root: str | None = Field(None, description="Folder of images; PATH/train and PATH/val (or test) are found.")
     validation: str | None = Field(None, description="Validation images [default: found beside the training ones].")
     batch_size: AtLeastOne = Field(128, description="Images per optimizer step, over all processes.")
     samples: AtLeastOne | None = Field(None, description="Train on this many images, drawn by train.seed.")
@@ -92,7 +92,7 @@ class Recipe(Part):
 
     summary: str = Field(description="One line for `normswap recipes`.")
     source: str = Field("", description="Paper, section, table.")
-    model: Network | None = None
+    model: RecipeNetwork | None = None
     convert: Convert | None = None
     data: Data = Field(default_factory=lambda: Data())
     optim: Optim = Field(default_factory=lambda: Optim())

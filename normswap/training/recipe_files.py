@@ -1,11 +1,12 @@
 """Recipes: where they are, and how one is read, overridden and checked. No torch here.
 
-The shipped ones are the YAML files of `recipes/`: in a checkout beside the package, installed within it.
+The shipped ones are the YAML files of `recipes/` (see `shipped`).
 """
 
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import re
 import types
@@ -14,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-import normswap
+from normswap import shipped
 from normswap.errors import RecipeError
-from normswap.training import strict_yaml
 from normswap.training.recipe import Recipe
 from normswap.training.recipe_part import Part
 
@@ -40,20 +42,13 @@ _PLAIN = {  # pydantic's words, shorter
 }
 
 
-def folder() -> Path:
-    """Where the shipped recipes are."""
-    package = Path(normswap.__file__).parent
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parent / "recipes"
-
-
 def names() -> list[str]:
-    """The shipped recipes."""
-    return sorted(file.stem for file in folder().glob("*.yaml"))
+    """List the shipped recipes."""
+    return sorted(file.stem for file in shipped.recipes().glob("*.yaml"))
 
 
 def text(name: str) -> str:
-    """A shipped recipe as it is written, comments and all.
+    """Return a shipped recipe as it is written, comments and all.
 
     Raises:
         RecipeError: there is none of that name; near ones are suggested.
@@ -62,11 +57,11 @@ def text(name: str) -> str:
         near = difflib.get_close_matches(name, names(), 3, 0.6)
         hint = f"Did you mean {' or '.join(near)}?" if near else "`normswap recipes` lists them."
         raise RecipeError(f"no recipe is called {name!r}", remedy=hint)
-    return (folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    return (shipped.recipes() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides.
+    """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides.
 
     Raises:
         RecipeError: two words are no overrides.
@@ -79,7 +74,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name, or in that file, with `KEY=VALUE` overrides such as `optim.lr=0.05`.
+    """Return the recipe of that name, or in that file, with `KEY=VALUE` overrides such as `optim.lr=0.05`.
 
     A name without a slash or a YAML suffix is a shipped recipe's, if there is one.
 
@@ -87,15 +82,22 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
         RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it names key and file.
     """
     label, content = _found(str(name_or_file))
-    try:
-        tree = strict_yaml.load(content)
-    except ValueError as error:
-        raise RecipeError(f"{label} is not YAML", str(error)) from None
-    return check(tree, label, overrides)
+    return check(_parsed(content, label), label, overrides)
+
+
+def require_recipe(recipe: object) -> None:
+    """Check that this is a recipe.
+
+    Raises:
+        RecipeError: it is its name, or something else.
+    """
+    if not isinstance(recipe, Recipe):
+        remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
+        raise RecipeError(f"a recipe is wanted, not {recipe!r:.80}", remedy=remedy)
 
 
 def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe from plain values.
+    """Make a recipe from plain values.
 
     Args:
         label: what errors call it.
@@ -108,14 +110,55 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         tree = _overridden(tree, override)
     try:
-        return Recipe.model_validate_json(json.dumps(tree), strict=True)  # strict: true is no 1, and "1" neither
+        return Recipe.model_validate_json(
+            json.dumps(tree, default=str), strict=True
+        )  # strict: true is no 1, and "1" neither
     except ValidationError as error:
         raise RecipeError(label, "; ".join(_problems(error))) from None
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML for `load_recipe`, every key with its value: defaults may change, a record must not."""
-    return strict_yaml.dump(recipe.model_dump(mode="json"))
+    """Return the recipe as YAML for `load_recipe`, every key with its value: defaults may change, a record must not."""
+    out = io.StringIO()
+    _yaml().dump(recipe.model_dump(mode="json"), out)
+    return out.getvalue()
+
+
+def flat(recipe: Recipe) -> dict[str, object]:
+    """Return every key of the recipe by its dotted name, as on the command line."""
+    return dict(_flat(recipe.model_dump(mode="json")))
+
+
+def _flat(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """List the keys of two flat recipes that differ, with both values."""
+    keys = sorted(before.keys() | now.keys())
+    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]
+
+
+def _yaml() -> YAML:
+    """Return a reader of YAML 1.2, where `no` is a word and `1e-4` a number; it refuses a key that stands twice."""
+    yaml = YAML(typ="safe", pure=True)
+    vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)  # a key a line, as they come
+    return yaml
+
+
+def _parsed(content: str, label: str) -> object:
+    try:
+        return _yaml().load(content)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise RecipeError(f"{label} is not YAML", f"{where}{error.problem or error.context}") from None
+    except YAMLError as error:  # characters that YAML does not allow
+        raise RecipeError(f"{label} is not YAML", str(error).splitlines()[0]) from None
 
 
 def _found(name: str) -> tuple[str, str]:
@@ -136,10 +179,7 @@ def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
     steps = key.strip().split(".")
     if not sign or not all(steps):
         raise RecipeError(f"{override!r} is not KEY=VALUE", remedy="For instance optim.lr=0.05 or data.root=PATH")
-    try:
-        plain = strict_yaml.load(value)
-    except ValueError as error:
-        raise RecipeError(f"the value of {override!r} is not YAML", str(error)) from None
+    plain = _parsed(value, f"the value of {override!r}")
     changed = dict(tree)
     inner = changed
     for done, step in enumerate(steps[:-1], 1):
@@ -161,15 +201,15 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif kind == "value_error":  # _fits_together names the key itself
             yield str(problem["ctx"]["error"])
         elif kind in _PLAIN:
-            given = "" if kind == "missing" else f" (it is {problem['input']!r})"
-            yield f"{key} {_PLAIN[kind]}{given}"
+            value = "" if kind == "missing" else f" (it is {problem['input']!r})"
+            yield f"{key} {_PLAIN[kind]}{value}"
         else:
             message = problem["msg"].removeprefix("Input ").replace("should be", "must be")
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r})"
 
 
 def _hint(key: str) -> str:
-    """The known keys most like `key`, by its last word."""
+    """Return the known keys most like `key`, by its last word."""
     known = list(keys())
     home, _, last = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == home}
@@ -181,7 +221,7 @@ def _hint(key: str) -> str:
 
 
 def keys(part: type[Part] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every key that a recipe may have, dotted."""
+    """List every key that a recipe may have, dotted."""
     for name, field in part.model_fields.items():
         yield f"{prefix}{name}"
         group = _group(field.annotation)
@@ -190,7 +230,7 @@ def keys(part: type[Part] = Recipe, prefix: str = "") -> Iterator[str]:
 
 
 def _group(annotation: object) -> type[Part] | None:
-    """The group of keys that a field holds, if it holds one (or null)."""
+    """Return the group of keys that a field holds, if it holds one (or null)."""
     union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     candidates = typing.get_args(annotation) if union else (annotation,)
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, Part)), None)

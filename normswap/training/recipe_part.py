@@ -1,4 +1,4 @@
-"""What the groups of keys of a recipe are made of. A group stands beside what obeys it, where that needs no torch."""
+"""The parts of a recipe: groups of keys. A group stands beside what obeys it, where that needs no torch."""
 
 from __future__ import annotations
 

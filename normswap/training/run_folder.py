@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OptionError, OutputError, SourceError, first_line
+from normswap.errors import OptionError, OutputError, SourceError, first_line, spelled
 from normswap.models.weight_files import hash_in_a_row
 from normswap.plan import Body
 from normswap.storage import atomic_write, checkpoint
@@ -29,11 +30,19 @@ from normswap.training.recipe import Recipe
 VERSION = 1
 COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")
 Row = dict[str, float | None]
-State = dict[str, object]
+
+
+class State(TypedDict):
+    """The tensors of a run that is to be continued."""
+
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor] | None
+    optimizer: dict[str, object]
+    scaler: dict[str, object] | None
 
 
 @dataclass
-class Position:
+class TrainingState:
     """How far a run is.
 
     Args:
@@ -76,9 +85,11 @@ class Folder:
             OutputError: it cannot be made, or holds something else.
         """
         if self.state.is_file():
-            raise OutputError(f"{self.place} holds a run", remedy="--resume auto continues it; or give another -o")
+            raise OutputError(
+                f"{self.place} holds a run", remedy=f"{spelled('resume', 'auto')} continues it; or give another folder"
+            )
         if self.place.is_file() or (self.place.is_dir() and set(self._names()) - {"recipe.yaml", "state"}):
-            raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another -o")
+            raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another folder")
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -95,7 +106,7 @@ class Folder:
     def _names(self) -> list[str]:
         return [path.name for path in self.place.iterdir()]
 
-    def write_state(self, position: Position, parts: State) -> None:
+    def write_state(self, position: TrainingState, parts: State) -> None:
         """Replace the state by this one, at once.
 
         Raises:
@@ -106,8 +117,8 @@ class Folder:
         torch.save(body, buffer)
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
-    def read_state(self) -> tuple[Position, State]:
-        """The state, if this run may be continued from it.
+    def read_state(self) -> tuple[TrainingState, State]:
+        """Return the state, if this run may be continued from it.
 
         Raises:
             SourceError: there is none, or it cannot be read.
@@ -117,15 +128,15 @@ class Folder:
             raise SourceError(f"{self.place} holds no run that can be continued", f"there is no {self.state}")
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)
-            version, position = body.pop("version"), Position(**body.pop("position"))
+            version, position = body.pop("version"), TrainingState(**body.pop("position"))
         except Exception as error:  # torch raises what its unpickler does
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
         if version != VERSION:
             raise SourceError(f"{self.state} has version {version}, this normswap reads {VERSION}")
-        differ = list(_differences(body.pop("identity"), self.identity))
+        differ = _differences(body.pop("identity"), self.identity)
         if differ:
             more = f"; and {len(differ) - 4} more" if len(differ) > 4 else ""
-            remedy = "Continue with the same recipe, network and images, or give another -o"
+            remedy = "Continue with the same recipe, network and images, or give another folder"
             raise OptionError(f"{self.place} holds another run", "; ".join(differ[:4]) + more, remedy)
         return position, body
 
@@ -140,8 +151,8 @@ class Folder:
         checkpoint.save(model, place, force=True)
 
 
-def demand_no_run(place: Path) -> None:
-    """For whoever wants a network.
+def check_no_run(place: Path) -> None:
+    """Refuse the folder of a run where a network is wanted.
 
     Raises:
         SourceError: `place` is the folder of a run; says where its networks are.
@@ -151,34 +162,17 @@ def demand_no_run(place: Path) -> None:
 
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
-    """What makes a run the same run: the recipe, the network it starts from, the images."""
+    """Return what makes a run the same run: the recipe, the network it starts from, the images."""
     record = provenance.of(model)
     plan = record.plan.digest if record else ""
-    keys = flat(recipe)
+    keys = recipe_files.flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)
     return {"network": hash_in_a_row(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
 
 
-def flat(recipe: Recipe) -> dict[str, object]:
-    """Every key of the recipe by its dotted name, as on the command line."""
-    return dict(_flat(recipe.model_dump(mode="json")))
-
-
-def _flat(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
-def _differences(then: Body, now: Body) -> Iterator[str]:
-    for name, what in (("network", "the network is another"), ("plan", "it was converted otherwise"),
-                       ("images", "the training images are others")):  # fmt: skip
-        if then[name] != now[name]:
-            yield what
-    before, after = then["recipe"], now["recipe"]
-    for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            yield f"{key} was {before.get(key)}, is {after.get(key)}"
+def _differences(before: Body, now: Body) -> list[str]:
+    parts = {"network": "the network is another", "plan": "it was converted otherwise",
+             "images": "the training images are others"}  # fmt: skip
+    changed = [text for name, text in parts.items() if before[name] != now[name]]
+    return changed + recipe_files.differences(before["recipe"], now["recipe"])

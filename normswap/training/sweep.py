@@ -3,25 +3,23 @@
 Optuna's storage is all that workers share, and its queue is the list of what is left: the same command may run in
 several processes, on several machines; each takes the next waiting trial. A trial whose worker gives no heartbeat any
 more is given up by Optuna and offered again here (its run is continued where its folder is in reach). A run that
-diverges or fails is a row of the table.
+diverges or fails is a row of the table, which `sweep_table` makes.
 
-What it came to is `sweep_table`'s. Source: De & Smith 2020, arXiv:2002.10444, which tunes the lr by powers of two and
-reports mean and deviation of the best runs.
+Source: De & Smith 2020, arXiv:2002.10444, which tunes the lr by powers of two and reports mean and deviation of the
+best runs.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line
+from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 from normswap.training.sweep_table import Trial
 
@@ -35,21 +33,16 @@ Say = Callable[[str], None]
 
 BEAT, GRACE = 15, 60  # seconds between a worker's signs of life, and without one until it counts as dead
 _ATTEMPTS = 5  # at opening the storage
+_FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")  # may differ between runs
 
 
 class _StoppedError(Exception):
     """Somebody asked the run to stop."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """What is tried: every lr with every seed."""
-
-    lrs: Sequence[float]
-    seeds: Sequence[int]
-
-    def points(self) -> list[Point]:
-        return [(lr, seed) for lr in self.lrs for seed in self.seeds]
+def grid(lrs: Sequence[float], seeds: Sequence[int]) -> list[Point]:
+    """List what is tried: every lr with every seed."""
+    return [(lr, seed) for lr in lrs for seed in seeds]
 
 
 class Sweep:
@@ -58,6 +51,7 @@ class Sweep:
     Args:
         recipe: what every run is trained by, but for its lr and seed.
         subject: what else must be the same in all workers: the network, for instance.
+        points: every (lr, seed) that is tried.
         place: where this machine's runs go.
         storage: the URL of a database; by default an SQLite file in `place`.
 
@@ -67,22 +61,29 @@ class Sweep:
     """
 
     def __init__(
-        self, recipe: Recipe, subject: Mapping[str, str], grid: Grid, place: Path, storage: str | None = None
+        self,
+        recipe: Recipe,
+        subject: Mapping[str, str],
+        points: Sequence[Point],
+        place: Path,
+        storage: str | None = None,
     ) -> None:
-        self.recipe, self.grid, self.place = recipe, grid, place
+        self.recipe, self.points, self.place = recipe, points, place
         self.optuna = _optuna()
+        if place.exists() and not place.is_dir():
+            raise OutputError(f"{place} is a file", remedy="Name a directory")
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
-        self.study = self._open(storage)
-        self._agree(subject)
+        self.study = self._open(storage or f"sqlite:///{place / 'sweep.db'}")
+        self._require_same(subject)
 
-    def _open(self, url: str | None) -> optuna.Study:
-        name, url = f"normswap {self.place.resolve().name}", url or f"sqlite:///{self.place / 'sweep.db'}"
+    def _open(self, url: str) -> optuna.Study:
         for attempt in range(_ATTEMPTS):
             try:
                 self.storage = self._storage(url)
+                name = f"normswap {self.place.resolve().name}"
                 return self.optuna.create_study(
                     study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
                 )
@@ -92,9 +93,8 @@ class Sweep:
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
-        """The database; SQLite, where a read locks nothing, is told to lock it, or two workers get the same trial."""
-        with self._quiet():
-            storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
+        """Open the database; SQLite, where a read locks nothing, is told to lock, or two workers get the same trial."""
+        storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":  # as SQLAlchemy's documentation has it
             from sqlalchemy import event
 
@@ -103,17 +103,13 @@ class Sweep:
             event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return storage
 
-    def _agree(self, subject: Mapping[str, str]) -> None:
+    def _require_same(self, subject: Mapping[str, str]) -> None:
         """Write down what this sweep is of, or see that it is what is written there."""
-        tree = self.recipe.model_dump(mode="json", exclude={"summary", "source"})
-        for part, key in (("optim", "lr"), ("train", "seed"), ("data", "root"), ("data", "workers")):
-            del tree[part][key]
-        ours = json.loads(json.dumps({"recipe": tree, "subject": dict(subject)}))
-        theirs = self.study.user_attrs.get("sweep")
-        if theirs is None:
-            self.study.set_user_attr("sweep", ours)
-            theirs = ours
-        differ = [f"{key} was {was!r}, is {now!r}" for key, was, now in _differences(theirs, ours)]
+        keys = {key: value for key, value in recipe_files.flat(self.recipe).items() if key not in _FREE}
+        settings = {**keys, **subject}
+        if "sweep" not in self.study.user_attrs:
+            self.study.set_user_attr("sweep", settings)
+        differ = recipe_files.differences(self.study.user_attrs["sweep"], settings)
         if differ:
             raise OptionError(f"{self.place} holds another sweep", "; ".join(differ[:3]), "Give another -o")
 
@@ -122,69 +118,63 @@ class Sweep:
 
         Args:
             retake: do not wait for signs of life, but begin again at once whatever has been begun and not ended.
-            say: told what is being run.
+            say: called with what is being run.
 
         Raises:
             NormswapError: what is wrong with every run: its input.
         """
-        states = self.optuna.trial.TrialState
-        for one in self._of(states.RUNNING) if retake else ():
-            self.study.tell(one.number, state=states.FAIL, skip_if_finished=True)
-        waited = 0.0
+        for trial in self._in_state("RUNNING") if retake else ():
+            self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL, skip_if_finished=True)
+        waited = 0
         while True:
-            self._offer()
-            if self._of(states.WAITING):
-                if not self._next(objective, say):
+            self._enqueue_missing()
+            if self._in_state("WAITING"):
+                if not self._run_next(objective, say):
                     return False
-                waited = 0.0
-            elif not self._of(states.RUNNING):
+                waited = 0
+            elif not self._in_state("RUNNING"):
                 return True
             elif waited > GRACE + BEAT:
                 return False  # whoever has begun them is alive
             else:
                 time.sleep(1)
                 waited += 1
-                with self._quiet():
-                    self.optuna.storages.fail_stale_trials(self.study)
+                self.optuna.storages.fail_stale_trials(self.study)
 
-    def _offer(self) -> None:
-        """Put into the queue what no one does, has done or is about to do."""
-        owned = {_point(one) for one in self._trials() if self._counts(one)}
-        for point in self.grid.points():
-            if point not in owned:
-                self.study.enqueue_trial(dict(zip(("lr", "seed"), point, strict=True)))
+    def _enqueue_missing(self) -> None:
+        taken = {_point(trial) for trial in self._valid()}
+        for lr, seed in self.points:
+            if (lr, seed) not in taken:
+                self.study.enqueue_trial({"lr": lr, "seed": seed})
 
-    def _next(self, objective: Objective, say: Say) -> bool:
-        """Take one trial from the queue, Optuna sees to it that no one else has it; False if asked to stop."""
+    def _run_next(self, objective: Objective, say: Say) -> bool:
+        """Take one trial from the queue; Optuna sees to it that no one else has it. Returns False if asked to stop."""
 
         def run(trial: optuna.Trial) -> float:
             self.storage.record_heartbeat(trial._trial_id)  # also a process that dies at once has lived
-            point = self._mine(trial.number)
+            point = self._point_of(trial.number)
             if point is None:
                 raise self.optuna.TrialPruned
             trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)  # as queued; for Optuna's tools
-            return self._run(trial, *point, objective, say)
+            return self._train(trial, *point, objective, say)
 
         try:
-            with self._quiet():
-                self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
+            self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
         except _StoppedError:
             return False
         return True
 
-    def _mine(self, number: int) -> Point | None:
-        """The point that a trial of this number runs; None if the queue was empty, or an earlier trial has it."""
-        trials = self._trials()
-        point = next(_point(one) for one in trials if one.number == number)
-        rivals = [one for one in trials if one.number < number and _point(one) == point and self._counts(one)]
-        return None if rivals else point
+    def _point_of(self, number: int) -> Point | None:
+        """Return what a trial of this number runs: nothing if the queue was empty, or an earlier trial runs that."""
+        point = next(_point(trial) for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
+        earlier = any(trial.number < number and _point(trial) == point for trial in self._valid())
+        return None if earlier else point
 
-    def _run(self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say) -> float:
-        folder = self._folder(lr, seed)
+    def _train(self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say) -> float:
+        folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
-        points = self.grid.points()
-        begun = {_point(one) for one in self._trials() if self._counts(one) and one.state.name != "WAITING"}
-        say(f"lr {lr:g}, seed {seed} ({len(begun.intersection(points))} of {len(points)})")
+        begun = {_point(one) for one in self._valid() if one.state.name != "WAITING"}
+        say(f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})")
         recipe = self.recipe.model_copy(update={
             "optim": self.recipe.optim.model_copy(update={"lr": lr}),
             "train": self.recipe.train.model_copy(update={"seed": seed}),
@@ -196,56 +186,36 @@ class Sweep:
             trial.set_user_attr("note", str(error) if isinstance(error, TrainingError) else first_line(error))
             trial.set_user_attr("lost", "diverged" if isinstance(error, TrainingError) else "failed")
             raise
-        if top1 is None:  # the trial fails without a word, so that it is offered again
+        if top1 is None:  # the trial fails without a word, so that it is queued again
             raise _StoppedError
         return top1
 
-    def _trials(self) -> list[optuna.trial.FrozenTrial]:
-        return self.study.get_trials(deepcopy=False)
+    def _in_state(self, name: str) -> list[optuna.trial.FrozenTrial]:
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name == name]
 
-    def _of(self, state: optuna.trial.TrialState) -> list[optuna.trial.FrozenTrial]:
-        return [one for one in self._trials() if one.state == state]
-
-    def _counts(self, one: optuna.trial.FrozenTrial) -> bool:
-        """Whether it is waiting, running, or has ended, well or not; one that was given up does not."""
-        return one.state.name in ("WAITING", "RUNNING", "COMPLETE") or "lost" in one.user_attrs
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Without the warning that Optuna's heartbeat is new (it is from 2021)."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
-            yield
-
-    def _folder(self, lr: float, seed: int) -> Path:
-        return self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
+    def _valid(self) -> list[optuna.trial.FrozenTrial]:
+        """List what is waiting, running, or has ended, well or not; not what was given up or stopped."""
+        states = ("WAITING", "RUNNING", "COMPLETE")
+        trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state.name in states or "lost" in trial.user_attrs]
 
     def trials(self) -> list[Trial]:
-        """Every point that was begun, by lr and seed; one that is still running has the state `running`."""
-        found: dict[Point, Trial] = {}
-        for one in self._trials():
-            point = _point(one)
-            if point is None or not self._counts(one) or one.state.name == "WAITING":
-                continue
-            state = {"COMPLETE": "done", "RUNNING": "running"}.get(one.state.name) or one.user_attrs["lost"]
-            seconds = None if one.duration is None else one.duration.total_seconds()
-            note, folder = one.user_attrs.get("note", ""), one.user_attrs.get("folder")
-            found.setdefault(point, Trial(*point, state, one.value, note, folder, seconds))
-        return sorted(found.values(), key=lambda trial: (trial.lr, trial.seed))
+        """List every point that was begun, by lr and seed; one that is still running has the state `running`."""
+        table: dict[Point, Trial] = {}
+        for trial in self._valid():
+            point = _point(trial)
+            if point is not None and trial.state.name != "WAITING":
+                state = {"COMPLETE": "done", "RUNNING": "running"}.get(trial.state.name) or trial.user_attrs["lost"]
+                seconds = None if trial.duration is None else trial.duration.total_seconds()
+                note, folder = trial.user_attrs.get("note", ""), trial.user_attrs.get("folder")
+                table.setdefault(point, Trial(*point, state, trial.value, note, folder, seconds))
+        return sorted(table.values(), key=lambda trial: (trial.lr, trial.seed))
 
 
-def _point(one: optuna.trial.FrozenTrial) -> Point | None:
-    """What a trial runs, or is about to run."""
-    queued = one.system_attrs.get("fixed_params", {})
+def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
+    """Return what a trial runs, or is about to run."""
+    queued = trial.system_attrs.get("fixed_params", {})
     return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
-
-
-def _differences(then: object, now: object, above: str = "") -> Iterator[tuple[str, object, object]]:
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted(then.keys() | now.keys()):
-            yield from _differences(then.get(key), now.get(key), f"{above}.{key}" if above else key)
-    elif then != now:
-        yield above.removeprefix("recipe.").removeprefix("subject."), then, now
 
 
 def _optuna() -> ModuleType:
@@ -253,4 +223,5 @@ def _optuna() -> ModuleType:
         import optuna
     except ImportError:
         raise OptionError("sweeps need Optuna", "it is not installed", "pip install 'normswap[train]'") from None
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of its heartbeat, which is from 2021
     return optuna

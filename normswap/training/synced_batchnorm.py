@@ -31,10 +31,10 @@ class _Sum(torch.autograd.Function):
 
 
 class Synced(_BatchNorm):
-    """What replaces the class of a BatchNorm: in training, mean and variance over all processes."""
+    """The class that replaces a BatchNorm's: in training, mean and variance over all processes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...)"""
+        """Map (N, C, ...) to (N, C, ...)."""
         if not self.training:
             return super().forward(input)
         x, over = input.to(torch.promote_types(input.dtype, torch.float32)), [0, *range(2, input.ndim)]
@@ -71,7 +71,7 @@ class Synced(_BatchNorm):
 def synchronize(model: nn.Module) -> int:
     """Let the BatchNorms of `model` use the statistics of all processes, in place; returns how many do."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNormAct2d, SiteNorm)
-    found = [m for m in model.modules() if type(m) in kinds and not getattr(m, "ghost", 0)]
-    for module in found:
+    norms = [m for m in model.modules() if type(m) in kinds and not getattr(m, "ghost", 0)]
+    for module in norms:
         module.__class__ = type(f"Synced{type(module).__name__}", (Synced, type(module)), {})
-    return len(found)
+    return len(norms)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,16 +23,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from normswap.errors import OptionError, SourceError
 from normswap.images.datasets import PREFIXES, Loader, collate, open_images
+from normswap.images.places import TRAIN, VALIDATION, part_named
+from normswap.plan import Body
 from normswap.training import stopping
 from normswap.training.augmenting import transform
 from normswap.training.recipe import Data as DataPart
 
-Record = Mapping[str, Any]
 Example = tuple[Tensor, int]
-
-_TRAIN = ("train", "training")
-_VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
-_PACKED = ("", ".tar", ".tar.xz", ".tar.gz")
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Share:
     accumulate: int = 1
 
     def micro(self, batch: int) -> int:
-        """Images per micro-batch.
+        """Return the images per micro-batch.
 
         Raises:
             OptionError: the batch cannot be divided so.
@@ -96,14 +93,14 @@ def _slice(images: list[int], which: int, size: int) -> list[int]:
 
 
 def key(*parts: object) -> int:
-    """A seed of 32 bits for what these parts name."""
+    """Return a seed of 32 bits for what these parts name."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 @contextmanager
 def drawn_by(*parts: object) -> Iterator[None]:
     """Let Python's, numpy's and torch's (CPU) random numbers be a function of `parts`; restored afterwards."""
-    before, others, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, arrays, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = key(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -111,27 +108,35 @@ def drawn_by(*parts: object) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(before)
-        np.random.set_state(others)
+        random.setstate(python)
+        np.random.set_state(arrays)
         torch.set_rng_state(torchs)
 
 
-class Seeded(Dataset[Example]):
-    """Images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
+class ImageRows(Protocol):
+    """A dataset that knows how many images it has."""
 
-    def __init__(self, images: Any, seed: int) -> None:
-        self.images, self.seed = images, seed
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
+class Seeded(Dataset[Example]):
+    """Some images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
+
+    def __init__(self, images: ImageRows, rows: Sequence[int], seed: int) -> None:
+        self.images, self.rows, self.seed = images, rows, seed
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.rows)
 
     def __getitem__(self, at: tuple[int, int]) -> Example:
         epoch, index = at
         with drawn_by(self.seed, "image", epoch, index):
-            return self.images[index]
+            return self.images[self.rows[index]]
 
 
-class Training:
+class TrainingImages:
     """The training images of a recipe.
 
     Args:
@@ -142,24 +147,24 @@ class Training:
         SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
     """
 
-    def __init__(self, model: Record, data: DataPart, seed: int, *, labelled: bool) -> None:
+    def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed = places(data)[0], data, seed
         images = open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
         if isinstance(images, IterableDataset):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
-        self.digest = _digest(images)
-        self.images = Seeded(_some(images, data.samples, seed), seed)
+        self.digest, self.notes = _digest(images), images.notes
+        self.images = Seeded(images, _rows(len(images), data.samples, seed), seed)
         if len(self.images) < data.batch_size:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)
 
     @property
     def updates_per_epoch(self) -> int:
-        """Whole batches; the rest of the images is left out, other ones in each epoch."""
+        """Count whole batches; the rest of the images is left out, other ones in each epoch."""
         return len(self.images) // self.data.batch_size
 
     def batches(self, share: Share, first: int, last: int, *, pin: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches of this process, from update `first` to before `last`."""
+        """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[Example] = DataLoader(
             self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
@@ -168,8 +173,8 @@ class Training:
         return iter(Loader(loader, self.place, None))
 
 
-def validation(model: Record, data: DataPart, share: Share, seed: int, *, batch: int) -> Loader | None:
-    """This process's share of the validation images, or None where there are none.
+def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: int) -> Loader | None:
+    """Return this process's share of the validation images, or None where there are none.
 
     Raises:
         SourceError: they cannot be read, or have other classes than the network.
@@ -182,53 +187,56 @@ def validation(model: Record, data: DataPart, share: Share, seed: int, *, batch:
     images = open_images(model, place, "validation", create_transform(**config))
     if isinstance(images, IterableDataset):
         raise SourceError(f"{place} streams", "validation needs a dataset with a length")
-    images = _some(images, data.validation_samples, seed)
-    if len(images) < share.world:
-        raise SourceError(f"{place} has {len(images)} images", f"{share.world} processes validate")
-    mine = Subset(images, range(share.rank, len(images), share.world))
+    rows = _rows(len(images), data.validation_samples, seed)
+    if len(rows) < share.world:
+        raise SourceError(f"{place} has {len(rows)} images", f"{share.world} processes validate")
+    shared: Subset[Example] = Subset(images, rows[share.rank :: share.world])
     loader: DataLoader[Example] = DataLoader(
-        mine, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0),
+        shared, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0),
         worker_init_fn=stopping.ignore,
     )  # fmt: skip
-    return Loader(loader, place, len(mine))
+    return Loader(loader, place, len(shared), notes=images.notes)
 
 
 def places(data: DataPart) -> tuple[str, str | None]:
-    """Where the training and the validation images are (as `data.make_loader` takes them).
+    """Return where the training and the validation images are (as `data.make_loader` takes them).
 
     Raises:
         SourceError: the recipe names no images.
     """
     if data.root is None:
-        raise SourceError("no images to train on", "the recipe has no data.root", "Give --data PATH")
+        raise SourceError(
+            "no images to train on", "the recipe has no data.root", "Give data.root=PATH, the folder of the images"
+        )
     root = Path(data.root)
     if not root.exists():  # a dataset of timm's, which knows its parts, or an error when it is opened
         parts = data.root.partition("/")[0].lower() in PREFIXES
         return data.root, data.validation or (data.root if parts else None)
-    training = _found(root, _TRAIN) or root
-    beside = training.parent if training.name.partition(".")[0] in _TRAIN else root
-    found = None if data.validation else _found(beside, _VALIDATION)
-    return str(training), data.validation or (str(found) if found else None)
+    training = part_named(root, TRAIN) or root
+    beside = training.parent if training.name.partition(".")[0] in TRAIN else root
+    validated = None if data.validation else part_named(beside, VALIDATION)
+    return str(training), data.validation or (str(validated) if validated else None)
 
 
-def _found(folder: Path, names: tuple[str, ...]) -> Path | None:
-    if not folder.is_dir():
-        return None
-    options = (folder / f"{name}{ending}" for name in names for ending in _PACKED)
-    return next((path for path in options if path.exists()), None)
+def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None) -> list[str]:
+    """Say which images are trained and validated on, where the recipe leaves that open, and how labels were read."""
+    place, validated = places(data)
+    taken = [] if place == data.root else [f"training images of {place}, validation images of {validated}"]
+    return list(dict.fromkeys([*taken, *training.notes, *(checked.notes if checked else ())]))
 
 
-def _some(images: Any, samples: int | None, seed: int) -> Any:
-    if samples is None or samples >= len(images):
-        return images
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:samples]
-    return Subset(images, sorted(order.tolist()))
+def _rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
+    """Draw which of so many images are used."""
+    if samples is None or samples >= count:
+        return range(count)
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples].tolist()
+    return sorted(order)
 
 
-def _digest(images: Any) -> str:
-    """SHA-256 of the names of all images, where the dataset has names, else of their number."""
+def _digest(images: ImageRows) -> str:
+    """Return the SHA-256 of the names of all images, where the dataset has names, else of their number."""
     digest = hashlib.sha256(str(len(images)).encode())
-    reader = getattr(images.images, "reader", None)
+    reader = getattr(getattr(images, "images", None), "reader", None)
     if reader is not None:
         for name in reader.filenames():
             digest.update(str(name).encode())

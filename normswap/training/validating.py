@@ -17,33 +17,33 @@ if TYPE_CHECKING:  # an optional package
     from accelerate import Accelerator
 
 
-def measure(model: nn.Module, mine: Loader | None, engine: Accelerator) -> Evaluation | None:
-    """One pass over the validation images, or None where there are none.
+def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
+    """Make one pass over the validation images, or None where there are none.
 
     Args:
         model: not wrapped; in every process.
-        mine: this process's share of the images.
+        share: this process's share of the images.
         engine: Accelerate's view of the machine.
     """
-    if mine is None:
+    if share is None:
         return None
     if engine.num_processes > 1:
         for buffer in model.buffers():  # without SyncBN, every process has running statistics of its own
             dist.broadcast(buffer, 0)
-    own = evaluate(model, mine)
-    means = [own.top1, own.top5, own.loss, 1.0, own.images_per_s / own.count]
-    parts = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * own.count
+    measured = evaluate(model, share)
+    means = [measured.top1, measured.top5, measured.loss, 1.0, measured.images_per_s / measured.count]
+    parts = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * measured.count
     top1, top5, loss, count, speed = engine.reduce(parts, "sum").tolist()
     return Evaluation(top1 / count, top5 / count, loss / count, round(count), speed)
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """What to add figures up in: the order, which depends on the number of processes, should not show."""
+    """Return what to add figures up in: the order, which depends on the number of processes, should not show."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def score(row: Row) -> float:
-    """What the best network is chosen by: accuracy, or without validation the training loss; more is better."""
+    """Return what the best network is chosen by: accuracy, or without validation the training loss; more is better."""
     known = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
     if known:
         return max(known)

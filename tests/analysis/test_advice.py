@@ -11,10 +11,10 @@ import pytest
 from small import small
 from torch import nn
 
+from normswap import demo_files
 from normswap.analysis import advice
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
-from normswap.reporting import demo
 from normswap.schemes.parts import steady_signs
 from normswap.surgery import conversion
 from normswap.surgery.network import Network
@@ -52,7 +52,7 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
         if one.command:
             words = one.command.split()
             purpose = "opacus" if how.get("private") else None
-            assert list(conversion.drafts(Network(model), words[words.index("--to") + 1], purpose=purpose))
+            assert list(conversion.plan_steps(Network(model), words[words.index("--to") + 1], purpose=purpose))
 
 
 def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_questions() -> None:
-    with pytest.raises(OptionError, match="--batch-size 0"):
+    with pytest.raises(OptionError, match="batch_size=0"):
         advice.advise(Network(small()), "net", 0)
     with pytest.raises(OptionError, match="Ask twice"):
         advice.advise(Network(small()), "net", 8, private=True, deploy=True)
@@ -72,13 +72,13 @@ def test_bad_questions() -> None:
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", str(demo.FOLDER), "--batch-size", "4", "--json"]) == 0
+    assert main(["advise", str(demo_files.FOLDER), "--batch-size", "4", "--json"]) == 0
     body = json.loads(capfd.readouterr().out)
     assert body["choose"]["scheme"] == "skipinit"
     assert body.keys() == {"source", "batch_size", "private", "deploy", "choose", "others", "refused"}
     exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
     assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
-    assert main(["advise", str(demo.FOLDER), "--private"]) == 0
+    assert main(["advise", str(demo_files.FOLDER), "--private"]) == 0
     out = capfd.readouterr().out
     assert "--to skipinit --for opacus" in out
     assert "--calibrate measures what is kept" in out
@@ -88,4 +88,4 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
     assert command[: 2 + len(how)] == ["normswap", "convert", *how]
     assert main([*command[1:], "--dry-run"]) == 0
-    assert main(["advise", str(demo.FOLDER), "--batch-size", "0"]) == 2
+    assert main(["advise", str(demo_files.FOLDER), "--batch-size", "0"]) == 2

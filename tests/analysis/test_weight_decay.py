@@ -14,10 +14,10 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.analysis import weight_decay
 from normswap.analysis.weight_decay import POLICIES, SCALARS, counts, param_groups, roles
 from normswap.errors import OptionError, TraceError
 from normswap.surgery.conversion import convert
+from normswap.surgery.network import Network
 
 # How these were counted, from the papers and not from our output.
 #
@@ -130,7 +130,7 @@ CONVERTED = [
     ("resnet18", "folded", {}, {"weight": 21, "bias": 21}),
     # v2, ReLU: the scales move on, a shift stays where the 8 first norms stood; scale and shift of the final norm stay
     ("resnetv2_18", "skipinit", {}, {"weight": 21, "bias": 20, "alpha": 8, "gamma_head": 1, "beta": 9}),
-    # norms in every seat, or a live gamma on every convolution: the roles are the source's
+    # norms in every place, or a live gamma on every convolution: the roles are the source's
     ("resnet18", "batchnorm", {"ghost_batch": 2}, TABLE["resnet18"]),
     ("resnet18", "tune", {}, TABLE["resnet18"]),
     # 12 norms of v2 follow no convolution of their own and keep their statistics; 8 go into one
@@ -141,7 +141,7 @@ CONVERTED = [
         {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1},
     ),
     ("resnet18", "frozen-bn", {}, {"weight": 21, "bias": 1}),
-    # as `resnet18` itself: every gamma and beta is in its seat
+    # as `resnet18` itself: every gamma and beta is in its place
     ("resnet18", "affine", {}, TABLE["resnet18"]),
     # scalar biases before the 21 linear layers, and before the stem's and the branches' inner activations (1 + 8)
     ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 30}),
@@ -154,7 +154,7 @@ CONVERTED = [
     ("resnet18", "groupnorm", {"steady": 0}, TABLE["resnet18"]),
     ("resnet18", "layernorm", {"steady": 0}, TABLE["resnet18"]),
     ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
-    # an alpha in every seat; the convolutions before take in means
+    # an alpha in every place; the convolutions before absorb means
     ("resnet18", "dyt", {}, TABLE["resnet18"] | {"bias": 21, "tanh_alpha": 20}),
     # gamma stays; beta goes into the biases of qkv and fc1, but that of the last norm
     ("vit_tiny_patch16_224", "rmsnorm", {}, TABLE["vit_tiny_patch16_224"] | {"beta": 1}),
@@ -281,10 +281,10 @@ def test_bert_like() -> None:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet18"])
 def test_networks_that_cannot_be_traced_are_read_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: nn.Module) -> None:
+    def refuse(network: Network) -> None:
         raise TraceError("no")
 
-    monkeypatch.setattr(weight_decay.inspection, "inspect", refuse)
+    monkeypatch.setattr(Network, "anatomy", property(refuse))
     model = skeleton(name)
     found = counts(roles(model))
     check(model, param_groups(model))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
 import sys
@@ -17,45 +16,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import MODEL, Capture, run_json
 from torch import Tensor, nn
 
+from normswap import demo_files
 from normswap.benchmarking import runtimes, timing, timing_plot
-from normswap.benchmarking.forms import KINDS, Form, Group, Making, groups, of_file, of_model, original
+from normswap.benchmarking.forms import Form, Group, Making, groups, of_file, of_model, original
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.timing import Benchmark, Quartiles, TimedRow, Timing, quartiles, speedup
+from normswap.benchmarking.timing import Benchmark, Quartiles, TimedRow, quartiles, speedup
 from normswap.benchmarking.worker import Burst, Ready, Worker, begin
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.exporting import exporter
 from normswap.exporting import sidecar as sidecars
-from normswap.models import network_input
-from normswap.reporting import demo
+from normswap.models import network_input, zoo
 from normswap.storage import checkpoint
 from normswap.surgery import conversion
 
-MODEL = str(demo.FOLDER)
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 SHORT = ("--rounds", "2", "--seconds", "0.02")
 KEYS = {
     "network", "form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "best_ms", "cpu_ms",
     "images_per_s", "speedup", "speedup_low", "speedup_high", "memory_mib", "ready_s", "runs", "rounds",
 }  # fmt: skip
-Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run_json(capfd: Capture, *arguments: str) -> Any:
-    """Run with --json: stdout is JSON and nothing else, stderr is empty."""
-    capfd.readouterr()
-    assert main(["bench", *arguments, *SHORT, "--json"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    return json.loads(out, parse_constant=pytest.fail)
+def bench(capfd: Capture, *arguments: str) -> Any:
+    return run_json(capfd, "bench", *arguments, *SHORT)
 
 
 def making(folder: Path, settings: Settings, batches: list[int]) -> Making:
@@ -105,7 +92,7 @@ def test_nobody_always_runs_first_or_after_the_same_one(here: Path) -> None:
     contenders: list[Any] = [timing.Contender(TimedRow("n", "x", "eager", 1)) for _ in range(4)]
     for i, contender in enumerate(contenders):
         contender.worker, contender.ready = Listed(i, order), (i != 2 and Ready(np.zeros(1), 1.0, None)) or None
-    Benchmark(Settings(), here, ["eager"], timing=Timing(12, 1.0)).time(contenders, "")
+    Benchmark(Settings(rounds=12, seconds=1.0), here, ["eager"]).time(contenders, "")
     turns = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert len(turns) == 12
     assert all(sorted(turn) == [0, 1, 3] for turn in turns)
@@ -137,7 +124,7 @@ def test_figures_of_a_row() -> None:
 
 @pytest.mark.slow
 def test_table_picture_and_json(here: Path, capfd: Capture) -> None:
-    body = run_json(
+    body = bench(
         capfd, MODEL, "--batch", "2", "--runtime", "eager,fuse,torchscript,onnxruntime,openvino",
         "-o", "a.png", "--csv", "a.csv", "--threads", "1",
     )  # fmt: skip
@@ -156,7 +143,7 @@ def test_table_picture_and_json(here: Path, capfd: Capture) -> None:
         assert row["memory_mib"] > 1 or sys.platform != "linux"
     assert [row["speedup"] for row in rows if (row["form"], row["runtime"]) == ("original", "eager")] == [1]
     assert body["settings"]["threads"] == 1
-    assert body["settings"]["sizes"] == {demo.FOLDER.name: list(network_input.size(checkpoint.open_model(MODEL)))}
+    assert body["settings"]["sizes"] == {demo_files.FOLDER.name: list(network_input.size(checkpoint.open_model(MODEL)))}
     assert body["machine"]["versions"]["torch"]
     assert body["files"] == ["a.png", "a.csv"]
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -176,7 +163,7 @@ def test_what_is_missing_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatc
     assert out.count("original, eager") == 2  # what the others are measured by, at each batch size
     assert "resnet18, batch 3 of 3 x 32 x 32" in out
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    rows = run_json(capfd, *SMALL, "--size", "32", "--batch", "1", "--runtime", "onnxruntime")["rows"]
+    rows = bench(capfd, *SMALL, "--size", "32", "--batch", "1", "--runtime", "onnxruntime")["rows"]
     assert [row["reason"] for row in rows] == ["", *2 * ["onnxscript is not installed"]]
 
 
@@ -186,16 +173,16 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     assert main(["export", "skip", "-o", "a.onnx", "--input-size", "3,32,32", "--normalize", "--softmax"]) == 0
     assert main(["export", "skip", "-o", "a.pt2", "--input-size", "3,32,32"]) == 0
     names = ("skip", "a.onnx", "a.pt2")
-    rows = run_json(capfd, *names, "--size", "32", "--batch", "2", "--runtime", "eager,onnxruntime")["rows"]
+    rows = bench(capfd, *names, "--size", "32", "--batch", "2", "--runtime", "eager,onnxruntime")["rows"]
     found = {(row["form"], row["runtime"]): row for row in rows}
     assert {key: row["status"] for key, row in found.items()} == {
         ("original", "eager"): "ok", ("original", "onnxruntime"): "ok", ("skipinit", "eager"): "ok",
         ("skipinit", "onnxruntime"): "ok", ("folded", "eager"): "ok", ("folded", "onnxruntime"): "ok",
         ("a.onnx", "onnxruntime"): "failed", ("a.pt2", "eager"): "failed"}  # fmt: skip
     assert "Expected: 1" in found["a.onnx", "onnxruntime"]["reason"]  # they take one image at a time
-    rows = run_json(capfd, *names, "--size", "32", "--batch", "1", "--runtime", "eager,onnxruntime")["rows"]
+    rows = bench(capfd, *names, "--size", "32", "--batch", "1", "--runtime", "eager,onnxruntime")["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 8
-    alone = run_json(capfd, "a.onnx", "--batch", "1", "--runtime", "eager,onnxruntime,openvino")
+    alone = bench(capfd, "a.onnx", "--batch", "1", "--runtime", "eager,onnxruntime,openvino")
     assert [(row["network"], row["form"], row["status"]) for row in alone["rows"]] == [("a.onnx", "a.onnx", "ok")] * 2
     assert alone["settings"]["sizes"] == {"a.onnx": [3, 32, 32]}
 
@@ -206,8 +193,8 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
         (["--runtime", "eager,tensorrt"], "unknown runtime 'tensorrt': there are eager, fuse, compile, torchscript"),
         (["--runtime", "compile:fast"], "compile has no mode 'fast': there are compile:default"),
         (["--runtime", "eager:fast"], "eager has no mode 'fast': it has none"),
-        (["--batch", "0"], "--batch 0: it is a list of whole numbers from 1 up"),
-        (["--batch", "1,x"], "--batch 1,x: it is a list"),
+        (["--batch", "0"], "--batch-size 0: it is a list of whole numbers from 1 up"),
+        (["--batch", "1,x"], "--batch-size 1,x: it is a list"),
         (["--size", "0"], "Invalid value for '--size'"),
         (["--dtype", "fp8"], "unknown dtype 'fp8': there are fp32, fp16, bf16"),
         (["--device", "tpu"], "unknown device 'tpu': there are cpu, cuda, mps"),
@@ -279,7 +266,7 @@ def test_a_wrong_contender_is_caught(here: Path) -> None:
         return Form(name, {"torchscript": lambda: scripted(model, here / f"{name}.ts")}, answers=right)
 
     group = Group("x", [subject("right", right), subject("slightly", slightly), subject("wrong", wrong)], (3, 8, 8))
-    rows = Benchmark(Settings(), here, ["torchscript"], timing=Timing(2, 0.01)).run([group])
+    rows = Benchmark(Settings(rounds=2, seconds=0.01), here, ["torchscript"]).run([group])
     assert [row.status for row in rows] == ["ok", "ok", "wrong"]
     assert rows[2].error == pytest.approx(0.005, rel=1e-3)
     assert "differ by 5.0e-03" in rows[2].reason
@@ -300,7 +287,7 @@ def test_the_wrong_network_behind_a_command_is_caught(
         return real(result, directory, **options)
 
     monkeypatch.setattr(checkpoint, "save", save)
-    body = run_json(capfd, *SMALL, "--size", "32", "--batch", "1", "--runtime", "eager")
+    body = bench(capfd, *SMALL, "--size", "32", "--batch", "1", "--runtime", "eager")
     assert [(row["form"], row["status"]) for row in body["rows"]] == [("original", "ok"), ("folded", "wrong")]
 
 
@@ -314,7 +301,7 @@ def test_what_fails_is_a_row(here: Path) -> None:
     refused = Form("refused", {"torchscript": refuse}, answers=Times(1))
     broken = Form("broken", {"torchscript": lambda: here / "bad.ts"}, answers=Times(1))
     group = Group("x", [refused, good, broken], (3, 8, 8))
-    rows = Benchmark(Settings(), here, ["torchscript"], timing=Timing(1, 0.01)).run([group])
+    rows = Benchmark(Settings(rounds=1, seconds=0.01), here, ["torchscript"]).run([group])
     assert [row.status for row in rows] == ["failed", "ok", "failed"]
     assert rows[0].reason == "OptionError: no such luck"
     assert rows[1].speedup == 1  # the first that runs, where the first does not
@@ -325,7 +312,7 @@ def test_what_fails_is_a_row(here: Path) -> None:
 
 def test_a_process_that_dies_is_a_row(here: Path) -> None:
     good = Form("good", {"torchscript": lambda: scripted(Times(1), here / "good.ts")}, answers=Times(1))
-    benchmark, group = Benchmark(Settings(), here, [], timing=Timing(2, 0.01)), Group("x", [good], (3, 8, 8))
+    benchmark, group = Benchmark(Settings(rounds=2, seconds=0.01), here, []), Group("x", [good], (3, 8, 8))
     with ExitStack() as stack:
         first, second = (benchmark.start(group, 1, good, "torchscript", stack) for _ in range(2))
         assert first.worker is not None
@@ -343,7 +330,7 @@ def test_a_network_that_cannot_be_folded(here: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(conversion, "convert", refuse)
     group = of_model("demo", checkpoint.open_model(MODEL), making(here / "files", Settings(), [1]))
-    rows = Benchmark(Settings(), here, ["eager"], timing=Timing(1, 0.01)).run([group])
+    rows = Benchmark(Settings(rounds=1, seconds=0.01), here, ["eager"]).run([group])
     assert [(row.form, row.status) for row in rows] == [("original", "ok"), ("folded", "failed")]
     assert rows[1].reason == "RefusedError: nothing to convert to folded: the network has no norm"
 
@@ -391,15 +378,15 @@ def test_runtimes_are_found_by_name() -> None:
     assert runtimes.find("compile:max-autotune") == (runtimes.RUNTIMES["compile"], "max-autotune")
     assert runtimes.find("eager") == (runtimes.RUNTIMES["eager"], "")
     opened = {kind for runtime in runtimes.RUNTIMES.values() for kind in runtime.opens}
-    assert opened == {"directory", *KINDS.values()}
+    assert opened == {"directory", *zoo.EXPORTED.values()}
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("fp16", ["eager"]), ("bf16", ["eager", "torchscript"])])
 def test_half_precision(here: Path, dtype: str, wanted: list[str]) -> None:
-    settings = Settings(dtype=dtype, channels_last=True)
+    settings = Settings(dtype=dtype, channels_last=True, rounds=1, seconds=0.01)
     model = checkpoint.open_model(MODEL)
     found = groups([(MODEL, "demo", model)], making(here, settings, [2]))
-    rows = Benchmark(settings, here, wanted, [2], Timing(1, 0.01)).run(found)
+    rows = Benchmark(settings, here, wanted, [2]).run(found)
     assert [row.status for row in rows] == ["ok"] * 2 * len(wanted)
     assert all(1e-5 < (row.error or 0) < timing.BOUNDS[dtype] for row in rows)  # it was no float32 that ran
 
@@ -411,7 +398,7 @@ def test_a_plot_of_what_was_not_timed(here: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_networks_agree_and_say_how_long_they_took(here: Path, capfd: Capture) -> None:
-    rows = run_json(capfd, *SMALL, "--size", "32", "--batch", "2", "--runtime", "compile")["rows"]
+    rows = bench(capfd, *SMALL, "--size", "32", "--batch", "2", "--runtime", "compile")["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 3
     eager, *compiled = (row["ready_s"] for row in rows)
     assert all(seconds > eager for seconds in compiled)
@@ -420,7 +407,7 @@ def test_compiled_networks_agree_and_say_how_long_they_took(here: Path, capfd: C
 @pytest.mark.gpu
 def test_on_a_gpu(capfd: Capture) -> None:
     names = "eager,compile,compile:reduce-overhead,compile:max-autotune,torchscript"
-    rows = run_json(
+    rows = bench(
         capfd, *SMALL, "--size", "64", "--batch", "1,16", "--runtime", names, "--device", "cuda", "--dtype", "bf16",
         "--channels-last",
     )["rows"]  # fmt: skip

@@ -23,7 +23,7 @@ from normswap.calibration.least_squares import Folds
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms, steady_gauge, steady_signs
+from normswap.schemes.parts import per_sample_norms, per_sample_rescaling, steady_signs
 from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -92,14 +92,17 @@ def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]
     assert distance(wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)) < 1e-12
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("sum_of", ["nothing", "ones", "numbers"])
 @pytest.mark.parametrize("kind", CONVS)
-def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind: str, sum_of: str) -> None:
+def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(
+    kind: str, sum_of: str, biased: bool
+) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, **CONVS[kind]).double()
     batches = [3 + torch.randn(5, 4, 9, 7, dtype=torch.float64) for _ in range(3)]
     targets = [(torch.randn_like(conv(x)) + conv(x).relu()).detach() for x in batches]
-    folds = Folds()
+    folds = Folds(biased=biased)
     for x, y in zip(batches, targets, strict=True):
         folds.add(*sampling.patches(conv, x, y, 10_000, torch.Generator()))
     prior = conv.weight.detach().reshape(conv.groups, 6 // conv.groups, -1)
@@ -110,7 +113,7 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
     wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
     for g in range(conv.groups):
         a, b = unrolled[:, g], np.split(wanted, conv.groups, 1)[g]
-        ac, bc = a - a.mean(0), b - b.mean(0)
+        ac, bc = (a - a.mean(0), b - b.mean(0)) if biased else (a, b)
         damp = fit.ridge * (ac**2).mean()
         # the ridge as further rows; the constraint by substitution: V = P u with the columns of P spanning zero sums
         rows = np.concatenate([ac / np.sqrt(len(a)), np.sqrt(damp) * np.eye(a.shape[1])])
@@ -118,7 +121,7 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(kind:
         basis = np.eye(a.shape[1]) if zero_sum is None else np.linalg.svd(zero_sum[g, None].numpy())[2][1:].T
         v = basis @ np.linalg.lstsq(rows @ basis, goal, rcond=None)[0]
         assert np.linalg.norm(fit.weight[g].numpy().T - v) <= 1e-8 * np.linalg.norm(v)
-        assert np.allclose(fit.bias[g].numpy(), b.mean(0) - a.mean(0) @ v, atol=1e-8)
+        assert np.allclose(fit.bias[g].numpy(), biased * (b.mean(0) - a.mean(0) @ v), atol=1e-8)
         if zero_sum is not None:
             assert abs(zero_sum[g].numpy() @ fit.weight[g].numpy().T).max() < 1e-10
 
@@ -399,17 +402,19 @@ def test_images_of_other_channels_do_not_fit(to: str) -> None:
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("nf", {}, "--calibrate DATA"),
+        ("nf", {}, "calibrate=DATA"),
         ("nf", {"calibrate": images(), "mean": "keep"}, "no use for calibration data"),
         ("folded", {"calibrate": images()}, "no use for calibration data"),
         ("skipinit", {"calibrate": images(), "alpha": "0"}, "no use for calibration data"),
         ("groupnorm", {"calibrate": "nose"}, "nor 'noise'"),
         ("nf", {"mean": "zero"}, "neither 'fit' nor 'keep'"),
-        *(("groupnorm", {"groups": wrong}, f"--groups {wrong} is not a whole") for wrong in (0, -1, 1.5, True, "2")),
-        *(("groupnorm", {"group_size": wrong}, f"--group-size {wrong} is not") for wrong in (-1, 1.5, True, "2")),
-        ("groupnorm", {"groups": 2, "group_size": 4}, "--groups and --group-size"),
-        *((to, {"steady": wrong}, f"--steady {wrong} is not in") for to in ("groupnorm", "layernorm")
-          for wrong in (1, -0.1, "half")),
+        *(("groupnorm", {"groups": wrong}, f"groups={shown} is not a whole")
+          for wrong, shown in ((0, 0), (-1, -1), (1.5, 1.5), (True, True), ("2", '"2"'))),
+        *(("groupnorm", {"group_size": wrong}, f"group_size={shown} is not")
+          for wrong, shown in ((-1, -1), (1.5, 1.5), (True, True), ("2", '"2"'))),
+        ("groupnorm", {"groups": 2, "group_size": 4}, "groups= and group_size="),
+        *((to, {"steady": wrong}, f"steady={shown} is not in") for to in ("groupnorm", "layernorm")
+          for wrong, shown in ((1, 1), (-0.1, -0.1), ("half", '"half"'))),
     ],
 )  # fmt: skip
 def test_options_are_checked(to: str, options: dict[str, Any], message: str) -> None:
@@ -439,19 +444,19 @@ def test_rows_of_features_are_fitted_to_as_images_are() -> None:
 
 def test_groups_are_explained_or_refused() -> None:
     model = narrow()
-    _, sketch = conversion.draft(inspection.inspect(model), "groupnorm", groups=5)
-    assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in sketch.notes  # resnet18's stem has 64
-    assert any("nearest to 5" in note for note in sketch.notes)
+    _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=5)
+    assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in builder.notes  # resnet18's stem has 64
+    assert any("nearest to 5" in note for note in builder.notes)
     with pytest.raises(RefusedError, match="a group of one element erases it"):
-        conversion.draft(inspection.inspect(model), "groupnorm", groups=8)
+        conversion.plan_step(inspection.inspect(model), "groupnorm", groups=8)
     flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
     with pytest.raises(RefusedError, match="erases it"):
-        conversion.draft(inspection.inspect(flat), "instancenorm")
+        conversion.plan_step(inspection.inspect(flat), "instancenorm")
     single = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Linear(1, 2)).eval()
-    with pytest.raises(RefusedError, match="erases it; leave it out with `--skip`"):
-        conversion.draft(inspection.inspect(single), "groupnorm")
+    with pytest.raises(RefusedError, match="erases it; leave it out with `skip=`"):
+        conversion.plan_step(inspection.inspect(single), "groupnorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
-        conversion.draft(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
+        conversion.plan_step(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
     assert [per_sample_norms.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
 
 
@@ -483,15 +488,15 @@ def test_an_average_sample_sees_the_batchnorm() -> None:
             assert distance(run(net, x), run(done.model, x)) < 1e-12
 
 
-def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
+def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     """With the norms themselves left BatchNorms, flips, constants and leads cancel, with convolutions and without."""
     model = narrow("resnetv2_18").double()
-    step, sketch = conversion.draft(inspection.inspect(model), "groupnorm", groups=2)
+    step, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=2)
     args = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm"}
     assert args["stages.0.blocks.0.norm1"]["lead"]
     assert "lead" not in args["stages.0.blocks.0.norm2"]
     assert all({"+", "-"} == set(a["flips"]) == set(a["leans"]) for a in args.values())
-    assert str(sketch.outcomes["norm"]).endswith("behind a scale and shift")
+    assert str(builder.outcomes["norm"]).endswith("behind a scale and shift")
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     recentred = applying.apply_step(model, per_sample_norms.recentred(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
@@ -501,11 +506,11 @@ def test_the_gauge_before_the_norm_keeps_the_batchnorms_function() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_transposed_convolutions_take_the_gauge_in(groups: int) -> None:
+def test_transposed_convolutions_absorb_the_rescaling(groups: int) -> None:
     torch.manual_seed(0)
     conv = nn.ConvTranspose2d(4, 6, 3, groups=groups)
     net = lived_in(nn.Sequential(conv, nn.BatchNorm2d(6, affine=False)), torch.randn(4, 4, 9, 9))
-    step, _ = conversion.draft(inspection.inspect(net), "layernorm")
+    step, _ = conversion.plan_step(inspection.inspect(net), "layernorm")
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
@@ -530,13 +535,13 @@ HOLDERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_who_can_takes_the_gauge_in_and_the_function_stays(name: str) -> None:
+def test_who_can_absorbs_the_rescaling_and_the_function_stays(name: str) -> None:
     """With the norms themselves left BatchNorms."""
     make, holders = HOLDERS[name]
     torch.manual_seed(0)
     x = torch.randn(4, C, 9, 9, dtype=torch.float64)
     model = lived_in(make(), x)
-    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    step, _ = conversion.plan_step(inspection.inspect(model, x), "groupnorm", groups=2)
     assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
     leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
     assert len(leads) == len(holders) + sum(leads.values())
@@ -545,16 +550,16 @@ def test_who_can_takes_the_gauge_in_and_the_function_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "enough"), [(1, False), (15, False), (16, True), (40, True)])
-def test_the_gauge_is_chosen_on_sixteen_images_or_not_at_all(count: int, enough: bool) -> None:
+def test_the_rescaling_is_chosen_on_sixteen_images_or_not_at_all(count: int, enough: bool) -> None:
     """And whatever it is, the network with its BatchNorms computes what it did."""
     torch.manual_seed(0)
     x = torch.randn(count, C, 9, 9, dtype=torch.float64)
     model = lived_in(net(lambda m, x: m.bn2(m.conv(m.bn(x)).relu()), **ONE, bn2=bn)(), torch.randn(4, C, 9, 9))
-    step, _ = conversion.draft(inspection.inspect(model, x), "groupnorm", groups=2)
+    step, _ = conversion.plan_step(inspection.inspect(model, x), "groupnorm", groups=2)
     pattern = applying.apply_step(model, per_sample_norms.recentred(step))
     result = applying.apply_step(model, step)
     before = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in (pattern, result)]
-    steady_gauge.regauge(pattern, result, step, x.split(8))
+    per_sample_rescaling.choose_rescaling(pattern, result, step, x.split(8))
     for one, then in zip((pattern, result), before, strict=True):
         assert any(not torch.equal(tensor, then[name]) for name, tensor in one.state_dict().items()) is enough
     assert distance(run(model, x), run(pattern, x)) < 1e-12
@@ -607,15 +612,13 @@ def test_signs_and_constants_make_a_groups_statistics_fluctuate_least(
     every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(6)] for i in range(64)], dtype=torch.float64)
     means = torch.randn(40, 6 * groups, dtype=torch.float64) + 1
     squares, var = means.square() * torch.rand(40, 1) + 1, torch.rand(6 * groups) + 0.5
-    found = steady_signs._signs(means, squares, var, groups, 0.3)
-    flips, leans = (
-        torch.tensor([1.0 if sign == "+" else -1.0 for sign in text]) for text in (found.flips, found.leans)
-    )
     scale = (var / squares.mean(0)).sqrt()
     for i in range(groups):
         part = slice(6 * i, 6 * i + 6)
         x, energy = means[:, part] * scale[part], (squares * scale.square())[:, part].mean(1)
-        flip, lean = flips[part].double(), leans[part].double()
+        centred = (x - x.mean(0)) / len(x) ** 0.5
+        found = steady_signs._of_group(centred.numpy(), (squares * scale.square())[:, part].numpy(), 0.3)
+        flip, lean = (torch.from_numpy(signs) for signs in found)
         assert (x @ flip).var() <= (x @ every.T).var(0).min() * (1 + 1e-5)
         size = (energy.mean() * 0.3 / 0.7).sqrt()
 
@@ -628,7 +631,7 @@ def test_signs_and_constants_make_a_groups_statistics_fluctuate_least(
 
 def test_a_network_without_images_gets_alternating_constants() -> None:
     flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
-    step, _ = conversion.draft(inspection.inspect(flat), "layernorm")
+    step, _ = conversion.plan_step(inspection.inspect(flat), "layernorm")
     assert [edit.args["leans"] for edit in step.edits] == ["+-+-+-"] * 2
     assert all(not module._forward_pre_hooks for module in flat.modules())
 
@@ -636,7 +639,7 @@ def test_a_network_without_images_gets_alternating_constants() -> None:
 LAYERS: dict[int, tuple[Any, Any]] = {
     1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)
 }  # fmt: skip
-SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 70), (20, 64)), ((5, 40, 9), (5, 32, 9))]
+SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 120), (20, 96)), ((5, 40, 9), (5, 32, 9))]
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["any size", "its own size only"])

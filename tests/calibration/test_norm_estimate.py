@@ -119,8 +119,8 @@ def with_nan() -> list[Tensor]:
 @pytest.mark.parametrize(
     ("to", "data", "kind", "message"),
     [
-        ("folded", None, RefusedError, "GroupNorm.*--calibrate DATA"),
-        ("batchnorm", None, NormswapError, "--calibrate DATA"),
+        ("folded", None, RefusedError, "GroupNorm.*calibrate=DATA"),
+        ("batchnorm", None, NormswapError, "calibrate=DATA"),
         ("folded", with_nan(), SourceError, "not finite"),
         ("folded", images(1), SourceError, "1 calibration images"),
         ("folded", "nose", OptionError, "nor 'noise'"),

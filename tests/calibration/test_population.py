@@ -15,14 +15,13 @@ from small import small
 from torch import Tensor, nn
 
 import normswap
-from normswap import provenance
+from normswap import demo_files, provenance
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, RefusedError, SourceError, VerificationError
-from normswap.reporting import demo
 from normswap.surgery.recalibration import recalibrate
 
 SIZE = (3, 32, 32)
-IMAGES = str(demo.FOLDER / "images.tar")
+IMAGES = str(demo_files.FOLDER / "images.tar")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -218,7 +217,7 @@ def test_it_is_no_target(word: str) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ["recalibrate", str(demo.FOLDER), "--data", IMAGES, "--samples", "64", "--batch-size", "20",
+    command = ["recalibrate", str(demo_files.FOLDER), "--data", IMAGES, "--samples", "64", "--batch-size", "20",
                "--workers", "0"]  # fmt: skip
     assert main([*command, "--json"]) == 0
     body = json.loads(capfd.readouterr().out)
@@ -229,7 +228,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Cap
     assert "exists" in capfd.readouterr().err
     assert main([*command, "--force"]) == 0
     assert "22 norms" in capfd.readouterr().out
-    assert main(["convert", str(demo.FOLDER), "--to", "folded", "-o", "f"]) == 0
+    assert main(["convert", str(demo_files.FOLDER), "--to", "folded", "-o", "f"]) == 0
     assert main(["recalibrate", "f", "--data", IMAGES, "-o", "no"]) == 2
     assert "no BatchNorm" in capfd.readouterr().err
     assert not (tmp_path / "no").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,19 +18,19 @@ from commands import DEMO, MODEL, Capture, files, refused, run_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from normswap import demo_files
 from normswap.cli.app import main
 from normswap.cli.commands import schemes_command
 from normswap.cli.naming import last_part
 from normswap.cli.options import parse
 from normswap.plan import VERSION
-from normswap.reporting import demo
 from normswap.storage import checkpoint
 
 COMMANDS = (
     "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "push",
-    "finetune", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
+    "doctor", "finetune", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
 )  # fmt: skip
-IMAGES = str(demo.FOLDER / "images.tar")
+IMAGES = str(demo_files.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 FILE = ("--arch", "resnet18", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 
@@ -62,7 +63,10 @@ def test_help_imports_typer_and_nothing_else_from_outside() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command(command: str, capfd: Capture) -> None:
     assert main([command, "--help"]) == 0
-    assert capfd.readouterr().out.startswith(f"Usage: normswap {command}")
+    out = capfd.readouterr().out
+    assert out.startswith(f"Usage: normswap {command}")
+    old_spellings = {"--size", "--side", "--batch", "--bs", "--n", "--dataset", "--image-size"}
+    assert not old_spellings & {word.rstrip(",") for word in out.split()}
 
 
 def test_no_help_imports_anything_heavy() -> None:
@@ -96,9 +100,13 @@ def test_a_new_command_is_one_file(here: Path) -> None:
     assert places == sorted(places)
 
 
-def test_no_command_shows_help(capfd: Capture) -> None:
+def test_no_command_shows_where_to_begin(capfd: Capture) -> None:
     assert main([]) == 0
-    assert "Commands:" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    begin = [shlex.split(line.partition("   ")[0]) for line in out.splitlines() if line.startswith("  normswap ")]
+    assert [words[1] for words in begin] == ["demo", "inspect", "advise", "convert", "export"]
+    assert all(set(words[1:2]) < set(COMMANDS) and main([words[1], "--help"]) == 0 for words in begin)
+    assert max(map(len, out.splitlines())) <= 110
 
 
 def test_version(capfd: Capture) -> None:
@@ -158,6 +166,27 @@ def test_inspect_a_converted_network(capfd: Capture, converted: Path) -> None:
     assert body["plan"] == ["skipinit"]
     assert body["norms"] == {}
     assert all(block["alpha"] > 0 for block in body["blocks"])
+
+
+@pytest.mark.parametrize(("columns", "shown"), [("80", False), ("140", True)])
+def test_each_norm_is_one_line_in_any_terminal(
+    columns: str, shown: bool, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["inspect", MODEL]) == 0
+    title, *rows = capfd.readouterr().out.partition("Norms, all BatchNorm2d\n\n")[2].strip().splitlines()
+    assert len(rows) == 1 + 22
+    assert ("beta" in title, "|gamma|" in title) == (shown, shown)
+    assert next(row for row in rows if "layer2.0.downsample.1" in row).endswith("folds into downsample.0")
+
+
+def test_a_dry_run_leaves_the_letters_of_channels_to_json(capfd: Capture) -> None:
+    assert main(["convert", MODEL, "--to", "groupnorm", "--dry-run"]) == 0
+    out = capfd.readouterr().out
+    assert "groups 1, steady 0.9, ..." in out
+    assert max(map(len, out.split())) < 100
+    assert not any(sign in out for sign in ("-++", "+--"))
+    assert len(run_json(capfd, "convert", MODEL, "--to", "groupnorm", "--dry-run")["steps"][0]["edits"][0]["args"]) > 3
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------
@@ -247,7 +276,7 @@ def test_a_plan_of_two_steps(here: Path) -> None:
 
 def test_unfold_gives_the_source_back(converted: Path, here: Path) -> None:
     assert main(["convert", str(converted / "skipinit"), "--to", "unfold", "-o", "back"]) == 0
-    back, source = load_file(here / "back" / "model.safetensors"), load_file(demo.FOLDER / "model.safetensors")
+    back, source = load_file(here / "back" / "model.safetensors"), load_file(demo_files.FOLDER / "model.safetensors")
     assert back.keys() == source.keys()
 
 
@@ -315,7 +344,7 @@ def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: 
 
 
 def test_verify_says_that_the_source_changed(capfd: Capture, here: Path) -> None:
-    shutil.copytree(demo.FOLDER, here / "source")
+    shutil.copytree(demo_files.FOLDER, here / "source")
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
     state = load_file(here / "source" / "model.safetensors")
     save_file({name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()}, "source/model.safetensors")
@@ -455,8 +484,8 @@ BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[s
     ("unfold has no options", "", None, (*DEMO, "unfold", "--alpha", "1"), ("no option alpha",)),
     ("unfold has no plan", "", None, (*DEMO, "unfold", "--dry-run"), ("no plan",)),
     ("nothing to unfold", "", None, (*DEMO, "unfold"), ("nothing to unfold",)),
-    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "big"), ("--alpha 'big'", "inv-sqrt-depth")),
-    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "1,2"), ("--alpha '1,2'",)),
+    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "big"), ("--alpha big", "inv-sqrt-depth")),
+    ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "1,2"), ("--alpha 1,2",)),
     ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "nan"), ("finite",)),
     ("dropout", "", None, (*DEMO, "regularized-skipinit", "--dropout", "1.5"), ("not in [0, 1)",)),
     ("unknown option", "", None, (*DEMO, "folded", "--bogus"), ("--bogus",)),
@@ -469,7 +498,7 @@ BAD: list[tuple[str, str, Callable[[Path], Any] | None, tuple[str, ...], tuple[s
     ("no plan file", "", None, PLAN, ("cannot read the plan plan.json",)),
     ("plan is binary", "plan.json", lambda file: file.write_bytes(b"\xff\xfe"), PLAN, ("cannot read the plan",)),
     ("plan is not JSON", "plan.json", lambda file: file.write_text("{"), PLAN, ("plan.json is not JSON",)),
-    ("plan is no object", "plan.json", lambda file: file.write_text("[]"), PLAN, ("plan.json", "version")),
+    ("plan is no object", "plan.json", lambda file: file.write_text("[]"), PLAN, ("plan.json is no plan", "list")),
     ("plan version", "plan.json", plan_with(lambda p: p.update(version=9)), PLAN, ("version 9",)),
     ("plan key", "plan.json", plan_with(lambda p: edit_of(p).update(lyer="Scale")), PLAN, ("unknown keys ['lyer']",)),
     ("plan layer", "plan.json", plan_with(lambda p: edit_of(p).update(layer="Bogus")), PLAN, ("layer 'Bogus'",)),

@@ -74,7 +74,7 @@ def test_it_goes_into_the_record_and_leaves_the_rest() -> None:
 
 def test_what_is_built_for_another_size_says_so() -> None:
     model = zoo.open_source("vit_tiny_patch16_224", weights="random")
-    with pytest.raises(OptionError, match=r"--input-size 3,96,96: the network is built for 3,224,224\. .*img_size"):
+    with pytest.raises(OptionError, match=r"input size 3,96,96: the network is built for 3,224,224\. .*img_size"):
         zoo.for_size(model, (3, 96, 96))
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from commands import Capture, run_json
 
+from normswap import demo_files
 from normswap.cli.app import main
-from normswap.reporting import demo
 
-MODEL = str(demo.FOLDER)
-IMAGES = str(demo.FOLDER / "images.tar")
+MODEL = str(demo_files.FOLDER)
+IMAGES = str(demo_files.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16")
 FIELDS = {"block", "stage", "depth", "mean_sq", "variance", "branch_variance", "added_variance"}
 
@@ -24,7 +24,7 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
         "--workers", "0",
     )  # fmt: skip
     before, after = body["curves"].values()
-    assert list(body["curves"]) == [demo.FOLDER.name, "after"]
+    assert list(body["curves"]) == [demo_files.FOLDER.name, "after"]
     assert set(before[0]) == FIELDS
     for one, other in zip(before, after, strict=True):
         assert other["variance"] == pytest.approx(one["variance"], rel=1e-3)
@@ -79,8 +79,8 @@ def test_spp_overlays_the_analytic_variance_of_nf_networks(here: Path, capfd: Ca
         (("spp", "vit_tiny_patch16_224", "--weights", "random"), "size"),
         (("spp", "vgg11", "--weights", "random", "--arch-arg", "mlp_ratio=0.01"), "no residual blocks"),
         (("decay", "resnet18", "--policy", "kim"), "kim2022"),
-        (("decay", "resnet18", "--weight-decay", "-1"), "weight_decay"),
-        (("decay", "resnet18", "--layer-decay", "2"), "layer_decay"),
+        (("decay", "resnet18", "--weight-decay", "-1"), "--weight-decay"),
+        (("decay", "resnet18", "--layer-decay", "2"), "--layer-decay"),
         (("decay", "no_such_net"), "no_such_net"),
     ],
 )

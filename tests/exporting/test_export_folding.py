@@ -1,6 +1,6 @@
-"""What only an export does to a network: shifts into the stream, mean and std into the stem, weights to bfloat16.
+"""What only an export does to a network: shifts into the stream, mean and std before the stem, weights to bfloat16.
 
-All in float64 against the unfused forward, or against (p - mean) / std written out.
+All in float64, against the unfused forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lived import distance, lived_in, run
 from tiny import Net
 from torch import Tensor, nn
 
-from normswap.exporting import export_folding, input_normalization, rounding, shift_absorption
+from normswap.exporting import export_folding, rounding, shift_absorption
+from normswap.exporting.exported_module import Shipped
 from normswap.graph import inspection
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.placeholders import Vacant
@@ -50,7 +51,7 @@ def left(model: nn.Module) -> list[str]:
 def test_a_preactivation_network_keeps_nothing(name: str) -> None:
     args = {"channels": [16, 16, 32, 32], "stem_chs": 8, "num_classes": 10}
     model, x = v2(positive=True, name=name, **args)
-    folded = export_folding.undressed(model, SIZE)
+    folded = export_folding.fold_for_export(model, SIZE)
     assert (
         len(left(folded)) == len(inspection.inspect(model).blocks) + 1
     )  # before each block, and before the classifier
@@ -63,7 +64,7 @@ def test_a_preactivation_network_keeps_nothing(name: str) -> None:
 
 def test_a_shift_with_a_sign_stays() -> None:
     model, x = v2(positive=False)
-    folded = export_folding.undressed(model, SIZE)
+    folded = export_folding.fold_for_export(model, SIZE)
     before = left(folded)
     gone = shift_absorption.absorb(folded, inspection.inspect(folded))
     signed = [path for path in before if folded.get_submodule(path).__class__ is ChannelBias]
@@ -122,57 +123,27 @@ def test_a_huge_shift_stays_where_precision_would_be_lost() -> None:
     model.stages[1].blocks[1].norm1.weight.data[0] = 1e-6  # type: ignore[union-attr, index]
     model.float()
     x = x.float()
-    folded = export_folding.undressed(model, SIZE)
+    folded = export_folding.fold_for_export(model, SIZE)
     assert streamlined(folded, model, x) is folded
     model.stages[1].blocks[1].norm1.weight.data[0] = 1.0  # type: ignore[union-attr, index]
-    folded = export_folding.undressed(model, SIZE)
+    folded = export_folding.fold_for_export(model, SIZE)
     assert streamlined(folded, model, x) is not folded
 
 
 # --- mean and std -----------------------------------------------------------------------------------------------------
 
-MEAN, STD = (torch.tensor(values).double().view(3, 1, 1) for values in ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
 
-
-def _sum(m: Any, x: Tensor) -> Tensor:
-    return m.one(x).flatten(1) + m.two(x).flatten(1)
-
-
-CASES: dict[str, tuple[nn.Module, bool, bool, str]] = {  # network, scale left, shift left, note
-    "padded": (nn.Conv2d(3, 4, 3, padding=1), False, True, "std is in 0, which pads"),
-    "patches": (nn.Conv2d(3, 4, 4, stride=4), False, False, "mean and std are in 0"),
-    "patches without bias": (nn.Conv2d(3, 4, 4, stride=4, bias=False), False, False, "mean and std are in 0"),
-    "same": (timm.layers.Conv2dSame(3, 4, 3, stride=2), False, True, "std is in 0, which pads"),
-    "two": (Net(_sum, one=nn.Conv2d(3, 4, 3), two=nn.Conv2d(3, 4, 3)), False, False, "in 0.one, 0.two"),
-    "one of two pads": (Net(_sum, one=nn.Conv2d(3, 4, 1), two=nn.Conv2d(3, 4, 3, padding=1)), False, True, "pads"),
-    "no convolution": (nn.MaxPool2d(2), True, True, "stand before the network"),
-    "a shared one": (Net(lambda m, x: m.conv(m.conv(x)), conv=nn.Conv2d(3, 3, 3)), True, True, "called elsewhere"),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_mean_and_std_go_in_as_far_as_is_exact(name: str) -> None:
+@pytest.mark.parametrize("softmax", [False, True])
+def test_pixels_are_normalized_in_the_file(softmax: bool) -> None:
+    """Before a convolution that pads, whose zeros are those of normalized images."""
+    mean, std = (torch.tensor(values).double().view(3, 1, 1) for values in ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
     torch.manual_seed(0)
-    stem, scale, shift, note = CASES[name]
-    model = nn.Sequential(copy.deepcopy(stem), nn.ReLU(), nn.Flatten()).double().eval()
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten()).double().eval()
     pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
-    expected = run(model, (pixels - MEAN) / STD)
-    before = input_normalization.bake(model, functools.partial(inspection.inspect, model), MEAN, STD)
-    assert ((before.scale is not None), (before.shift is not None)) == (scale, shift)
-    assert note in before.note
-    x = pixels if before.scale is None else pixels * before.scale
-    x = x if before.shift is None else x + before.shift
-    assert distance(expected, run(model, x)) <= 1e-13
-
-
-def test_padding_is_why_a_subtraction_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mean in a bias, the border of a padded convolution would be wrong."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten()).double().eval()
-    pixels = torch.rand(2, 3, 12, 12, dtype=torch.float64)
-    expected = run(model, (pixels - MEAN) / STD)
-    monkeypatch.setattr(input_normalization, "pads", lambda conv: False)
-    assert input_normalization.bake(model, functools.partial(inspection.inspect, model), MEAN, STD).shift is None
-    assert distance(expected, run(model, pixels)) > 1e-2
+    shipped = Shipped(network, normalization=(mean, std), softmax=softmax)
+    expected = run(network, (pixels - mean) / std)
+    for one in (shipped, shipped.around(network)):
+        assert distance(expected.softmax(-1) if softmax else expected, run(one, pixels)) <= 1e-13
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------

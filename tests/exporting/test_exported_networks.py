@@ -19,15 +19,15 @@ from lived import calm, distance, run
 from torch import Tensor, nn
 
 import normswap
+from normswap import demo_files
 from normswap.exporting import formats
 from normswap.images import datasets
-from normswap.reporting import demo
 from normswap.storage.checkpoint import open_model
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
 SHARED_NETWORKS = ("resnet18_narrow", "resnetv2_18_narrow")
-TRAINED = {**{name: SHARED / "checkpoints" / name for name in SHARED_NETWORKS}, "demo": demo.FOLDER}
+TRAINED = {**{name: SHARED / "checkpoints" / name for name in SHARED_NETWORKS}, "demo": demo_files.FOLDER}
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
 NFNETS = ("eca_nfnet_l0", "dm_nfnet_f0")
@@ -69,7 +69,7 @@ def computes_the_same_alone(name: str, form: str, tmp_path: Path) -> None:
 @crossed("name, form", TRAINED, ENDINGS, 3)
 def test_a_trained_network_alone_on_real_images(name: str, form: str, tmp_path: Path) -> None:
     source = trained(name)
-    x, _ = next(iter(datasets.make_loader(source, str(demo.FOLDER / "images.tar"), batch_size=32, workers=0)))
+    x, _ = next(iter(datasets.make_loader(source, str(demo_files.FOLDER / "images.tar"), batch_size=32, workers=0)))
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(source, file, dynamic_batch=True)
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]

@@ -27,16 +27,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import normswap
+from normswap import demo_files
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
 from normswap.exporting import formats, sidecar
 from normswap.exporting.exported_module import FileContents
 from normswap.graph import inspection, recording
 from normswap.models import zoo
 from normswap.models.weight_files import quiet
-from normswap.reporting import demo
 from normswap.storage import checkpoint
 
-FORMATS = formats.names()
+FORMATS = [name for name in formats.names() if name not in ("ncnn", "executorch")]  # they have tests of their own
 ENDINGS = {
     "onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",
     "safetensors": "safetensors",
@@ -108,11 +108,11 @@ def plain_nodes() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("scheme", ["skipinit", "tune", "weightnorm", "fixup", "nf", "groupnorm"])
-def test_every_scheme_is_undressed_first(scheme: str, tmp_path: Path) -> None:
+def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
     model, _ = network()
     options = {"mean": "keep"} if scheme == "nf" else {}
-    dressed = normswap.convert(model, scheme, size=(3, 64, 64), **options)
-    done = normswap.export(dressed, tmp_path / "a.ts", input_size=(3, 64, 64))
+    converted = normswap.convert(model, scheme, size=(3, 64, 64), **options)
+    done = normswap.export(converted, tmp_path / "a.ts", input_size=(3, 64, 64))
     plain = plain_nodes()
     per_sample = {"group_norm": 14} if scheme == "groupnorm" else {}
     assert {kind: n for kind, n in done.nodes.items() if kind not in plain} == per_sample
@@ -131,7 +131,7 @@ def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
 def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     import onnx
 
-    model = checkpoint.open_model(str(demo.FOLDER))
+    model = checkpoint.open_model(str(demo_files.FOLDER))
     file = tmp_path / "demo.onnx"
     images = torch.randn(3, *sidecar.config(model)["input_size"])
     done = normswap.export(model, file, dynamic_batch=True, images=images)
@@ -140,7 +140,9 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     proto = onnx.load(file)
     told = {entry.key: entry.value for entry in proto.metadata_props}
     record = json.loads(told["preprocess"])
-    assert record == json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
+    beside = json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
+    assert beside.pop("checked")["inputs"] == "given images"  # the file is whole before it is checked
+    assert record == beside
     assert json.loads(told["labels"])[3] == "cat"
     assert len(told["sha256"]) == 64
     assert {"torch", "timm", "normswap"} == set(json.loads(told["versions"]))
@@ -223,8 +225,8 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
     from PIL import Image
     from timm.data import create_transform
 
-    model = checkpoint.open_model(str(demo.FOLDER))
-    with tarfile.open(demo.FOLDER / "images.tar") as tar:
+    model = checkpoint.open_model(str(demo_files.FOLDER))
+    with tarfile.open(demo_files.FOLDER / "images.tar") as tar:
         member = next(m for m in tar.getmembers() if m.isfile())
         file = tar.extractfile(member)
         assert file is not None
@@ -248,7 +250,10 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
         assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": True}, {"dtype": "bf16"}, {"dtype": "int8"}])
+@pytest.mark.parametrize("options", [
+    {}, {"normalize": True}, {"dtype": "bf16"}, {"dtype": "int8"},
+    {"dtype": "int8", "int8": normswap.Int8Settings(per_channel=False)},
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["resnet10t", "resnetv2_18"])
 def test_a_network_is_recorded_once(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +270,7 @@ def test_a_network_is_recorded_once(
         options = {**options, "calibrate": x, "images": x}
     normswap.export(model, tmp_path / "net.onnx", input_size=(3, 64, 64), **options)
     assert len({id(one) for one in seen}) == len(seen)
-    folded = name == "resnetv2_18" or options.get("normalize") or options.get("dtype") == "bf16"
+    folded = name == "resnetv2_18" or options.get("dtype") == "bf16"
     assert len(seen) == 1 + bool(folded) + (options.get("dtype") == "int8")
 
 
@@ -479,7 +484,7 @@ def test_a_file_that_grows_too_large_is_said_in_a_line(form: str, tmp_path: Path
     """As on a full disk; torch's own writers end the process then, so that it takes a process of its own to see."""
     program = "import resource, sys; from normswap.cli.app import main\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "export", str(demo.FOLDER), "-o", f"net.{ENDINGS[form]}"]
+    command = [sys.executable, "-c", program, "export", str(demo_files.FOLDER), "-o", f"net.{ENDINGS[form]}"]
     command += ["--format", form]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
@@ -520,12 +525,28 @@ def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("data", [None, "demo"])
+def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from normswap.cli.app import main
+
+    file = tmp_path / "net.ts"
+    options = ["--data", data, "--samples", "5"] if data else []
+    assert main(["export", "demo", "-o", str(file), *options]) == 0
+    assert main(["inspect", str(file)]) == 0
+    exported, inspected = capsys.readouterr().out.split(f"file       {file}")
+    assert ("on noise only; give --data" in exported) is (data is None)
+    assert ("on noise only" in inspected) is (data is None)
+    assert ("on 5 images, relative L2" in inspected) is (data is not None)
+    record = json.loads((tmp_path / "net.ts.preprocess.json").read_text())["checked"]
+    assert (record["noise_only"], record["count"]) == (data is None, 5 if data else 16)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from normswap.cli.app import main
 
-    images = str(demo.FOLDER / "images.tar")
+    images = str(demo_files.FOLDER / "images.tar")
     file = tmp_path / "net.ts"
-    common = ["export", str(demo.FOLDER), "-o", str(file), "--data", images, "--samples", "20"]
+    common = ["export", str(demo_files.FOLDER), "-o", str(file), "--data", images, "--samples", "20"]
     assert main([*common, "--count-plain"]) == 0
     out = capsys.readouterr().out
     assert "same answer  20 of 20 (given images)" in out
@@ -536,7 +557,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert body["figures"]["count"] == 20
     assert body["parts"] == []
     assert set(body) == {"source", "file", "parts", "sidecar", "format", "dtype", "input_size", "dynamic_batch",
-                         "figures", "nodes", "plain_nodes", "bytes", "notes", "seconds", "quantized"}  # fmt: skip
+                         "figures", "nodes", "plain_nodes", "bytes", "notes", "seconds", "quantized",
+                         "noise_only"}  # fmt: skip
     assert main(common) == 2
     assert main([*common, "--force", "--input-size", "3,64"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -27,7 +27,7 @@ from normswap.exporting.equalization import AS_FOLDED, Equalizer
 from normswap.images import datasets, parting
 from normswap.storage.checkpoint import open_model
 
-DATA = Path(normswap.__file__).parent / "reporting/demo_data"
+DATA = Path(normswap.__file__).parent / "demo_data"
 TAR = str(DATA / "images.tar")
 
 
@@ -167,7 +167,7 @@ def test_what_is_written_with_pt2(once: Path) -> None:
 
 def test_ranges_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """255 steps from the least to the largest number of all images; and weights as small as they like have 64."""
-    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(quantizing, "equalizations", lambda **_: [AS_FOLDED])
     monkeypatch.setattr(formats.quantizer("pt2"), "RANGES", ("minmax",))
     network, file, x = small(), tmp_path / "net.pt2", pictures(8)
     network[3].weight.data *= 1e-6
@@ -182,7 +182,7 @@ def test_ranges_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_step_per_tensor_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest weight of a layer is 64 steps, most channels are smaller; no table of steps is left."""
-    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(quantizing, "equalizations", lambda **_: [AS_FOLDED])
     done = made(tmp_path / "net.pt2", per_channel=False)
     sizes = [value.int().abs().flatten(1).amax(1) for value in held(tmp_path / "net.pt2").values()]
     assert len(sizes) == 4
@@ -193,7 +193,7 @@ def test_one_step_per_tensor_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_that_stay_in_fp32_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(quantizing, "equalizations", lambda **_: [AS_FOLDED])
     done = made(tmp_path / "net.pt2", sensitive=2, dynamic_batch=False)
     weights = held(tmp_path / "net.pt2")
     kept = {name for name, value in weights.items() if value.dtype == torch.float32}
@@ -214,7 +214,7 @@ class Upwards(nn.Sequential):
 
 def test_what_the_quantizer_leaves_is_not_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bias stays, that of the layer before it does not; and it is none of those that are kept from rounding."""
-    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(quantizing, "equalizations", lambda **_: [AS_FOLDED])
     network, file = Upwards().eval(), tmp_path / "net.pt2"
     options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(8, 1), "input_size": (3, 16, 16)}
     normswap.export(network, file, dtype="int8", **options)
@@ -242,7 +242,7 @@ class Unusual(nn.Module):
 
 
 def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])
+    monkeypatch.setattr(quantizing, "equalizations", lambda **_: [AS_FOLDED])
     options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(32, 1), "input_size": (3, 16, 16)}
     done = normswap.export(Unusual().eval(), tmp_path / "net.pt2", dtype="int8", **options)
     assert {value.dtype for value in held(tmp_path / "net.pt2").values()} == {torch.int8}
@@ -296,7 +296,7 @@ def test_openvino_without_int8(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["onnx", "pt2"])
 def test_what_loses_too_much_is_not_written(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing, "gauges", lambda **_: [AS_FOLDED])  # one trial is enough to be refused
+    monkeypatch.setattr(quantizing, "equalizations", lambda **_: [AS_FOLDED])  # one trial is enough to be refused
     monkeypatch.setattr(formats.quantizer(form), "RANGES", ("minmax",))
     with pytest.raises(VerificationError, match=r"int8 loses .* points of agreement on 64 images, allowed -1"):
         made(tmp_path / f"net.{form}", max_drop=-1.0)
@@ -323,15 +323,15 @@ def test_nothing_changes_the_network_after_the_proof(
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision_hides_no_wrong_network(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    undressed = export_folding.undressed
+    fold_for_export = export_folding.fold_for_export
 
     def wrong(*args: Any, **kwargs: Any) -> nn.Module:
-        network = undressed(*args, **kwargs)
+        network = fold_for_export(*args, **kwargs)
         with torch.no_grad():
             network[0].weight.mul_(1.0005)
         return network
 
-    monkeypatch.setattr(export_folding, "undressed", wrong)
+    monkeypatch.setattr(export_folding, "fold_for_export", wrong)
     with pytest.raises(VerificationError, match="the folded network computes something else"):
         normswap.export(small(), tmp_path / "net.ts", dtype=dtype, input_size=(3, 16, 16))
 

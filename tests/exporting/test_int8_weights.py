@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 
 import normswap
 from normswap.exporting import formats, pt2, quantizing, sensitivity, weight_rounding
-from normswap.exporting.equalization import AS_FOLDED, gauges
+from normswap.exporting.equalization import AS_FOLDED, equalizations
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.settings import Int8Settings, Quantization
 from normswap.exporting.weight_grid import WeightGrid
 from normswap.graph.inspection import LINEAR
-from normswap.layers.seat import Linearity
+from normswap.layers.planned_layer import Linearity
 
 
 def network(ending: str) -> nn.Sequential:
@@ -115,7 +115,7 @@ def test_weights_are_rounded_as_the_file_does(
 
 
 def test_an_export_holds_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a gauge that is not that of the folded network."""
+    """Under an equalization that is not that of the folded network."""
     found: list[dict[str, Any]] = []
     weights = weight_rounding.weights
 
@@ -125,7 +125,9 @@ def test_an_export_holds_what_was_found(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(weight_rounding, "weights", watched)
     monkeypatch.setattr(quantizing, "_WORTH", 1e9)
-    monkeypatch.setattr(quantizing, "gauges", lambda *, per_channel: [AS_FOLDED, gauges(per_channel=per_channel)[1]])
+    monkeypatch.setattr(
+        quantizing, "equalizations", lambda *, per_channel: [AS_FOLDED, equalizations(per_channel=per_channel)[1]]
+    )
     monkeypatch.setattr(sensitivity, "error", lambda *args: next(errors))
     errors = iter([1.0, 0.5])
     file, x = tmp_path / "net.pt2", torch.randn(16, 3, 24, 24)

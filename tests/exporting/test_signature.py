@@ -135,6 +135,7 @@ def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> No
     model = two()
     done = normswap.export(model, tmp_path / "a.onnx", input_size=SIZE, dynamic_batch=dynamic)
     assert done.figures.inputs == "smooth noise, seed 0"
+    assert done.noise_only
     assert done.figures.count == 4
     x = X[: 3 if dynamic else 1]
     given = onnxruntime.InferenceSession(done.file).run(None, {"x": x.numpy()})

@@ -1,4 +1,4 @@
-"""The page of docs/deploy.md in a browser: an exported file in onnxruntime-web says what ONNX Runtime says in Python.
+"""The page of docs/browser.md in a browser: an exported file in onnxruntime-web says what ONNX Runtime says in Python.
 
 onnxruntime-web is what `npm install` of that page gets, fetched once into the user's cache; nothing of it is kept here.
 """
@@ -25,11 +25,11 @@ from docs_pages import ROOT, blocks
 from PIL import Image
 from timm.data import create_transform
 
+from normswap import demo_files
 from normswap.cli.app import main
 from normswap.exporting import sidecar
-from normswap.reporting import demo
 
-PAGE = blocks(ROOT / "docs" / "deploy.md")
+PAGE = blocks(ROOT / "docs" / "browser.md")
 HTML = next(block.text for block in PAGE if block.language == "html")
 PACKAGE = next(found[0] for block in PAGE if (found := re.findall(r"npm install (\S+)", block.text)))
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "normswap-tests"
@@ -79,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
     (folder / "node_modules").mkdir()
     (folder / "node_modules" / "onnxruntime-web").symlink_to(package())
     (folder / "index.html").write_text(HTML)
-    with tarfile.open(demo.FOLDER / "images.tar") as images:
+    with tarfile.open(demo_files.FOLDER / "images.tar") as images:
         members = [one for one in images.getmembers() if one.isfile()][::60]
         for i, member in enumerate(members):
             images.extract(member, folder / "unpacked", filter="data")
@@ -125,7 +125,7 @@ def answers(file: Path, image: Path) -> dict[str, float]:
     return dict(zip(body["output"]["labels"], found[0].tolist(), strict=True))
 
 
-INT8 = ["--precision", "int8", "--calibrate", str(demo.FOLDER / "images.tar")]
+INT8 = ["--precision", "int8", "--calibrate", str(demo_files.FOLDER / "images.tar")]
 RESIZED = {"to": [73, 73], "crop_pct": 0.875}  # of 64: nine pixels are cropped, an odd number
 CROPPED = {**RESIZED, "crop_mode": "center", "interpolation": "bicubic"}
 SQUASHED = {**RESIZED, "crop_mode": "squash", "interpolation": "bilinear"}
@@ -145,7 +145,7 @@ def test_same_top5(
 ) -> None:
     folder, address = site
     file = folder / f"{name}.onnx"
-    assert main(["export", str(demo.FOLDER), "-o", str(file), *options]) == 0
+    assert main(["export", str(demo_files.FOLDER), "-o", str(file), *options]) == 0
     if resize:
         body: Any = sidecar.read(file)
         sidecar.write(sidecar.place(file), {**body, "resize": resize})

@@ -15,7 +15,7 @@ from normswap.errors import SourceError
 from normswap.exporting import weight_rounding
 from normswap.exporting.weight_grid import WeightGrid
 from normswap.exporting.weight_rounding import Rounded
-from normswap.layers.seat import Linearity
+from normswap.layers.planned_layer import Linearity
 
 LEVELS = 8.0
 DAMP = 0.01

@@ -37,14 +37,14 @@ def trained(model: nn.Module, alpha: float | None = None) -> None:
 def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     reference = outputs(model, x)
-    planned, draft = step(model, "folded")
+    planned, builder = step(model, "folded")
     for path, pattern in case.expect.items():
         if pattern.startswith(REFUSED):
-            assert re.search(pattern.removeprefix(REFUSED), draft.refusals.pop(path))
+            assert re.search(pattern.removeprefix(REFUSED), builder.refusals.pop(path))
             assert path not in {edit.path for edit in planned.edits}
         else:
-            assert re.search(pattern, str(draft.outcomes[path])), draft.outcomes[path]
-    assert draft.refusals == {}
+            assert re.search(pattern, str(builder.outcomes[path])), builder.outcomes[path]
+    assert builder.refusals == {}
     result = applying.apply_step(model, planned)
     assert distance(reference, outputs(result, x)) <= EXACT
     assert torch.equal(outputs(model, x), reference), "the source was changed"
@@ -57,19 +57,19 @@ def test_skipinit_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     reference, why = outputs(model, x), ""
     try:
-        planned, draft = step(model, "skipinit")
+        planned, builder = step(model, "skipinit")
     except RefusedError as error:
-        planned, draft, why = None, None, str(error)
-    if planned is None or draft is None:
+        planned, builder, why = None, None, str(error)
+    if planned is None or builder is None:
         assert re.search("no residual blocks|would need two edits", why)
-    elif not draft.refusals:
+    elif not builder.refusals:
         result = applying.apply_step(model, planned)
         assert distance(reference, outputs(result, x)) <= EXACT
         for alpha in (None, 0.0, -0.7):
             trained(result, alpha)
             reference = outputs(result, x)
-            planned, draft = step(result, "folded")
-            assert draft.refusals == {}
+            planned, builder = step(result, "folded")
+            assert builder.refusals == {}
             assert distance(reference, outputs(applying.apply_step(result, planned), x)) <= EXACT
 
 
@@ -160,7 +160,7 @@ def behind_a_gate_read_elsewhere(m: Any, x: Tensor) -> Tensor:
     return m.scale(y * m.b(y).sigmoid()) + m.c(y.relu())
 
 
-# a scalar, and whether what is before it takes it in
+# a scalar, and whether what is before it absorbs it
 SCALARS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "behind a convolution": (lambda m, x: m.scale(m.a(x)) + m.b(x), True),
     "behind a convolution, twice": (lambda m, x: m.scale(m.a(x)) + m.scale(m.a(x.flip(-1))), True),

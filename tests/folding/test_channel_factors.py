@@ -1,4 +1,5 @@
-"""The gauge of int8: which channels are free, against hand counts and brute force in float64; and the levelling."""
+"""The equalization of int8: which channels are free, against hand counts and brute force in float64; and the
+levelling."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from tiny import C, conv, net
 from torch import Tensor, nn
 
 from normswap.exporting import bias_correction, equalization, export_folding, sensitivity
-from normswap.exporting.equalization import AS_FOLDED, Equalizer, Gauge, gauges
+from normswap.exporting.equalization import AS_FOLDED, Equalization, Equalizer, equalizations
 from normswap.exporting.weight_grid import WeightGrid
 from normswap.folding import channel_factors
 from normswap.folding.channel_factors import HELD, Channels
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import inspect
 from normswap.layers.bounded import BoundedReLU
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
@@ -143,7 +144,7 @@ OWN: list[tuple[str, Make, int]] = [
 @pytest.mark.parametrize(("name", "make", "free"), OWN, ids=[case[0] for case in OWN])
 def test_layers_of_ours_hand_factors_on(name: str, make: Make, free: int) -> None:
     model, x = built(make), images()
-    channels = Channels(Draft(inspect(model, x)))
+    channels = Channels(PlanBuilder(inspect(model, x)))
     assert channels.count == 1 + free
     factors = torch.cat([torch.ones(1), torch.rand(free) + 0.5]).double()
     twin = copy.deepcopy(model)
@@ -162,7 +163,7 @@ def equalizer_of(name: str, *, per_channel: bool = False) -> tuple[nn.Module, Eq
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64).double()
     model = lived_in(timm.create_model(name, num_classes=10), x)
-    return model, Equalizer(export_folding.undressed(model, (3, 64, 64)), [x], per_channel=per_channel), x
+    return model, Equalizer(export_folding.fold_for_export(model, (3, 64, 64)), [x], per_channel=per_channel), x
 
 
 FAST = "mobilenetv2_035"
@@ -183,10 +184,10 @@ def test_timm_networks_keep_their_function(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mobilenetv2_035", "resnet18", "resnetv2_18", "seresnet18"])
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_every_gauge_keeps_the_function(name: str, per_channel: bool) -> None:
+def test_every_equalization_keeps_the_function(name: str, per_channel: bool) -> None:
     model, equalizer, x = equalizer_of(name, per_channel=per_channel)
-    for gauge in gauges(per_channel=per_channel):
-        assert distance(run(model, x), run(equalizer.equalized(gauge), x)) < 1e-11
+    for choice in equalizations(per_channel=per_channel):
+        assert distance(run(model, x), run(equalizer.equalized(choice), x)) < 1e-11
 
 
 def uneven(model: nn.Module) -> nn.Module:
@@ -203,7 +204,7 @@ def uneven(model: nn.Module) -> nn.Module:
 def test_a_pair_of_layers_is_levelled_as_in_the_paper() -> None:
     """Equation 11: afterwards r1 = r2 in every channel, up to one factor for all."""
     equalizer = Equalizer(uneven(built(CASES[0][1])), [images()], per_channel=False)
-    twin: Any = equalizer.equalized(gauges(per_channel=False)[1])
+    twin: Any = equalizer.equalized(equalizations(per_channel=False)[1])
     rows, columns = twin.a.weight.detach().abs().amax((1, 2, 3)), twin.b.weight.detach().abs().amax((0, 2, 3))
     ratio = rows / columns
     assert float((ratio / ratio[0] - 1).abs().max()) < 1e-6
@@ -221,14 +222,14 @@ def test_what_is_levelled_loses_less(per_channel: bool) -> None:
     model, x = uneven(built(CASES[0][1])), images(32)
     equalizer = Equalizer(model, [x], per_channel=per_channel)
     errors = []
-    for gauge in (AS_FOLDED, gauges(per_channel=per_channel)[-1]):
-        errors.append(max(costs(equalizer.equalized(gauge), x, per_channel=per_channel).values()))
+    for choice in (AS_FOLDED, equalizations(per_channel=per_channel)[-1]):
+        errors.append(max(costs(equalizer.equalized(choice), x, per_channel=per_channel).values()))
     assert errors[1] < errors[0] / 10
 
 
-def settled(model: nn.Module, x: Tensor, gauge: Gauge, *, per_channel: bool = False) -> nn.Module:
+def settled(model: nn.Module, x: Tensor, choice: Equalization, *, per_channel: bool = False) -> nn.Module:
     equalizer = Equalizer(model, [x], per_channel=per_channel)
-    found = equalizer.equalized(gauge)
+    found = equalizer.equalized(choice)
     equalizer.settle_(found)
     return found
 
@@ -239,8 +240,8 @@ def test_bounds_that_any_batch_reaches_stay(high: int) -> None:
     model = built(net(lambda m, x: m.b(m.f(m.a(x))), a=conv, f=nn.ReLU6, b=conv))
     batches = [images() * (20 if i == high else 0.01) for i in range(2)]
     equalizer = Equalizer(model, batches, per_channel=False)
-    for gauge in gauges(per_channel=False):
-        found = equalizer.equalized(gauge)
+    for choice in equalizations(per_channel=False):
+        found = equalizer.equalized(choice)
         equalizer.settle_(found)
         assert distance(run(model, batches[high]), run(found, batches[high])) < 1e-12
 
@@ -254,7 +255,7 @@ def test_bounds_that_no_image_reaches_are_let_go() -> None:
     found: Any = settled(model, x, AS_FOLDED)
     assert isinstance(found.f, nn.Hardtanh)
     assert isinstance(found.g, nn.ReLU)
-    moved: Any = settled(model, x, gauges(per_channel=False)[1])
+    moved: Any = settled(model, x, equalizations(per_channel=False)[1])
     assert isinstance(moved.f, BoundedReLU)
     assert distance(run(model, x), run(moved, x)) < 1e-13
 
@@ -263,11 +264,11 @@ def test_with_a_step_per_row_bounds_stay_one_number() -> None:
     """Runtimes fuse a convolution with one bound for all its channels, and with no other."""
     model = built(net(lambda m, x: m.c(m.f(m.b(m.g(m.a(x))))), a=conv, g=nn.ReLU, b=conv, f=nn.ReLU6, c=conv))
     x = images()
-    for gauge in gauges(per_channel=True):
-        twin: Any = settled(model, x, gauge, per_channel=True)
+    for choice in equalizations(per_channel=True):
+        twin: Any = settled(model, x, choice, per_channel=True)
         assert isinstance(twin.f, nn.ReLU6)
         assert distance(run(model, x), run(twin, x)) < 1e-13
-        assert torch.equal(twin.a.weight, model.a.weight) is (gauge is AS_FOLDED)  # type: ignore[union-attr]
+        assert torch.equal(twin.a.weight, model.a.weight) is (choice is AS_FOLDED)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("per_channel", [True, False])

@@ -48,8 +48,8 @@ def test_exact(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, side, side, dtype=torch.float64)
     model = lived_in(randomize(timm.create_model(arch, **args)), x)
-    planned, sketch = step(model, "folded")
-    assert sketch.refusals == {}
+    planned, builder = step(model, "folded")
+    assert builder.refusals == {}
     result = applying.apply_step(model, planned)
     assert len(scaled(model)) > len(scaled(result)) == stay
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
@@ -100,12 +100,12 @@ class Branch(nn.Module):
 def test_what_is_in_the_way(what: str, why: str | None) -> None:
     torch.manual_seed(0)
     model = randomize(Branch(what)).double().eval()
-    planned, sketch = step(model, "folded")
+    planned, builder = step(model, "folded")
     result = applying.apply_step(model, planned)
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
     assert bool(scaled(result)) == (why is not None)
-    assert why is None or any(note.startswith("scale stays") and why in note for note in sketch.notes)
+    assert why is None or any(note.startswith("scale stays") and why in note for note in builder.notes)
 
 
 def hooked(module: Any) -> None:

@@ -19,9 +19,9 @@ from normswap.errors import RefusedError
 from normswap.graph.inspection import inspect
 from normswap.layers import channel_norm
 from normswap.layers.placeholders import Vacant
-from normswap.plan import Plan, Step, Take, Way
+from normswap.plan import AbsorbMode, Absorption, Plan, Step
 from normswap.surgery import applying
-from normswap.surgery.conversion import draft
+from normswap.surgery.conversion import plan_step
 
 TOLERANCE = 1e-12
 NORMS: dict[str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]] = {  # along which dimension, and what
@@ -60,9 +60,9 @@ def with_affine(model: nn.Module) -> list[str]:
 
 
 def folded(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
-    planned, sketch = step(model, "folded")
-    assert sketch.refusals == {}
-    return applying.apply_step(model, planned), sketch.outcomes
+    planned, builder = step(model, "folded")
+    assert builder.refusals == {}
+    return applying.apply_step(model, planned), builder.outcomes
 
 
 @pytest.mark.parametrize("name", STAY)
@@ -82,7 +82,7 @@ def test_exact(name: str) -> None:
         assert all(distance(a, b) <= TOLERANCE for a, b in maps)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     with pytest.raises(RefusedError, match="nothing to convert"):
-        draft(inspect(result), "folded")
+        plan_step(inspect(result), "folded")
 
 
 @pytest.mark.parametrize("name", STAY)
@@ -209,13 +209,13 @@ def test_moves_to(name: str) -> None:
 def test_stays_because(name: str) -> None:
     body, why = STAYS[name]
     model, _ = net(body)
-    planned, sketch = step(model, "folded")
+    planned, builder = step(model, "folded")
     assert planned.edits == ()
-    assert sketch.refusals == {}
-    for verdict in map(str, sketch.outcomes.values()):
+    assert builder.refusals == {}
+    for verdict in map(str, builder.outcomes.values()):
         assert verdict.startswith("stays with its scale and shift: ")
         assert why in verdict
-    assert sketch.outcomes
+    assert builder.outcomes
 
 
 def test_hooks_are_not_lost() -> None:
@@ -235,7 +235,7 @@ def test_a_wrong_take_is_noticed() -> None:
     """Shift without scale is not the same."""
     model, x = net(MOVES["a linear layer"][0])
     planned, _ = step(model, "folded")
-    edits = tuple(replace(e, takes=(Take(Way.BEFORE_SHIFT),)) if e.reads else e for e in planned.edits)
+    edits = tuple(replace(e, takes=(Absorption(AbsorbMode.BEFORE_SHIFT),)) if e.reads else e for e in planned.edits)
     assert distance(run(model, x), run(applying.apply_step(model, Step("", {}, edits)), x)) > 1e-3
 
 

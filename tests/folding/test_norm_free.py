@@ -18,12 +18,12 @@ architectures = pytest.mark.parametrize("arch", NORM_FREE)
 
 
 @architectures
-def test_undressed_exactly(arch: str) -> None:
+def test_folded_exactly(arch: str) -> None:
     model, x = norm_free(arch)
     reference = run(model, x)
     assert distance(reference, reference.flip(0)) > 0.01
-    planned, draft = step(model, "folded")
-    assert draft.refusals == {}
+    planned, builder = step(model, "folded")
+    assert builder.refusals == {}
     result: Any = applied(model, planned)
     assert distance(reference, run(result, x)) <= 1e-12
     assert not any(isinstance(module, STANDARDIZED) for module in result.modules())
@@ -42,7 +42,7 @@ def test_undressed_exactly(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", sampled(NORM_FREE, every=4))
-def test_dressed_in_other_schemes(arch: str) -> None:
+def test_converted_to_other_schemes(arch: str) -> None:
     model, x = norm_free(arch)
     reference = run(model, x)
     folded = applied(model, step(model, "folded")[0])
@@ -51,8 +51,8 @@ def test_dressed_in_other_schemes(arch: str) -> None:
             planned, _ = step(start, scheme, **options)
             assert distance(reference, run(applying.apply_step(start, planned), x)) <= 1e-12
     for scheme, options in (("skipinit", {}), ("fixup", {}), ("residual-scale", {"rule": "szegedy"})):
-        planned, draft = step(folded, scheme, **options)
-        if not draft.refusals:
+        planned, builder = step(folded, scheme, **options)
+        if not builder.refusals:
             assert distance(reference, run(applying.apply_step(folded, planned), x)) <= 1e-12
 
 
@@ -61,12 +61,12 @@ def test_learned_gains_of_any_sign() -> None:
         for arch in ("nf_resnet26", "nfnet_l0"):
             model, x = norm_free(arch, skipinit=True)
             randomized(model, skipinit=gain)
-            planned, draft = step(model, "folded")
+            planned, builder = step(model, "folded")
             result: Any = applied(model, planned)
             assert distance(run(model, x), run(result, x)) <= 1e-12
             gone = result.stages[0][0].skipinit_gain is None
             assert gone is (arch == "nf_resnet26")  # a gate passes only positive scalars
-            assert gone or any("skipinit" in note or "factor" in note for note in draft.notes)
+            assert gone or any("skipinit" in note or "factor" in note for note in builder.notes)
 
 
 def test_full_size() -> None:

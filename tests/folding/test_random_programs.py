@@ -107,11 +107,11 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     model, x = prepared(program, seed)
     reference = run(model, x.clone())
     assume(bool(reference.isfinite().all()))  # squares of squares
-    planned, draft = step(model, "folded")
-    assert not draft.refusals
+    planned, builder = step(model, "folded")
+    assert not builder.refusals
     result = applying.apply_step(model, planned)
     assert distance(reference, run(result, x.clone())) <= 1e-10
-    assert batchnorms(result) == [path for path, why in draft.outcomes.items() if why == NEVER_CALLED]
+    assert batchnorms(result) == [path for path, why in builder.outcomes.items() if why == NEVER_CALLED]
 
 
 NAMED_TWICE: list[Instruction] = [
@@ -120,14 +120,14 @@ NAMED_TWICE: list[Instruction] = [
 ]  # y += x, and then read as it was called before
 
 
-@pytest.mark.parametrize("seat", ["act", "identity", "drop"])
-def test_a_seat_between_two_names_is_refused(seat: str) -> None:
+@pytest.mark.parametrize("layer", ["act", "identity", "drop"])
+def test_a_layer_between_two_names_is_refused(layer: str) -> None:
     """It passes on the memory it reads; a scalar there would part what is written from what is read."""
     torch.manual_seed(0)
-    model, _ = prepared(Program([("conv", 0, 0, 0), ("module", seat, 0, 0), *NAMED_TWICE], 1), 0)
-    _, draft = step(model, "skipinit")
-    assert draft.refusals
-    kept = Program([("conv", 0, 0, 0), ("module", seat, 0, 0), ("sum", "+=", 0, 2)], 1)
+    model, _ = prepared(Program([("conv", 0, 0, 0), ("module", layer, 0, 0), *NAMED_TWICE], 1), 0)
+    _, builder = step(model, "skipinit")
+    assert builder.refusals
+    kept = Program([("conv", 0, 0, 0), ("module", layer, 0, 0), ("sum", "+=", 0, 2)], 1)
     model, x = prepared(kept, 0)
     assert distance(run(model, x.clone()), run(swapped(model, "skipinit"), x.clone())) <= 1e-10
 
@@ -139,10 +139,10 @@ def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
     reference = run(model, x.clone())
     assume(bool(reference.isfinite().all()))
     try:
-        planned, draft = step(model, "skipinit")
+        planned, builder = step(model, "skipinit")
     except RefusedError:
         return
-    if not draft.refusals:
+    if not builder.refusals:
         result = applying.apply_step(model, planned)
         assert distance(reference, run(result, x.clone())) <= 1e-10
         assert distance(reference, run(swapped(result, "folded"), x.clone())) <= 1e-10

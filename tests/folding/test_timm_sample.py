@@ -176,10 +176,10 @@ def around(inner: nn.Module) -> tuple[nn.Module, Tensor]:
 def test_what_a_module_that_looks_at_values_calls(name: str) -> None:
     make, expected = LOOKING[name]
     model, x = around(make())
-    planned, draft = step(model, "folded")
-    assert draft.refusals == {}
+    planned, builder = step(model, "folded")
+    assert builder.refusals == {}
     assert [
-        str(verdict)[: len(want)] for verdict, want in zip(draft.outcomes.values(), expected, strict=True)
+        str(verdict)[: len(want)] for verdict, want in zip(builder.outcomes.values(), expected, strict=True)
     ] == expected
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []

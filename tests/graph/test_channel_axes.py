@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny import C, conv, net
 from torch import Tensor
 
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.graph.tracing import inputs
 
@@ -88,7 +88,7 @@ def test_channels_are_where_a_change_of_them_shows(name: str) -> None:
     model = net(lambda m, x: step(m.conv(x)), conv=lambda: conv(out=WIDE))()
     anatomy = inspection.inspect(model, torch.randn(2, C, 8, 8))
     (last,) = inputs(anatomy.traced.nodes[-1])
-    axis = Draft(anatomy).axes().get(last)
+    axis = PlanBuilder(anatomy).axes().get(last)
     assert (axis is not None) is known
     if axis is not None:
         assert axis.size == WIDE

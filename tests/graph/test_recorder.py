@@ -167,11 +167,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
-    planned, draft = step(model, "folded")
+    planned, builder = step(model, "folded")
     for path, pattern in case.expect.items():
-        said = draft.refusals.pop(path) if pattern.startswith(REFUSED) else str(draft.outcomes[path])
+        said = builder.refusals.pop(path) if pattern.startswith(REFUSED) else str(builder.outcomes[path])
         assert re.search(pattern.removeprefix(REFUSED), said), said
-    assert draft.refusals == {}
+    assert builder.refusals == {}
     result = applying.apply_step(model, planned)
     for value in (x, torch.randn(2, C, 9, 9, dtype=torch.float64), torch.randn(1, C, 6, 8, dtype=torch.float64)):
         assert distance(outputs(model, value), outputs(result, value)) <= EXACT
@@ -205,8 +205,8 @@ def test_rearranging_by_name() -> None:
                                      h=x.shape[2]))  # fmt: skip
 
     model, x = build(Case("einops", net(body, **ONE), {}))
-    planned, draft = step(model, "folded")
-    assert str(draft.outcomes["bn"]) == "folds into conv"
+    planned, builder = step(model, "folded")
+    assert str(builder.outcomes["bn"]) == "folds into conv"
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= EXACT
 
 
@@ -278,9 +278,9 @@ def test_scripted_parts_are_refused_by_path() -> None:
     inner = torch.jit.script(nn.Sequential(conv(), bn()))
     seen = inspection.inspect(nn.Sequential(conv(), bn(), inner))
     assert [path for path, _ in seen.refusals] == ["2"]
-    _, draft = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
-    assert str(draft.outcomes["1"]) == "folds into 0"
-    assert set(draft.outcomes) == {"1"}
+    _, builder = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
+    assert str(builder.outcomes["1"]) == "folds into 0"
+    assert set(builder.outcomes) == {"1"}
 
 
 class Single(nn.Module):

@@ -145,16 +145,16 @@ def test_what_cannot_be_read_can_be_left() -> None:
 @pytest.mark.parametrize(
     ("to", "options", "kind", "message"),
     [
-        ("folded", {"only": ["layer9"]}, OptionError, "--only 'layer9' names no norm.*layer"),
-        ("folded", {"skip": ["bn9.*"]}, OptionError, "--skip 'bn9.*' names no"),
-        ("folded", {"only": ["layer1", "nothing"]}, OptionError, "'nothing'.*`normswap inspect` lists their paths"),
+        ("folded", {"only": ["layer9"]}, OptionError, 'only="layer9" names no norm.*layer'),
+        ("folded", {"skip": ["bn9.*"]}, OptionError, 'skip="bn9.*" names no'),
+        ("folded", {"only": ["layer1", "nothing"]}, OptionError, '"nothing".*`normswap inspect` lists their paths'),
         ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: what is chosen has no norm"),
         ("folded", {"skip": "*"}, RefusedError, "nothing to convert"),
         ("skipinit", {"only": ["*.bn2"]}, RefusedError, "no residual block is chosen.*layer1.0"),
         ("fixup", {"only": ["bn1"]}, RefusedError, "no residual block is chosen"),
         ("residual-scale", {"rule": "rescale", "only": "layer3.1"}, RefusedError, "layer3.1: a scale cannot pass"),
         ("unfold", {"only": "layer1"}, OptionError, "no option only"),
-        ("folded", {"skip": ["layer1", "layr3.1"]}, OptionError, "'layr3.1' names no.*Did you mean layer3.1 or layer"),
+        ("folded", {"skip": ["layer1", "layr3.1"]}, OptionError, '"layr3.1" names no.*Did you mean layer3.1 or layer'),
     ],
 )
 def test_patterns_that_cannot_be(to: str, options: dict[str, Any], kind: type[NormswapError], message: str) -> None:

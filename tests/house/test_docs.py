@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -12,10 +15,11 @@ from typing import Any
 
 import pytest
 import tomllib
+import typer
 from docs_pages import PAGES, ROOT, Block, blocks, filled
 from hub_server import hub_server, use_hub
 
-from normswap.cli.app import main
+from normswap.cli.app import _register, app, main
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -100,12 +104,49 @@ def test_all_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(page, blocks(page), capfd)
 
 
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the libraries that they show
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.usefixtures("desk")
+def test_notebooks_run(notebook: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(json.loads(notebook.read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec(compile("".join(cell["source"]), f"{notebook.name}[{number}]", "exec"), names)
+
+
+def test_notebooks_are_linked() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert NOTEBOOKS
+    assert all(f"notebooks/{notebook.name})" in index for notebook in NOTEBOOKS)
+
+
 @pages
 def test_tables_are_those_of_the_scripts(page: Path) -> None:
     text = page.read_text()
     assert text == filled(text)
     ahead = [lines[0] for lines in re.findall(r"((?:^\|.*\n)+)", text, re.M)]
-    assert len(ahead) == text.count("<!-- from ") + text.count("<!-- words -->"), "a table that no script wrote"
+    assert len(ahead) == len(re.findall("<!-- (?:from .*|words|options) -->", text)), "a table that no script wrote"
+
+
+OTHER_TOOLS = {"--dist", "--strict"}  # pytest's and MkDocs'
+
+
+@functools.cache
+def options() -> set[str]:
+    """Every option of every command."""
+    _register()
+    commands = typer.main.get_group(app).commands.values()
+    return {name for command in commands for parameter in command.params for name in parameter.opts}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_options_exist(page: Path) -> None:
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - options() - OTHER_TOOLS == set()
 
 
 @pages
@@ -137,3 +178,25 @@ def test_marks(tmp_path: Path) -> None:
     assert seen == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]
     with pytest.raises(pytest.skip.Exception, match="could not import 'no_such_package'"):
         demand(page)
+
+
+def test_every_situation_has_figures_or_says_that_there_are_none() -> None:
+    page = (ROOT / "docs" / "situations.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")[1:]
+    anchors = re.findall(r"\(results\.md#([\w-]+)\)", page)
+    heads = {
+        re.sub(r"\W+", "-", head.lower())
+        for head in re.findall(r"^## (.*)", (ROOT / "docs/results.md").read_text(), re.M)
+    }
+    assert set(anchors) <= heads
+    without = [text.splitlines()[0] for text in sections if "(results.md#" not in text and "not measured" not in text]
+    assert without == []
+
+
+def test_what_the_site_makes_of_docstrings_has_one_name_a_line():
+    """mkdocstrings takes `first, second:` for the name of one argument, and a strict build stops there."""
+    paths = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(paths) > 20
+    several = re.compile(r"^ +[a-z]\w*(?:, [a-z]\w*)+: .*$", re.MULTILINE)
+    docstrings = {path: pkgutil.resolve_name(path).__doc__ or "" for path in paths}
+    assert {path: several.findall(text) for path, text in docstrings.items() if several.search(text)} == {}

@@ -10,6 +10,7 @@ from readme_commands import README, blocks, command
 
 from normswap import schemes
 from normswap.cli.app import main
+from normswap.version import __version__
 
 
 def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,21 +20,35 @@ def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "r18-skipinit" / "model.safetensors").is_file()
 
 
-def test_shell_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = [block for block in blocks("bash") if "normswap convert" in block]
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("normswap ")]
     ran = 0
-    for line in block.splitlines():
+    for line in lines:
         words = shlex.split(line, comments=True)
-        assert words[0] == "normswap"
-        if "--data" in words:  # needs images
+        if "path/to/images" in words or words[1] == "finetune":  # needs images
             continue
         if "resnet50" in words:  # the same architecture family, small and without weights
             words[words.index("resnet50")] = "resnet18"
             words += ["--weights", "random", "--arch-arg", "channels=8,16,24,32"]
+        if "--calibrate" in words:
+            words += ["--samples", "40"]
         assert main(words[1:]) == 0, line
         ran += 1
-    assert ran >= 4
+    assert ran >= 6
+
+
+@pytest.mark.long
+def test_the_first_screen_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    for line in blocks("bash")[1].splitlines():
+        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+    printed = iter(capfd.readouterr().out.splitlines())
+    shown = blocks("text")[0].splitlines()
+    assert [line for line in shown if line not in printed] == []  # in this order: each is looked for behind the last
 
 
 def test_setup_commands() -> None:
@@ -45,3 +60,7 @@ def test_setup_commands() -> None:
 def test_every_scheme_is_in_the_table(name: str) -> None:
     rows = [line.split("|")[1] for line in README.read_text().splitlines() if line.startswith("| `")]
     assert any(f"`{name}`" in first for first in rows)
+
+
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {__version__}\n" in (README.parent / "CITATION.cff").read_text()

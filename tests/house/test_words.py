@@ -44,8 +44,9 @@ code = app.main(sys.argv[1:])
 sys.setprofile(None)
 print(json.dumps({"code": code, "first": first, "calls": sorted(calls)}), file=sys.stderr)
 """
-# Networks that run call what was hung on them: by way of models and layers, whatever their room.
-RUNNING = {"models/calling.py", "layers/scalars.py"}
+# Networks that run call what was hung on them: by way of models and layers, whatever their room. So do hooks that are
+# registered one after the other, from the caller's generator.
+RUNNING = {"models/calling.py", "models/modes.py", "layers/scalars.py"}
 
 
 def flow() -> list[tuple[str, str]]:
@@ -80,7 +81,7 @@ def room(file: str) -> int:
 def test_files_that_are_named_exist(document: str) -> None:
     text = (HERE / document).read_text()
     named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text) + re.findall(r"\]\(([^)#:]+)[)#]", text)
-    assert named
+    assert named or document == "docs/api.md"  # it is made of docstrings
     missing = [one for one in named if not FREE.search(one) and not any((HERE / at / one).exists() for at in PLACES)]
     assert missing == []
 
@@ -88,7 +89,7 @@ def test_files_that_are_named_exist(document: str) -> None:
 def test_rooms_and_schemes_are_all_there() -> None:
     text, algebra = ((HERE / name).read_text() for name in ("ARCHITECTURE.md", "docs/algebra.md"))
     assert [one for one in FLOOR if f"| `{one}" not in text and f", `{one}" not in text] == []
-    rows = [line.split("|")[1] for line in algebra.split("### Dress")[1].splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in algebra.split("### Insert")[1].splitlines() if line.startswith("| `")]
     assert [one for one in schemes.names() if not any(f"`{one}`" in row for row in rows)] == []
 
 

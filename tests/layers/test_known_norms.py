@@ -138,7 +138,7 @@ def test_a_lost_norm_is_remembered_with_its_output(source: nn.Module) -> None:
     bare = normswap.convert(source, "folded", inputs=X).model
     done = normswap.convert(bare, "batchnorm", inputs=X).model
     assert same(source, done) < 1e-5
-    assert torch.allclose(done.norm.running_mean, source.norm.bias, atol=1e-5)  # in the seat is the norm's output
+    assert torch.allclose(done.norm.running_mean, source.norm.bias, atol=1e-5)  # in its place is the norm's output
     assert torch.allclose(done.norm.running_var.sqrt(), source.norm.weight.abs(), atol=1e-4)
 
 

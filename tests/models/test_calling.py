@@ -21,6 +21,7 @@ from lived import lived_in
 from torch import Tensor, fx, nn
 
 import normswap
+from normswap import demo_files
 from normswap.analysis.signal_propagation import signal
 from normswap.calibration import lockstep
 from normswap.cli.app import main
@@ -28,7 +29,7 @@ from normswap.errors import NormswapError, SourceError, TraceError
 from normswap.images.accuracy import evaluate
 from normswap.models import calling
 from normswap.models.calling import Example
-from normswap.reporting import demo, report
+from normswap.reporting import report
 from normswap.storage import checkpoint
 from normswap.surgery import reverification
 from normswap.surgery.conversion import Conversion
@@ -60,7 +61,7 @@ def test_a_fit_is_that_of_plain_tensors(
     form: str, to: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrap, given = FORMS[form]
-    if form == "two arguments":  # which are not shown in a mirror, nor to noise that a gauge is chosen on
+    if form == "two arguments":  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
         monkeypatch.setattr(lockstep, "MIRRORED", 0)
         options = {**options, "steady": 0.0} if to == "groupnorm" else options
     data = batches()
@@ -319,7 +320,7 @@ def test_images_of_a_folder_reach_any_of_them(
     net = lived_in(Trunk(10), torch.randn(8, *SIZE, dtype=torch.float64)).float()
     safetensors.torch.save_file(net.state_dict(), "plain.safetensors")
     safetensors.torch.save_file({f"trunk.{name}": t for name, t in net.state_dict().items()}, "make.safetensors")
-    images = ["--data", str(demo.FOLDER / "images.tar"), "--samples", "16", "--workers", "0"]
+    images = ["--data", str(demo_files.FOLDER / "images.tar"), "--samples", "16", "--workers", "0"]
 
     def said(*words: str) -> Any:
         capfd.readouterr()
@@ -329,7 +330,7 @@ def test_images_of_a_folder_reach_any_of_them(
     found: dict[str, list[Any]] = {}
     for name in ("plain", "make"):
         of = [f"own:{name}", "--weights", f"{name}.safetensors"]
-        made = said("convert", *of, "--to", "groupnorm", "--calibrate", str(demo.FOLDER / "images.tar"),
+        made = said("convert", *of, "--to", "groupnorm", "--calibrate", str(demo_files.FOLDER / "images.tar"),
                     "--samples", "32", "-o", f"{name}-gn")  # fmt: skip
         evaluated = said("evaluate", *of, *images)
         measured = said("recalibrate", *of, *images, "--batch-size", "8", "-o", f"{name}-re")

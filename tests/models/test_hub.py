@@ -106,7 +106,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, s
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)
     with pytest.raises(SourceError) as caught:
         open_source(source)
-    assert all(way in str(caught.value) for way in ("--weights random", "local-dir:", "--arch", "HF_ENDPOINT"))
+    assert all(way in str(caught.value) for way in ('weights="random"', "local-dir:", "arch=", "HF_ENDPOINT"))
 
 
 @pytest.mark.slow

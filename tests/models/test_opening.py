@@ -35,7 +35,7 @@ def asks(m: Any, x: Tensor) -> Tensor:
 
 
 def other_norm(m: Any, x: Tensor) -> Tensor:
-    """The convolution may take in neither norm: each is right on one way only."""
+    """The convolution may absorb neither norm: each is right on one way only."""
     y = m.conv(x)
     return m.bn(y) if x.shape[-1] < LIMIT else m.bn2(y)  # type: ignore[no-any-return]
 
@@ -68,14 +68,14 @@ def built(body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 @pytest.mark.parametrize("body", [asks, other_norm, without, apart, deeper])
 def test_a_forward_that_asks_for_a_size_is_recorded_at_two(body: Callable[[Any, Tensor], Tensor]) -> None:
     traced = record(built(body))
-    assert traced.sized
+    assert traced.size_dependent
     assert len(traced.recorded) == 2
     assert len(traced.others) == (body is asks)
 
 
 def test_a_forward_that_does_not_is_recorded_at_one() -> None:
     traced = record(built(stays))
-    assert not traced.sized
+    assert not traced.size_dependent
     assert traced.flexible
     assert len(traced.recorded) == 1
 
@@ -90,12 +90,12 @@ def test_the_other_size_is_less_work_unless_the_first_is_small(given: tuple[int,
 @pytest.mark.parametrize("scheme", ["folded", "affine", "weightnorm"])
 def test_both_ways_of_a_forward_are_still_right(body: Callable[[Any, Tensor], Tensor], scheme: str) -> None:
     model = built(body)
-    planned, draft = step(model, scheme)
-    result = model if draft.refusals else applying.apply_step(model, planned)
+    planned, builder = step(model, scheme)
+    result = model if builder.refusals else applying.apply_step(model, planned)
     for size in (SMALL, LARGE):
         x = torch.randn(*size, dtype=torch.float64)
         assert distance(run(model, x), run(result, x)) < 1e-12, size
-    assert bool(draft.refusals) or planned.edits
+    assert bool(builder.refusals) or planned.edits
 
 
 class Noisy(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from lived import batchnorms, distance, run, swapped
 from torch import Tensor, nn
 
 import normswap
+from normswap import shipped
 from normswap.errors import SourceError
-from normswap.models import wide_resnet, zoo
+from normswap.models import zoo
 from normswap.plan import Arch
 
+shipped.register_networks()
+wide_resnet: Any = sys.modules["normswap.recipes.wide_resnet"]
 ORDERS = ("pre", "post")
 
 
@@ -92,6 +97,15 @@ def test_what_it_cannot_be_is_an_error_of_the_input(args: dict[str, Any]) -> Non
         zoo.create(Arch("wide_resnet_cifar", args))
 
 
+def test_its_file_is_imported_when_its_name_is_asked_for() -> None:
+    code = (
+        "import sys; from normswap.models import zoo; from normswap.plan import Arch\n"
+        "zoo.create(Arch('resnet18', {})); early = 'normswap.recipes.wide_resnet' in sys.modules\n"
+        "zoo.create(Arch('wide_resnet_cifar', {'depth': 10, 'width': 1})); sys.exit(early)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_timm_knows_it_and_its_ways() -> None:
     model: Any = network(depth=10, num_classes=7, in_chans=1).float()
     x = torch.randn(2, 1, 32, 32)
@@ -135,7 +149,7 @@ def test_skipinit_resets_the_scalars(order: str, alpha: float | str, value: floa
         for block, new in zip(stage, changed, strict=True):
             active = F.relu(y) if order == "pre" else y
             branch = plain(block.conv2, F.relu(plain(block.conv1, active)))
-            branch = branch * gauge(block, new) if order == "pre" else branch  # after a norm it is 1 already
+            branch = branch * rescaling_of(block, new) if order == "pre" else branch  # after a norm it is 1 already
             skip = y if block.downsample is None else plain(projection(block), active)
             y = skip + value * branch if order == "pre" else F.relu(skip + value * branch)
     y = F.relu(y) / eps if order == "pre" else y
@@ -143,7 +157,7 @@ def test_skipinit_resets_the_scalars(order: str, alpha: float | str, value: floa
     assert distance(reference, run(result, x)) < 1e-12
 
 
-def gauge(block: Any, new: Any) -> float:
+def rescaling_of(block: Any, new: Any) -> float:
     """What the last convolution was divided by: its output's deviation where its input is relu(z), z ~ N(0, 1).
 
     The variance of relu(z) is 1/2 - 1/(2 pi); normswap finds it by quadrature, to a percent.

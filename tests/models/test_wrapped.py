@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: torch.compile(network()),
         r"the network is compiled: it stands for a ResNet. Give model\._orig",
     ),
-    "scripted": (lambda: torch.jit.trace(network(), example()), r"scripted"),
+    "scripted": (lambda: torch.jit.trace(network(), example()), r"the network is TorchScript.*Give the network"),
 }
 
 
@@ -105,4 +105,4 @@ def test_what_cannot_be_seen_is_said_in_a_line(name: str, look: Callable[[nn.Mod
     with pytest.raises(NormswapError, match=message) as said:
         look(build(), example())
     assert "\n" not in str(said.value)
-    assert name == "scripted" or isinstance(said.value, SourceError)
+    assert isinstance(said.value, SourceError)

@@ -228,7 +228,7 @@ def test_bad_source(source: str, options: dict[str, Any], kind: type[NormswapErr
         open_source(source, **options)
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, "--arch"), ({"weights": "random", **SMALL}, "exclude")])
+@pytest.mark.parametrize(("options", "said"), [({}, "arch=NAME"), ({"weights": "random", **SMALL}, "exclude")])
 def test_file_options(folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         open_source(str(folder / "model.safetensors"), **options)

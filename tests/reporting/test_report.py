@@ -65,7 +65,7 @@ def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> No
     state = load_file(folder / "model.safetensors")
     stored = {name.removesuffix(".alpha").removesuffix(".then"): float(value)
               for name, value in state.items() if name.endswith(".alpha")}  # fmt: skip
-    assert {alpha.seat: alpha.value for alpha in facts.alphas} == stored
+    assert {alpha.path: alpha.value for alpha in facts.alphas} == stored
     assert len(stored) in (0, len(facts.blocks))
     order = [block.path for block in facts.blocks]
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
@@ -100,17 +100,22 @@ def test_sites_verdict_and_versions_are_the_stored_ones(case: tuple[Path, Path, 
     assert ("changes the function" in text) is not stored.exact
 
 
-def test_every_norm_has_a_fate(case: tuple[Path, Path, Facts, str]) -> None:
+def test_every_norm_has_an_outcome(case: tuple[Path, Path, Facts, str]) -> None:
     origin, folder, facts, _ = case
     listed = [norm for block in facts.blocks for norm in block.norms] + list(facts.others)
     assert sorted(norm.path for norm in listed) == sorted(
         n.path for n in normswap.inspect(open_model(str(origin))).norms
     )
     modules = dict(normswap.load(folder).named_modules())
-    seated = {"gone": ("Vacant",), "scalar": ("Scale", "Chain"), "bias": ("ChannelBias",), "affine": ("ChannelAffine",)}
-    seated["replaced"] = ("GroupNorm",)
+    layers_by_outcome = {
+        "gone": ("Vacant",),
+        "scalar": ("Scale", "Chain"),
+        "bias": ("ChannelBias",),
+        "affine": ("ChannelAffine",),
+    }
+    layers_by_outcome["replaced"] = ("GroupNorm",)
     for norm in listed:
-        assert type(modules[norm.path]).__name__ in seated[norm.fate]
+        assert type(modules[norm.path]).__name__ in layers_by_outcome[norm.outcome]
         assert norm.said != "stays as it is"
         assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), norm.said  # words, not the plan's own terms
 
@@ -153,7 +158,7 @@ def test_a_network_without_report_or_steps(made: Any, tmp_path: Path) -> None:
     assert "not verified" in text
     assert facts.alphas == ()
     assert facts.gammas == ()
-    assert {norm.fate for block in facts.blocks for norm in block.norms} == {"kept"}
+    assert {norm.outcome for block in facts.blocks for norm in block.norms} == {"kept"}
     check(text)
 
 
@@ -216,6 +221,8 @@ def test_html_is_balanced_and_loads_nothing(case: tuple[Path, Path, Facts, str])
     [
         "<p><b></p></b>", "<p>", '<img src="http://a">', "<script></script>", '<a href="http://a">a</a>', "</p>",
         '<link href="http://a">', '<p onclick="a">a</p>', '<svg role="img" aria-label="short"></svg>',
+        '<p style="background: url(http://a)">a</p>', '<svg><use href="http://a"></use></svg>',
+        '<svg><use href="#none"></use></svg>', '<p id="a">a</p><p id="a">a</p>', '<p clip-path="url(#none)">a</p>',
     ],
 )  # fmt: skip
 def test_the_checker_notices(bad: str) -> None:
@@ -234,7 +241,7 @@ def test_names_are_escaped(made: Any) -> None:
     facts = replace(
         facts, source=evil, sha256=evil, arch=Arch(evil, {evil: evil}), digest=evil, versions={evil: evil},
         notes=(evil,), steps=(StepFact(evil, {evil: evil}, evil, evil, {evil: 1}),),
-        blocks=(block, *facts.blocks[1:]), alphas=(replace(facts.alphas[0], block=evil, seat=evil), *facts.alphas[1:]),
+        blocks=(block, *facts.blocks[1:]), alphas=(replace(facts.alphas[0], block=evil, path=evil), *facts.alphas[1:]),
         report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])), signal_inputs=evil,
         signal={name: (replace(p[0], block=evil, stage=evil), *p[1:]) for name, p in facts.signal.items()},
     )  # fmt: skip
@@ -309,5 +316,5 @@ def test_a_plan_without_outcomes_is_told_by_its_edits(made: Any) -> None:
     assert record is not None
     bare = Plan(tuple(replace(step, outcomes={}) for step in record.plan.steps))
     norms = report._norms(normswap.inspect(open_model(str(made["v1-skipinit"][0]))), bare)
-    assert {path: norm.fate for path, norm in norms.items()} == {norm.path: norm.fate for norm in facts.norms}
+    assert {path: norm.outcome for path, norm in norms.items()} == {norm.path: norm.outcome for norm in facts.norms}
     assert norms["layer1.0.bn1"].said == "goes into layer1.0.conv1; gives way to a Vacant"

@@ -27,7 +27,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnetv2_18": {"channels": (8, 16, 24, 32), "stem_chs": 8},
 }
 LAST = {"resnet18": "bn2", "resnet26d": "bn3", "seresnet18": "bn2", "ecaresnet50t": "bn3"}
-SEAT = {"resnet18": "bn2", "resnet26d": "bn3", "seresnet18": "se", "ecaresnet50t": "se", "resnetv2_18": "drop_path"}
+SCALAR_AT = {
+    "resnet18": "bn2",
+    "resnet26d": "bn3",
+    "seresnet18": "se",
+    "ecaresnet50t": "se",
+    "resnetv2_18": "drop_path",
+}
 architectures = pytest.mark.parametrize("arch", SMALL)
 
 
@@ -44,8 +50,8 @@ def seen(arch: str) -> Anatomy:
 
 
 def with_scalars(arch: str, alpha: str | float) -> nn.Module:
-    planned, draft = step(seen(arch), "skipinit", alpha=alpha)
-    assert draft.refusals == {}
+    planned, builder = step(seen(arch), "skipinit", alpha=alpha)
+    assert builder.refusals == {}
     return applying.apply_step(source(arch)[0], planned)
 
 
@@ -83,18 +89,18 @@ def test_scalars_that_are_there_get_a_bias() -> None:
 
 
 @architectures
-def test_one_scalar_per_block_in_its_seat(arch: str) -> None:
+def test_one_scalar_per_block_in_its_place(arch: str) -> None:
     model, _ = source(arch)
     result = swapped(model, "skipinit")
     assert len(scales(result)) == len(blocks(model))
     for before, after in zip(blocks(model), blocks(result), strict=True):
-        seat = after.get_submodule(SEAT[arch])
-        if SEAT[arch] == "se":
-            assert isinstance(seat, Chain)
-            assert type(seat.inner) is type(before.get_submodule("se"))
-            assert isinstance(seat.then, Scale), "alpha stands after the gate"
+        scalar = after.get_submodule(SCALAR_AT[arch])
+        if SCALAR_AT[arch] == "se":
+            assert isinstance(scalar, Chain)
+            assert type(scalar.inner) is type(before.get_submodule("se"))
+            assert isinstance(scalar.then, Scale), "alpha stands after the gate"
         else:
-            assert isinstance(seat, Scale)
+            assert isinstance(scalar, Scale)
 
 
 @pytest.mark.parametrize("arch", LAST)
@@ -189,11 +195,11 @@ def test_drop_path_survives_before_alpha(arch: str) -> None:
     assert distance(run(model, x), reference) > 1e-2
     assert distance(reference, stochastic(result)) <= 1e-12
     for block in blocks(result):
-        seat: Any = block.get_submodule("drop_path" if drops(block) else SEAT[arch])
+        scalar: Any = block.get_submodule("drop_path" if drops(block) else SCALAR_AT[arch])
         if drops(block):
-            assert type(seat) is Chain
-            assert type(seat.inner).__name__ == "DropPath"
-            assert type(seat.then) is Scale
+            assert type(scalar) is Chain
+            assert type(scalar.inner).__name__ == "DropPath"
+            assert type(scalar.then) is Scale
         assert len(scales(block)) == 1
     result.train()(x).sum().backward()
 
@@ -230,7 +236,7 @@ def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
     done = normswap.convert(between, "skipinit", inputs=x)
     assert distance(run(between.model, x), run(done.model, x)) <= 1e-12
     assert alphas(done.model) == alphas(between.model)
-    stays = trained and SEAT[arch] == "se"  # a bias does not pass a gate
+    stays = trained and SCALAR_AT[arch] == "se"  # a bias does not pass a gate
     assert all((scale.bias is not None) is stays for scale in scales(done.model))
     assert any("keeps the scalar bias" in note for note in done.notes) is stays
     assert torch.equal(done.model.train()(x), done.model(x))

@@ -1,4 +1,4 @@
-"""`--to dyt`: gamma tanh(alpha x) + beta in the seats of BatchNorms, against the formula by hand and its limit."""
+"""`--to dyt`: gamma tanh(alpha x) + beta in place of BatchNorms, against the formula by hand and its limit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from lived import batchnorms, distance, lived_in, run
 from torch import Tensor, nn
 
-from normswap import convert
+from normswap import convert, demo_files
 from normswap.errors import OptionError, RefusedError
 from normswap.graph import inspection
 from normswap.images import datasets
 from normswap.layers.dynamic_tanh import DynamicTanh, gain
-from normswap.reporting import demo
-from normswap.schemes.dyt import pattern
+from normswap.schemes.dyt import fitting_target
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import applying, conversion
 
@@ -49,10 +48,10 @@ def test_hardly_bent_it_is_the_network(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", NARROW)
 def test_what_it_is_fitted_to_is_the_network(arch: str) -> None:
-    """Without the tanh all that a step changes is a gauge."""
+    """Without the tanh all that a step changes is a rescaling."""
     source, x = network(arch), pictures(4, 1)
-    step, _ = conversion.draft(inspection.inspect(source, x), "dyt")
-    assert distance(run(source, x), run(applying.apply_step(source, pattern(step)), x)) < 1e-12
+    step, _ = conversion.plan_step(inspection.inspect(source, x), "dyt")
+    assert distance(run(source, x), run(applying.apply_step(source, fitting_target(step)), x)) < 1e-12
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -86,8 +85,8 @@ def test_the_line_is_the_best(alpha: float, most: float) -> None:
 
 def test_images_repair_it() -> None:
     """Fitted, it errs less on other images; alpha stays where it was."""
-    source = open_model(str(demo.FOLDER)).eval()
-    loader = datasets.make_loader(source, str(demo.FOLDER / "images.tar"), batch_size=50, workers=0)
+    source = open_model(str(demo_files.FOLDER)).eval()
+    loader = datasets.make_loader(source, str(demo_files.FOLDER / "images.tar"), batch_size=50, workers=0)
     images = [x for x, _ in loader]
     others = torch.cat(images[4:])
     plain, fitted = (convert(source, "dyt", calibrate=given).model for given in (None, images[:4]))
@@ -119,11 +118,11 @@ def test_every_parameter_of_it_learns() -> None:
 
 @pytest.mark.parametrize("bend", [0, -1, 5, True, "1", float("nan")])
 def test_bends_that_are_none(bend: Any) -> None:
-    with pytest.raises(OptionError, match=r"--bend .* is not in \(0, 4\]"):
+    with pytest.raises(OptionError, match=r"bend=.* is not in \(0, 4\]"):
         convert(network("resnet18"), "dyt", inputs=pictures(1), bend=bend)
 
 
 def test_there_must_be_a_norm() -> None:
     seen = inspection.inspect(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double(), pictures(1))
-    with pytest.raises(RefusedError, match="no BatchNorm to put a Dynamic Tanh"):
-        conversion.draft(seen, "dyt")
+    with pytest.raises(RefusedError, match="no BatchNorm to replace by a Dynamic Tanh"):
+        conversion.plan_step(seen, "dyt")

@@ -42,8 +42,8 @@ class Case:
 @functools.cache
 def _case(arch: str, index: int) -> Case:
     model, x, reference = source(arch)
-    planned, draft = step(model, ROWS[index].scheme, **ROWS[index].options)
-    assert not draft.refusals
+    planned, builder = step(model, ROWS[index].scheme, **ROWS[index].options)
+    assert not builder.refusals
     return Case(model, x, reference, planned, applied(model, planned))
 
 
@@ -166,24 +166,24 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
     before, after = own.source.state_dict(), own.result.state_dict()
     renamed = dict(applying.renames(own.source, own.step))
     norms = tuple(f"{path}." for path in batchnorms(own.source))
-    seats = {edit.path for edit in own.step.edits}
+    edited = {edit.path for edit in own.step.edits}
     for name, tensor in before.items():
         path = name.rpartition(".")[0]
         if name.startswith(norms):
             continue
         assert renamed.get(name, name) in after
-        if path not in seats:
+        if path not in edited:
             assert torch.equal(tensor, after[renamed.get(name, name)])
     for name in after.keys() - before.keys() - set(renamed.values()):
-        assert any(name.startswith(f"{seat}.") for seat in seats), f"{name} is new"
+        assert any(name.startswith(f"{path}.") for path in edited), f"{name} is new"
 
 
 @everywhere
 def test_the_plan_counts(arch: str, row: Row) -> None:
-    """Planned = seated = gone; every read is a module; verdicts name every norm."""
+    """Planned = replaced = gone; every read is a module; verdicts name every norm."""
     own = case(arch, row)
-    _, draft = step(own.source, row.scheme, **row.options)
-    assert set(draft.outcomes) == set(batchnorms(own.source))
+    _, builder = step(own.source, row.scheme, **row.options)
+    assert set(builder.outcomes) == set(batchnorms(own.source))
     assert len({edit.path for edit in own.step.edits}) == len(own.step.edits)
     assert set(batchnorms(own.source)) <= {edit.path for edit in own.step.edits}
 
@@ -192,7 +192,7 @@ def test_the_plan_counts(arch: str, row: Row) -> None:
 def test_a_second_fold_refuses(arch: str) -> None:
     folded = case(arch, ROWS[0]).result
     with pytest.raises(RefusedError, match="nothing to convert"):
-        conversion.draft(inspection.inspect(folded), "folded")
+        conversion.plan_step(inspection.inspect(folded), "folded")
 
 
 @exact_everywhere
@@ -203,8 +203,8 @@ def test_conversions_chain(arch: str, row: Row) -> None:
     for then in EXACT:
         if then.scheme == "folded" and row.scheme == "folded":
             continue
-        planned, draft = step(seen, then.scheme, **then.options)
-        assert not draft.refusals
+        planned, builder = step(seen, then.scheme, **then.options)
+        assert not builder.refusals
         result = applying.apply_step(own.result, planned)
         assert distance(own.reference, run(result, own.x)) <= 1e-12
 
@@ -224,10 +224,10 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     for then in EXACT:
         if (then.scheme, row.scheme) == ("folded", "folded"):
             continue
-        planned, draft = step(seen, then.scheme, **then.options)
-        if draft.refusals:  # behind a gate, a negative scalar that has a bias is stuck
+        planned, builder = step(seen, then.scheme, **then.options)
+        if builder.refusals:  # behind a gate, a negative scalar that has a bias is stuck
             assert then.scheme == "residual-scale"
-            assert all("it has a scalar that stays" in why for why in draft.refusals.values())
+            assert all("it has a scalar that stays" in why for why in builder.refusals.values())
             continue
         assert distance(reference, run(applying.apply_step(result, planned), x)) <= 1e-12
 

@@ -36,8 +36,8 @@ V1 = ("resnet18", "resnet26d", "seresnet18", "ecaresnet50t")
 
 
 def to(model: nn.Module, scheme: str, **options: Any) -> Any:
-    planned, draft = step(model, scheme, **options)
-    assert draft.refusals == {}
+    planned, builder = step(model, scheme, **options)
+    assert builder.refusals == {}
     return applied(model, planned)
 
 
@@ -52,7 +52,7 @@ def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
         model, x, reference = source(arch)
         back = to(to(model, scheme, **options), "folded")
         assert distance(reference, run(back, x)) <= 1e-12
-        ours = (Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.Shifted)
+        ours = (Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.InputBiased)
         assert not batchnorms(back)
         assert not has_layers(back, *ours)
         assert not any(parametrize.is_parametrized(module) for module in back.modules())
@@ -64,7 +64,7 @@ def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "resnetv2_50d", "seresnet18"])
 def test_back_to_batchnorm(arch: str) -> None:
-    """bn -> skipinit -> folded -> batchnorm: a norm at every site, and in training it works."""
+    """bn -> skipinit -> folded -> batchnorm: a norm wherever one stood, and in training it works."""
     model, x, reference = source(arch)
     again = to(to(to(model, "skipinit"), "folded"), "batchnorm")
     assert distance(reference, run(again, x)) <= 1e-12
@@ -98,8 +98,8 @@ def test_no_statistics_no_norms() -> None:
 
 def test_frozen_norms_of_sequences_are_refused() -> None:
     model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)).eval()
-    _, draft = step(model, "frozen-bn")
-    assert list(draft.refusals) == ["1"]
+    _, builder = step(model, "frozen-bn")
+    assert list(builder.refusals) == ["1"]
     assert step(model, "tune")[1].refusals == {}
 
 
@@ -131,15 +131,15 @@ def test_it_trains(scheme: str, options: dict[str, Any]) -> None:
 def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
     """a != 1: exact, stages end as they did, and y = a skip + b f in every block."""
     model, x, reference = source(arch)
-    planned, draft = step(model, "residual-scale", rule=rule)
-    assert draft.refusals == {}
+    planned, builder = step(model, "residual-scale", rule=rule)
+    assert builder.refusals == {}
     result: Any = applied(model, planned)
     assert distance(reference, run(result, x)) <= 1e-12
     with torch.no_grad():
         before, after = model.forward_intermediates(x)[1], result.forward_intermediates(x)[1]
     assert all(distance(a, b) <= 1e-12 for a, b in zip(before[1:], after[1:], strict=True))
     fixed = [module for module in result.modules() if isinstance(module, scalars.FixedScale)]
-    assert len(fixed) == 2 * len(draft.anatomy.blocks)
+    assert len(fixed) == 2 * len(builder.anatomy.blocks)
     assert not any("alpha" in name for name, _ in result.named_parameters())
     if rule == "balduzzi":
         assert sorted({round(module.alpha.item(), 6) for module in fixed}) == [0.707107, 1.0]
@@ -176,16 +176,16 @@ def test_frozen_norms_come_back_to_life(arch: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_without_a_seat_on_the_sum_the_branches_hold_both_factors(rule: str) -> None:
+def test_without_a_module_on_the_sum_the_branches_hold_both_factors(rule: str) -> None:
     """Pre-activation: what the stream is at the end of a stage, by the rule's own recursion, up to one factor."""
     model, x, reference = source("resnetv2_18")
-    planned, draft = step(model, "residual-scale", rule=rule)
+    planned, builder = step(model, "residual-scale", rule=rule)
     result = applied(model, planned)
     assert distance(reference, run(result, x)) <= 1e-12
     found = [m.alpha.item() for m in result.modules() if isinstance(m, scalars.FixedScale)]
-    depth = len(draft.anatomy.blocks)
+    depth = len(builder.anatomy.blocks)
     stages: list[list[tuple[float, float]]] = []
-    for number, block in enumerate(draft.anatomy.blocks, 1):
+    for number, block in enumerate(builder.anatomy.blocks, 1):
         stages += [] if block.skip == "identity" and stages else [[]]
         stages[-1].append(RULES[rule](number, depth))
     assert max(len(stage) for stage in stages) > 1
@@ -251,7 +251,7 @@ def test_what_cannot_scale_its_weight_in_tune_mode_stops_no_other() -> None:
     x = torch.randn(4, 4, 8, 8, dtype=torch.float64)
     tuned = to(lived_in(model, x), "tune")
     assert "2.gamma" in dict(tuned.named_parameters())
-    assert "1.weight" in dict(tuned.named_parameters()), "a transposed convolution leaves the norm in its seat"
+    assert "1.weight" in dict(tuned.named_parameters()), "a transposed convolution leaves the norm in its place"
     assert distance(run(model, x), run(tuned, x)) <= 1e-12
 
 
@@ -279,17 +279,17 @@ def test_fixup_reset() -> None:
 
 
 def test_a_trained_input_bias_before_padding_stays() -> None:
-    """Zeros at the border are not shifted: only a 1x1 convolution takes the scalar in."""
+    """Zeros at the border are not shifted: only a 1x1 convolution absorbs the scalar."""
     model, x, _ = source("resnet26d")
     result = to(model, "fixup")
     with torch.no_grad():
         for module in result.modules():
-            if isinstance(module, reparametrized.Shifted):
+            if isinstance(module, reparametrized.InputBiased):
                 module.in_bias.fill_(0.1)
     folded = to(result, "folded")
     assert distance(run(result, x), run(folded, x)) <= 1e-12
     assert isinstance(folded.layer2[0].conv2, reparametrized.ShiftedConv2d)
-    assert not isinstance(folded.layer2[0].conv1, reparametrized.Shifted)
+    assert not isinstance(folded.layer2[0].conv1, reparametrized.InputBiased)
     for scheme in ("weightnorm", "tune", "skipinit", "fixup", "batchnorm"):
         assert distance(run(result, x), run(to(result, scheme), x)) <= 1e-12
 
@@ -344,11 +344,11 @@ def test_what_there_is_already_is_said_without_contradiction() -> None:
     with pytest.raises(RefusedError, match=r"to batchnorm: .* stay as they are: 1 kept. `normswap schemes`"):
         normswap.convert(model, "batchnorm", size=(3, 8, 8))
     mixed = nn.Sequential(model, nn.Conv2d(4, 4, 3), nn.GroupNorm(1, 4), nn.ReLU()).eval()
-    with pytest.raises(RefusedError, match=r"1 kept, 1 with statistics per sample. '--calibrate DATA'"):
+    with pytest.raises(RefusedError, match=r"1 kept, 1 with statistics per sample. 'calibrate=DATA'"):
         normswap.convert(mixed, "batchnorm", size=(3, 8, 8))
 
 
-def test_a_network_without_a_weight_to_dress_is_refused() -> None:
+def test_a_network_without_a_weight_to_reparametrize_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match="no convolution or linear layer that could be changed"):
         normswap.convert(model, "weightnorm", size=(3, 8, 8))

@@ -53,8 +53,8 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
 @crossed("arch, scheme", BRANCHES, SCHEMES, every=4, ids=named)
 def test_exact(arch: str, scheme: tuple[str, dict[str, Any]]) -> None:
     model, x, reference = source(arch)
-    planned, draft = step(model, scheme[0], **scheme[1])
-    assert draft.refusals == {}
+    planned, builder = step(model, scheme[0], **scheme[1])
+    assert builder.refusals == {}
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert type(result) is type(model)
@@ -67,23 +67,23 @@ def test_alpha_is_the_deviation_of_the_branch(arch: str) -> None:
     """The root mean square of the gammas of the norm that ends the branch, De & Smith's gamma; one for every branch."""
     model, _, _ = source(arch)
     count, last = BRANCHES[arch]
-    planned, draft = step(model, "skipinit")
+    planned, builder = step(model, "skipinit")
     result = applying.apply_step(model, planned)
     found = [module.alpha.item() for module in result.modules() if isinstance(module, Scale)]
     assert len(found) == count
     wanted = []
-    for block in draft.anatomy.blocks:
+    for block in builder.anatomy.blocks:
         gamma = model.get_submodule(f"{block.path}.{last}").get_parameter("weight")
         wanted.append(gamma.square().mean().sqrt().item())
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("arch", sampled(BRANCHES, every=3))
-def test_groupnorm_takes_every_seat(arch: str) -> None:
+def test_groupnorm_replaces_every_norm(arch: str) -> None:
     """Approximate: what it keeps of trained networks is measured in lab/benchmarks; here: it runs, and differs."""
     model, x, reference = source(arch)
-    planned, draft = step(model, "groupnorm")
-    assert draft.refusals == {}
+    planned, builder = step(model, "groupnorm")
+    assert builder.refusals == {}
     result = applying.apply_step(model, planned)
     assert sum(isinstance(module, nn.GroupNorm) for module in result.modules()) == len(batchnorms(model))
     assert batchnorms(result) == []
@@ -110,5 +110,5 @@ def test_groups_of_a_size(channels: int, groups: int) -> None:
 
 @pytest.mark.parametrize("options", [{"group_size": -1}, {"group_size": True}, {"groups": 2, "group_size": 16}])
 def test_group_sizes_that_say_nothing(options: dict[str, int]) -> None:
-    with pytest.raises(OptionError, match="group-size"):
+    with pytest.raises(OptionError, match="group_size="):
         convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "groupnorm", size=(3, 16, 16), **options)

@@ -24,7 +24,7 @@ def lived(block: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("rule", ["balduzzi", "rescale"])
 @pytest.mark.parametrize("block", [PreAct, PostAct])
 def test_factors_of_a_sum_that_no_module_follows(block: type[nn.Module], rule: str) -> None:
-    """Three blocks after one another, no seat on any sum: exact, and by Balduzzi's rule 1, sqrt 2, 2."""
+    """Three blocks after one another, no module on any sum: exact, and by Balduzzi's rule 1, sqrt 2, 2."""
     source = lived(block)
     done = normswap.convert(source, "residual-scale", rule=rule, size=(3, 33, 33))
     x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_factors_of_a_sum_that_no_module_follows(block: type[nn.Module], rule: s
 
 @pytest.mark.parametrize("block", [PreAct, PostAct])
 def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Path) -> None:
-    """The pool is a function: the dropout sits in the linear layer's seat. It can be set anew, and taken out."""
+    """The pool is a function: the dropout sits in the linear layer's place. It can be set anew, and taken out."""
     source, x = lived(block), torch.randn(2, 3, 41, 41, dtype=torch.float64)
     done = normswap.convert(source, "regularized-skipinit", dropout=0.6, size=(3, 33, 33))
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_a_classifier_that_is_read_elsewhere_gets_no_dropout() -> None:
 
     torch.manual_seed(0)
     source = lived_in(Tied(PostAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
-    with pytest.raises(RefusedError, match="no seat for a dropout"):
+    with pytest.raises(RefusedError, match="no place for a dropout"):
         normswap.convert(source, "regularized-skipinit", size=(3, 33, 33))
 
 

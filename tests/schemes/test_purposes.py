@@ -18,12 +18,11 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import provenance
+from normswap import demo_files, provenance
 from normswap.errors import OptionError, RefusedError
 from normswap.images import datasets
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy, WithBias
-from normswap.reporting import demo
 from normswap.storage.checkpoint import open_model
 
 with warnings.catch_warnings():  # what opacus imports warns about itself
@@ -62,7 +61,7 @@ def small(arch: str) -> nn.Module:
 
 def images(count: int = 16) -> tuple[Tensor, Tensor]:
     loader = datasets.make_loader(
-        open_model(str(demo.FOLDER)), str(demo.FOLDER / "images.tar"), workers=0, samples=count
+        open_model(str(demo_files.FOLDER)), str(demo_files.FOLDER / "images.tar"), workers=0, samples=count
     )
     batches = list(loader)
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
@@ -94,7 +93,7 @@ def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
 
 @pytest.mark.parametrize("to", ["groupnorm", "skipinit"])
 def test_the_demo_network_trains_privately(to: str, tmp_path: Path) -> None:
-    done = normswap.convert(open_model(str(demo.FOLDER)), to, purpose="opacus")
+    done = normswap.convert(open_model(str(demo_files.FOLDER)), to, purpose="opacus")
     normswap.save(done, tmp_path / "out")
     model = normswap.load(tmp_path / "out")
     assert not any(getattr(module, "inplace", False) for module in model.modules())
@@ -222,7 +221,7 @@ def test_without_copies_opacus_fails() -> None:
 
 
 def test_the_way_back_stays_open() -> None:
-    """Folded, dressed in norms, unfolded: a network made for a purpose is like any other."""
+    """Folded, given norms, unfolded: a network made for a purpose is like any other."""
     for arch in ("resnet18", "resnetv2_18"):
         model = small(arch)
         x = torch.randn(2, 3, 32, 32, dtype=torch.float64)

@@ -22,7 +22,7 @@ from normswap.graph.inspection import inspect
 from normswap.layers import channel_norm
 from normswap.plan import Plan, Step
 from normswap.surgery import applying, unfolding
-from normswap.surgery.conversion import draft
+from normswap.surgery.conversion import plan_step
 from normswap.surgery.network import Network
 
 EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
@@ -35,8 +35,8 @@ def kinds(model: nn.Module, kind: type) -> list[str]:
 
 
 def converted(model: nn.Module) -> nn.Module:
-    planned, sketch = step(model, "rmsnorm")
-    assert sketch.refusals == {}
+    planned, builder = step(model, "rmsnorm")
+    assert builder.refusals == {}
     return applying.apply_step(model, planned)
 
 
@@ -165,7 +165,7 @@ def test_chains_with_folded() -> None:
         assert bare == [path for path in kinds(model, nn.LayerNorm) if path != "norm"]
         assert not kinds(twice, nn.LayerNorm)
     with pytest.raises(RefusedError, match="no LayerNorm"):
-        draft(inspect(twice), "rmsnorm")
+        plan_step(inspect(twice), "rmsnorm")
 
 
 REFUSED = {
@@ -185,10 +185,10 @@ LARGER = {
 def test_refused_with_path_and_reason(name: str) -> None:
     path, why = REFUSED.get(name) or LARGER[name]
     model = skeleton(name) if name in REFUSED else timm.create_model(name)
-    _, sketch = step(model, "rmsnorm")
-    assert why in sketch.refusals[path]
+    _, builder = step(model, "rmsnorm")
+    assert why in builder.refusals[path]
     with pytest.raises(RefusedError, match="cannot convert to rmsnorm"):
-        draft(inspect(model), "rmsnorm")
+        plan_step(inspect(model), "rmsnorm")
 
 
 class Within(nn.Module):
@@ -337,16 +337,16 @@ def test_features_that_lose_their_mean_are_named(
     make: Callable[[], tuple[nn.Module, Tensor]], named: list[str]
 ) -> None:
     """Those between the blocks and a head's norm, where that reads something made of them."""
-    _, sketch = step(make()[0], "rmsnorm")
-    assert [note.partition(" reads the features")[0] for note in sketch.notes if "lose their mean" in note] == named
+    _, builder = step(make()[0], "rmsnorm")
+    assert [note.partition(" reads the features")[0] for note in builder.notes if "lose their mean" in note] == named
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_streams_whose_mean_has_to_stay(name: str) -> None:
     body, why = OPEN[name]
     model, _ = net(body)
-    _, sketch = step(model, "rmsnorm")
-    (refusal,) = sketch.refusals.values()
+    _, builder = step(model, "rmsnorm")
+    (refusal,) = builder.refusals.values()
     assert re.search(why, refusal), refusal
 
 

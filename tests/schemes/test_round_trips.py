@@ -42,7 +42,7 @@ STARTS = (
 
 @crossed("start, trip", STARTS, TRIPS, every=4)
 def test_there_and_back(start: tuple[str, torch.dtype, float], trip: str, tmp_path: Path) -> None:
-    """At every station the source's function; BatchNorm at the end where it was at the beginning."""
+    """After every step the source's function; BatchNorm at the end where it was at the beginning."""
     arch, dtype, tolerance = start
     source, x, _ = lived(arch)
     model, x = copy.deepcopy(source).to(dtype), x.to(dtype)
@@ -99,6 +99,6 @@ def test_norms_do_not_come_back_where_nothing_is_called(cut: str) -> None:
     if cut == "taken out":
         del half.bn2
     done = normswap.convert(half, "batchnorm", inputs=x)
-    assert "bn2: there is no seat for its norm any more" in done.notes
+    assert "bn2: there is no place for its norm any more" in done.notes
     assert [path for path in batchnorms(done.model) if path != "bn2"] == ["bn"]
     assert distance(run(half, x), run(done.model, x)) <= 1e-12

@@ -136,9 +136,46 @@ def test_a_process_killed_at_any_rename_leaves_no_mixture(
         kept = {path.name: path.read_text().split()[0] for path in tmp_path.rglob("old/*")}
         assert {**found, **kept} == dict.fromkeys(NET, "old"), "the old ones are still somewhere"
     monkeypatch.undo()
+    atomic_write.finish(tmp_path / "net.xml")
+    if died or replaces:
+        assert versions(tmp_path) == dict.fromkeys(NET, "new"), "all of it had been written"
+    assert {path.name for path in tmp_path.iterdir()} == set(NET)
     export(tmp_path, "next")
     assert versions(tmp_path) == dict.fromkeys(NET, "next")
     assert all((tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write.umask() for name in NET)
+
+
+def test_what_another_process_is_about_to_replace_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tmp_path, "old")
+    replace = os.replace
+
+    def meanwhile(source: Any, target: Any) -> None:
+        before = {path: path.exists() for path in tmp_path.rglob("*")}
+        child = os.fork()
+        if not child:
+            monkeypatch.undo()
+            atomic_write.finish(tmp_path / "net.xml")
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert {path: path.exists() for path in tmp_path.rglob("*")} == before
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    export(tmp_path, "new")
+    assert versions(tmp_path) == dict.fromkeys(NET, "new")
+
+
+@pytest.mark.parametrize("name", ["net.xml.json", "net.onnx", "other.xml"])
+def test_only_the_file_itself_is_finished(name: str, tmp_path: Path) -> None:
+    for place in (left := tmp_path / ".net.1234", left / "old"):
+        place.mkdir()
+    (left / "net.xml").write_text("new")
+    atomic_write.finish(tmp_path / name)
+    assert (left / "net.xml").exists()
+    atomic_write.finish(tmp_path / "net.xml")
+    assert [path.name for path in tmp_path.iterdir()] == ["net.xml"]
 
 
 @pytest.mark.parametrize("replaces", [False, True])

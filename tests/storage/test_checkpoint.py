@@ -121,7 +121,7 @@ def test_unfold_of_another_kind_of_norm_is_refused(to: str, kind: str, tmp_path:
     source = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=3).eval()
     x = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     done = convert(source, to, size=(3, 32, 32))
-    with pytest.raises(RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* --calibrate DATA"):
+    with pytest.raises(RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* `calibrate=DATA`"):
         convert(done.model, "unfold", size=(3, 32, 32))
     checkpoint.save(done, tmp_path / "other")
     assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text()
@@ -359,6 +359,10 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
     assert "folded (" not in (plain / "README.md").read_text()
     assert "keeps the function of its source" in (plain / "README.md").read_text()
+    assert "loads without normswap, too" in (plain / "README.md").read_text()
+    assert "It loads with normswap only: some of its layers are normswap's (" in (folder / "README.md").read_text()
+    fair = checkpoint.save(convert(lived("resnet18"), "groupnorm", steady=0), tmp_path / "fair")
+    assert "loads without normswap, too" in (fair / "README.md").read_text()
     other = checkpoint.save(convert(lived("resnet18"), "layernorm"), tmp_path / "other")
     assert "changes the function of its source" in (other / "README.md").read_text()
 

@@ -16,7 +16,7 @@ from lived import lived_in, run, step
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError, PlanError, VerificationError
-from normswap.plan import Edit, Step, Take, Way
+from normswap.plan import AbsorbMode, Absorption, Edit, Step
 from normswap.surgery import applying, carrying_out, comparison, conversion, running
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
@@ -163,7 +163,7 @@ def test_measured_figures_are_the_oracles() -> None:
 EDITS: dict[str, Callable[[Edit], Edit | None]] = {
     "alpha off by 1 %": lambda e: _with(e, "Scale", alpha=lambda a: a * 1.01),
     "gain off": lambda e: _with(e, "Folded", gain=lambda g: g * 0.99),
-    "norm taken without gamma": lambda e: dataclasses.replace(e, takes=tuple(Take(Way.AFTER_UNIT) for _ in e.takes)),
+    "gamma left out": lambda e: dataclasses.replace(e, takes=tuple(Absorption(AbsorbMode.AFTER_UNIT) for _ in e.takes)),
     "norm not taken": lambda e: dataclasses.replace(e, args={}, reads=(), takes=()) if e.layer == "Folded" else e,
     "norm not removed": lambda e: None if e.path.endswith("bn1") else e,
     "norm removed twice": lambda e: dataclasses.replace(e, layer="Vacant", args={}) if e.layer == "Folded" else e,

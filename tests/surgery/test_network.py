@@ -101,7 +101,7 @@ def test_noise_follows_the_seed() -> None:
 
 def test_one_size_tells_where_all_go_one_way() -> None:
     network = Network(net(), size=(3, 224, 224))
-    assert network.anatomy.traced.one_way
+    assert network.anatomy.traced.input_independent
     assert [call.size for call in network.calls] == [(3, 64, 64), (3, 97, 97)]
     assert [call.size for call in network.examples] == [(3, 64, 64)]
     assert torch.equal(network.calls[0].images, network.examples[0].images)
@@ -190,7 +190,7 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "measured again": lambda net, _: measured_again(Network(net, size=SIZE)),
     "verify": lambda net, _: normswap.verify(net, copy.deepcopy(net), size=SIZE),
     "recalibrate": lambda net, _: recalibrate(net, [X], size=SIZE),
-    "planned only": lambda net, _: list(conversion.drafts(Network(net, size=SIZE), "skipinit", purpose="opacus")),
+    "planned only": lambda net, _: list(conversion.plan_steps(Network(net, size=SIZE), "skipinit", purpose="opacus")),
     "advise": lambda net, _: advice.advise(Network(net, size=SIZE), "net", 2),
     "the signal": lambda net, _: signal(Network(net, X[:4])),
 }

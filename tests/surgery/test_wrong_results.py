@@ -24,15 +24,15 @@ from normswap.errors import VerificationError
 from normswap.exporting import checks, quantizing
 from normswap.exporting.checks import Reference
 from normswap.graph import inspection
-from normswap.images.agreement import agreement
+from normswap.images.accuracy import agreement
 from normswap.layers.folded import Folded
 from normswap.models import calling
 from normswap.models.calling import Example
 from normswap.plan import Arch, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, keeping, running
+from normswap.surgery import applying, comparison, kept_accuracy, running
 from normswap.surgery.network import Network
-from normswap.training.engine import Run
+from normswap.training.engine import TrainingRun
 
 SIZE = (3, 33, 33)
 
@@ -352,10 +352,10 @@ class Picks(nn.Module):
 
 def test_who_keeps_another_number_of_boxes_is_as_far_off_as_one_who_gives_nothing() -> None:
     x = torch.linspace(-1, 1, 20).reshape(20, 1, 1, 1).expand(-1, 2, 1, 1)
-    kept = keeping.measured(Picks(0.0), Picks(0.5), [Example((x,))])
+    kept = kept_accuracy.measured(Picks(0.0), Picks(0.5), [Example((x,))])
     assert kept is not None
     assert (kept.agreement, kept.relative_l2, kept.count) == (None, 1.0, 20)
-    kept = keeping.measured(Picks(0.0), Picks(0.0), [Example((x,)), Example((x[12:],))])
+    kept = kept_accuracy.measured(Picks(0.0), Picks(0.0), [Example((x,)), Example((x[12:],))])
     assert kept is not None
     assert (kept.agreement, kept.relative_l2, kept.count) == (1.0, 0.0, 28)
 
@@ -364,7 +364,7 @@ def test_weights_that_are_not_finite_are_not_sound() -> None:
     class Task:
         raw = nn.Linear(2, 2)
 
-    run: Any = copy.copy(Run.__new__(Run))
+    run: Any = copy.copy(TrainingRun.__new__(TrainingRun))
     run.task = Task()
     assert run._sound()
     Task.raw.bias.data[1] = math.nan
@@ -391,11 +391,16 @@ def test_float64_reaches_weights_of_layers_that_are_not_called() -> None:
 
 
 def test_there_is_no_float64_on_apples_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*size: int, dtype: torch.dtype, device: torch.device) -> None:
+        if device.type == "mps" and dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")  # torch's words
+
+    monkeypatch.setattr(torch, "empty", empty)
     kinds = {"cpu": True, "cuda": True, "mps": False, "xpu": True}
     for kind, known in kinds.items():
         anchor = SimpleNamespace(device=torch.device(kind), dtype=torch.float32)
         monkeypatch.setattr(calling, "anchor", lambda model, anchor=anchor: anchor)
-        assert comparison.has_double(nn.Identity()) is known
+        assert Network(nn.Identity()).has_double is known
 
 
 def test_one_number_is_no_choice(tmp_path: Path) -> None:
@@ -403,14 +408,14 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     x = torch.randn(8, 5)
     one, two = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
     assert verify(one, two, x, exact=False).logits[0].agreement is None
-    kept = keeping.measured(one, two, [Example((x,))])
+    kept = kept_accuracy.measured(one, two, [Example((x,))])
     assert kept is not None
     assert (kept.agreement, kept.least, kept.right) == (None, None, None)
     found = checks.check(Reference.of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
-    assert quantizing.demand(found, None) is None
+    assert quantizing.check_drop(found, None) is None
     with pytest.raises(VerificationError, match="gives no scores of classes"):
-        quantizing.demand(found, 1.0)
+        quantizing.check_drop(found, 1.0)
     parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)
     done = convert(nn.Sequential(*parts).eval(), "folded", size=(3, 9, 9))
     save(done, tmp_path / "one")

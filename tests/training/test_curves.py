@@ -84,6 +84,15 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert line.split() == ["a", "2", "0.7000", "71.50", "79.00", "80.25", "2"]
 
 
+def test_the_table_for_latex_is_the_table_that_is_printed(tmp_path: Path) -> None:
+    file = tmp_path / "table.tex"
+    assert main(["curves", str(run(tmp_path / "a_1")), "--latex", str(file)]) == 0
+    lines = file.read_text().splitlines()
+    assert lines[4] == r"a\_1 & 2 & 0.7000 & 71.50 & 79.00 & 80.25 & 2 \\"
+    assert (lines[1], lines[3], lines[5]) == (r"\toprule", r"\midrule", r"\bottomrule")
+    assert main(["curves", str(tmp_path / "a_1"), "--latex", str(file)]) == 2
+
+
 def test_files_are_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, table = str(run(tmp_path / "a")), tmp_path / "table.csv"
     table.write_text("mine")

@@ -21,13 +21,15 @@ from trained import network, recipe, train, weights, write_images
 import normswap
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
+from normswap.surgery.network import Network
 from normswap.training import filter_means
 from normswap.training.augmenting import Augment
 from normswap.training.objective import Objective, Teacher
 from normswap.training.optimizing import Clip, Clipping, Optim, Rate, Schedule, optimizer
-from normswap.training.progress_records import Moment
+from normswap.training.progress_records import TrainingProgress
 from normswap.training.recipe import Anneal, Data, Distill, Recipe
-from normswap.training.training_images import Order, Seeded, Share, Training, drawn_by, places, transform
+from normswap.training.subject import classifier
+from normswap.training.training_images import Order, Seeded, Share, TrainingImages, drawn_by, places, transform
 
 RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}
 
@@ -58,7 +60,7 @@ def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch
 def test_the_loss_of_an_epoch_is_the_mean_over_its_updates(images: Path, tmp_path: Path) -> None:
     """One batch is an epoch, and weights hardly move: in each epoch the same loss, told on the way and in the row."""
     plan = recipe(images, data={"batch_size": 40}, optim={"lr": 1e-9}, train={"epochs": 3})
-    told: list[Moment] = []
+    told: list[TrainingProgress] = []
     result = train(network(), plan, tmp_path / "run", progress=told.append)
     losses = [row["train_loss"] for row in result.rows if row["train_loss"] is not None]
     assert len(losses) == 3
@@ -102,7 +104,7 @@ AUGMENT = Augment(scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5", erase=0.5, c
 
 def batches(images: Path, workers: int, first: int = 0) -> list[Tensor]:
     data = Data(root=str(images), batch_size=8, workers=workers, augment=AUGMENT)
-    training = Training({**RECORD, "num_classes": 10}, data, 0, labelled=True)
+    training = TrainingImages({**RECORD, "num_classes": 10}, data, 0, labelled=True)
     return [batch for batch, _ in training.batches(Share(), first, 6)]
 
 
@@ -110,8 +112,9 @@ def test_augmentation_does_not_depend_on_workers_nor_on_where_a_run_begins(image
     whole = batches(images, 0)
     assert all(map(torch.equal, whole, batches(images, 2)))
     assert all(map(torch.equal, whole[4:], batches(images, 0, first=4)))
-    again = Seeded(Training({**RECORD, "num_classes": 10}, Data(root=str(images), batch_size=8, augment=AUGMENT), 0,
-                            labelled=True).images.images, 0)  # fmt: skip
+    data = Data(root=str(images), batch_size=8, augment=AUGMENT)
+    inner = TrainingImages({**RECORD, "num_classes": 10}, data, 0, labelled=True).images
+    again = Seeded(inner.images, inner.rows, 0)
     assert not torch.equal(again[0, 3][0], again[1, 3][0])  # another epoch, another crop
 
 
@@ -138,7 +141,7 @@ def test_places(tmp_path: Path) -> None:
     assert places(Data(root=train, validation="v")) == (train, "v")
     assert places(Data(root=test)) == (test, None)
     assert places(Data(root="torch/cifar10:/d")) == ("torch/cifar10:/d", "torch/cifar10:/d")
-    with pytest.raises(SourceError, match=r"no data.root.*--data"):
+    with pytest.raises(SourceError, match=r"no data.root.*Give data.root=PATH"):
         places(Data())
 
 
@@ -214,7 +217,7 @@ def test_adaptive_clipping_leaves_the_classifier_alone(make: Callable[[], nn.Mod
     model = make()
     model(torch.randn(2, 3, 32, 32)).square().sum().mul(1e4).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    Clipping(model, Clip(mode="agc", value=0.01)).clip()
+    Clipping(model, Clip(mode="agc", value=0.01), model.get_submodule(classifier(Network(model)))).clip()
     some = False
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -242,8 +245,10 @@ def test_clipping_by_norm_or_value(mode: Any, value: float) -> None:
 
 def distilled(part: Distill, model: nn.Module, teacher: nn.Module, **parts: Any) -> tuple[Objective, Teacher]:
     plan = Recipe(summary="", distill=part, **parts)
-    asked = Teacher(copy.deepcopy(teacher), model, features=part.kind == "features")
-    return Objective(plan, model, asked), asked
+    features, asked = part.kind == "features", copy.deepcopy(teacher)
+    heads = [net.get_submodule(classifier(Network(net))) if features else None for net in (model, asked)]
+    prepared = Teacher(asked, model, heads[1])
+    return Objective(plan, model, prepared, heads[0]), prepared
 
 
 def test_distillation_of_logits_is_hintons() -> None:
@@ -279,14 +284,14 @@ def test_distillation_of_features_and_another_preprocessing() -> None:
 def test_a_teacher_with_other_classes_is_refused() -> None:
     other = timm.create_model("resnet18", num_classes=3, channels=(4, 4, 8, 8))
     with pytest.raises(SourceError, match="num_classes 3, the network 10"):
-        Teacher(other, network(), features=False)
+        Teacher(other, network())
 
 
 def test_mixup_mixes_mirror_images_and_their_labels() -> None:
     model = network()
     plan = Recipe.model_validate({"summary": "", "data": {"augment": {"mixup": 0.4}}, "train": {"smoothing": 0.1}})
     x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
-    found = Objective(plan, model, None)(model, x.clone(), y, (0, "mixup", 0))
+    found = Objective(plan, model, None, None)(model, x.clone(), y, (0, "mixup", 0))
     with drawn_by(0, "mixup", 0):
         np.random.rand()  # timm asks whether to mix at all
         share = float(np.random.beta(0.4, 0.4))
@@ -341,18 +346,18 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
 def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> None:
     model, seen = network("skipinit", double=True), []
     plan = recipe(images, train={"epochs": 0.6, "ema": {"decay": 0.5, "warmup": False}})
-    from normswap.training.engine import Run
+    from normswap.training.engine import TrainingRun
 
-    run: dict[str, Run] = {}
+    run: dict[str, TrainingRun] = {}
 
-    class Spy(Run):
+    class Spy(TrainingRun):
         def _update(self, batches: Any) -> None:
             super()._update(batches)
             run["it"] = self
             seen.append({name: t.clone() for name, t in self.task.raw.state_dict().items()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normswap.training.engine.Run", Spy)
+        patch.setattr("normswap.training.engine.TrainingRun", Spy)
         train(model, plan, tmp_path / "out")
     average = seen[0]
     for state in seen[1:]:

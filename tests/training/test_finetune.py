@@ -23,10 +23,11 @@ import normswap
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.images.accuracy import evaluate
+from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint
 from normswap.training import assembly, recipe_files
+from normswap.training.progress_records import decline
 from normswap.training.run_folder import COLUMNS
 
 
@@ -79,6 +80,50 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     assert body["finished"]
     assert body["updates"] == 5
     assert main(["convert", str(tmp_path / "run/best"), "--to", "folded", "-o", str(tmp_path / "folded")]) == 0
+
+
+def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path) -> None:
+    photos = write_images(tmp_path / "photos")
+    said: list[str] = []
+    plan = recipe(photos, data={"validation": None}, train={"epochs": 3})
+    result = train(network("skipinit"), plan, tmp_path / "out", say=said.append)
+    assert said == list(result.notes)
+    assert "no validation images" in said[0]
+    assert "best/ is the network with the lowest training loss" in said[0]
+    losses = {row["epoch"]: row["train_loss"] for row in result.rows if row["train_loss"] is not None}
+    assert result.best_epoch == min(losses, key=lambda epoch: losses[epoch] or 0.0)
+
+
+def test_a_run_that_ends_far_below_its_start_says_so_in_its_last_lines(
+    images: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = iter((80.0, 75.0, 19.0))
+    monkeypatch.setattr("normswap.training.engine.measure", lambda *_: Evaluation(next(measured), 99.0, 1.0, 10, 1.0))
+    words = ["finetune", str(source), "--recipe", str(write(tmp_path / "r.yaml")), "--data", str(images)]
+    assert main([*words, "-o", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == (
+        "top-1 ends far below its start, at 19.00 after 80.00: lower optim.lr, or clip gradients (optim.clip.mode=agc)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("top1", "losses", "low"),
+    [
+        ((80.0, 19.0), (1.0, 1.0), True),
+        ((80.0, 70.0), (1.0, 1.0), False),
+        ((6.0, 2.0), (1.0, 1.0), False),
+        ((80.0, 81.0), (1.0, 9.0), False),
+        ((None, None), (1.0, 2.5), True),
+        ((None, None), (1.0, 1.5), False),
+    ],
+)
+def test_far_below_is_more_than_chance(top1: Any, losses: Any, low: bool) -> None:
+    empty: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    rows = [{**empty, "top1": top1[0]}, {**empty, "top1": top1[0], "train_loss": losses[0]},
+            {**empty, "top1": top1[1], "train_loss": losses[1]}]  # fmt: skip
+    assert bool(decline(rows)) == low
+    assert not decline(rows[:1])
 
 
 def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
@@ -194,7 +239,7 @@ def test_without_accelerate_the_way_to_get_it_is_said(monkeypatch: pytest.Monkey
 
 Bad = tuple[str, Callable[[Path], Any], str]
 BAD: list[Bad] = [
-    ("no data", lambda p: recipe(p, data={"root": None}), r"no images to train on.*data.root.*--data PATH"),
+    ("no data", lambda p: recipe(p, data={"root": None}), r"no images to train on.*data.root=PATH"),
     ("no such data", lambda p: recipe(p / "x", data={"validation": None}), r"x does not exist"),
     ("no images", lambda p: recipe(p / "empty", data={"validation": None}), r"empty is not a dataset of images"),
     ("other classes", lambda p: recipe(p / "three"), r"has 3 classes \(a, b, c\): the network has 10"),

@@ -23,7 +23,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the launcher was asked for; `raises`: what it is to end with."""
     seen: dict[str, Any] = {"raises": None}
 
-    def launch(config: Any, entry: str) -> Any:
+    def launch(config: Any, entrypoint: str) -> Any:
         def call(*words: str) -> None:
             seen.update(config=config, words=words, threads=os.environ["OMP_NUM_THREADS"])
             if seen["raises"] is not None:
@@ -31,9 +31,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return call
 
-    monkeypatch.setattr(launching, "elastic_launch", launch)
+    monkeypatch.setattr(launching.run, "elastic_launch", launch)
     monkeypatch.setenv(launching._OURS, "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what `run` sets is taken back
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what `launch` sets is taken back
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     return seen
@@ -41,9 +41,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("processes", "threads"), [(1, "8"), (2, "4"), (3, "2"), (8, "1"), (9, "1")])
 def test_processes_share_the_cores(launched: dict[str, Any], processes: int, threads: str) -> None:
-    assert launching.run(processes, ["finetune", "x"], restarts=2) == 0
+    assert launching.launch(processes, ["finetune", "x"], restarts=2) == 0
     assert launched["threads"] == threads
-    assert launched["words"] == ("-m", "normswap", "finetune", "x")
+    assert launched["words"] == ("-u", "-m", "normswap", "finetune", "x")
     assert (launched["config"].nproc_per_node, launched["config"].max_nodes) == (processes, 1)
     assert launched["config"].max_restarts == 2
 
@@ -53,14 +53,14 @@ def test_processes_share_the_cores(launched: dict[str, Any], processes: int, thr
 )
 def test_its_exit_code_is_theirs(launched: dict[str, Any], raises: Exception, code: int) -> None:
     launched["raises"] = raises
-    assert launching.run(2, []) == code
+    assert launching.launch(2, []) == code
 
 
 @pytest.mark.parametrize(("code", "why"), [(-9, "is there memory enough"), (-11, "by signal 11")])
 def test_a_killed_process_is_said(launched: dict[str, Any], code: int, why: str) -> None:
     launched["raises"] = failure(code)
     with pytest.raises(TrainingError, match=f"process 1 of 2 was killed .*{why}"):
-        launching.run(2, [])
+        launching.launch(2, [])
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5", ""])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from normswap.errors import RecipeError
-from normswap.training import recipe_files, strict_yaml
+from normswap.training import recipe_files
 from normswap.training.optimizing import Clip
 from normswap.training.recipe import Recipe
 
@@ -42,13 +42,15 @@ def test_a_file_is_read_by_the_rules_of_yaml_1_2(file: Path) -> None:
     ("text", "value"),
     [
         ("no", "no"), ("off", "off"), ("true", True), ("False", False), ("~", None), ("", None), ("null", None),
-        ("1e-4", 1e-4), ("1E3", 1000.0), ("-.5", -0.5), ("1.", 1.0), ("010", 10.0), ("12", 12), ("+3", 3),
-        ("1:30", "1:30"), ("0x1F", "0x1F"), ("1_000", "1_000"), ("2026-01-01", "2026-01-01"), (".inf", float("inf")),
+        ("1e-4", 1e-4), ("1E3", 1000.0), ("-.5", -0.5), ("1.", 1.0), ("010", 10), ("12", 12), ("+3", 3),
+        ("1:30", "1:30"), ("0x1F", 31), ("1_000", 1000), ("2026-01-01", "2026-01-01"),
         ("'1'", "1"), ("[1, a, 0.5]", [1, "a", 0.5]), ("inv-sqrt-depth", "inv-sqrt-depth"), ("2^-4", "2^-4"),
     ],
 )  # fmt: skip
 def test_scalars(text: str, value: object) -> None:
-    found = strict_yaml.load(text)
+    options = recipe_files.check({"summary": "", "convert": {"to": "x"}}, "", [f"convert.options.y={text}"]).convert
+    assert options is not None
+    found = options.options["y"]
     assert found == value
     assert type(found) is type(value)
 
@@ -57,45 +59,34 @@ def test_scalars(text: str, value: object) -> None:
     ("text", "message"),
     [
         ("a: 1\nb: [1\n", "line 3: "),
-        ("a: 1\na: 2\n", "line 2: a stands twice"),
-        ("a:\n  b: 1\n  b: 2\n", "line 3: b stands twice"),
-        ("1: a", "line 1: key 1 is no word"),
+        ("a: 1\na: 2\n", 'line 2: found duplicate key "a"'),
+        ("a:\n  b: 1\n  b: 2\n", 'line 3: found duplicate key "b"'),
+        ("summary: ''\n1: a", "unknown key 1"),
         ("a: !!python/object/apply:os.system [ls]", "line 1: could not determine a constructor"),
-        ("a: \x00", "special characters are not allowed"),
+        ("a: \x00", "unacceptable character #x0000"),
         ("\ta: 1", "line 1: "),
     ],
 )
-def test_what_is_not_yaml_names_the_line(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message.replace(".", r"\.")):
-        strict_yaml.load(text)
+def test_what_is_not_yaml_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        recipe_files.load_recipe(file)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        1e-05,
-        5e-324,
-        1e300,
-        0.1,
-        1.0,
-        -0.0,
-        3,
-        True,
-        None,
-        "no",
-        "1e5",
-        "1",
-        "",
-        "null",
-        "ü",
-        [1, 2.5],
-        {"a": {"b": []}},
-    ],
-)
-def test_what_is_dumped_is_read_again(value: object) -> None:
-    again = strict_yaml.load(strict_yaml.dump({"key": value}))["key"]
-    assert again == value
-    assert type(again) is type(value)
+    "value", [1e-05, 5e-324, 1e300, 0.1, 1.0, -0.0, 3, True, None, "no", "1e5", "1", "", "null", "ü", "2026-01-01",
+              "0x1F", "1_000", [1, 2.5], {"a": {"b": []}}]
+)  # fmt: skip
+def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
+    recipe = recipe_files.check({"summary": "", "convert": {"to": "x", "options": {"y": value}}}, "test")
+    (tmp_path / "dumped.yaml").write_text(recipe_files.dump(recipe))
+    again = recipe_files.load_recipe(tmp_path / "dumped.yaml")
+    assert again == recipe
+    assert again.convert is not None
+    assert type(again.convert.options["y"]) is type(value)
 
 
 def test_a_recipe_is_dumped_and_read_again(file: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from trained import command, made, network, recipe, train, weights, write_images
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
 from normswap.training.assembly import Task
-from normswap.training.engine import Run
-from normswap.training.progress_records import Moment
+from normswap.training.engine import TrainingRun
+from normswap.training.progress_records import TrainingProgress
 
 BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout, augmentation, mixup, annealed rate
     "data": {"augment": {"hflip": 0.5, "padding": 4, "mixup": 0.2, "erase": 0.2}},
@@ -78,7 +78,7 @@ class Killed(BaseException):
 
 
 def train_until(update: int, model: nn.Module, plan: Any, out: Path, **options: Any) -> None:
-    def kill(moment: Moment) -> None:
+    def kill(moment: TrainingProgress) -> None:
         if moment.update == update:
             raise Killed
 
@@ -140,7 +140,7 @@ def test_a_run_is_continued_in_another_folder(images: Path, whole: Path, tmp_pat
 def test_sigterm_saves_and_can_be_continued(images: Path, whole: Path, tmp_path: Path) -> None:
     plan = recipe(images, **BUSY)
 
-    def terminate(moment: Moment) -> None:
+    def terminate(moment: TrainingProgress) -> None:
         if moment.update == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -171,7 +171,7 @@ def test_a_scheduler_terminates_every_process_of_a_job(images: Path, whole: Path
 
 
 def killed_at_random(images: Path, out: Path, after: float) -> None:
-    """Start a process, SIGKILL it `after` seconds into its training, and continue until it ends."""
+    """StartingPoint a process, SIGKILL it `after` seconds into its training, and continue until it ends."""
     words = command(images, out, "regularized-skipinit", json.dumps(BUSY), "--nap", 0.05)
     process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     while not (out / "state/run.pt").exists() and process.poll() is None:
@@ -265,7 +265,7 @@ def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path
     others = write_images(tmp_path / "others", 5)
     with pytest.raises(OptionError, match="the training images are others"):
         train(network("skipinit"), recipe(others), tmp_path / "out", resume="auto")
-    with pytest.raises(OutputError, match=r"holds a run.*--resume auto"):
+    with pytest.raises(OutputError, match=r'holds a run.*resume="auto"'):
         train(network("skipinit"), plan, tmp_path / "out")
     state = tmp_path / "out/state/run.pt"
     state.write_bytes(state.read_bytes()[:1000])
@@ -294,9 +294,9 @@ def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None
 
 def poisoned(at: set[int]) -> Any:
     """The loop, with a NaN in the loss of these updates, each once."""
-    original = Run._update
+    original = TrainingRun._update
 
-    def update(self: Run, batches: Any) -> None:
+    def update(self: TrainingRun, batches: Any) -> None:
         original(self, batches)
         if self.at.update in at:
             at.discard(self.at.update)
@@ -308,7 +308,7 @@ def poisoned(at: set[int]) -> Any:
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "_update", poisoned({4}))
+    monkeypatch.setattr(TrainingRun, "_update", poisoned({4}))
     match = r"not finite at update 5 of 6.*last good checkpoint is .*out/last, of update 3"
     with pytest.raises(TrainingError, match=match):
         train(network("skipinit"), recipe(images), tmp_path / "out")
@@ -324,14 +324,14 @@ def test_a_rollback_halves_the_rate_and_has_an_end(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = recipe(images, train={"epochs": 2, "not_finite": "rollback", "rollbacks": 2}, schedule={"name": "constant"})
-    monkeypatch.setattr(Run, "_update", poisoned({1, 4}))
+    monkeypatch.setattr(TrainingRun, "_update", poisoned({1, 4}))
     result = train(network("skipinit"), plan, tmp_path / "out")
     assert [row["lr"] for row in result.rows] == [None, pytest.approx(0.005), pytest.approx(0.0025)]
     assert result.notes == (
         "the loss is not finite at update 2 of 6: back to update 0, with 0.5 of the learning rate",
         "the loss is not finite at update 5 of 6: back to update 3, with 0.25 of the learning rate",
     )
-    monkeypatch.setattr(Run, "_update", poisoned({0, 1, 2}))
+    monkeypatch.setattr(TrainingRun, "_update", poisoned({0, 1, 2}))
     with pytest.raises(TrainingError, match="2 rollbacks did not help"):
         train(network("skipinit"), plan, tmp_path / "again")
 
@@ -339,7 +339,7 @@ def test_a_rollback_halves_the_rate_and_has_an_end(
 def test_a_rollback_is_remembered_over_a_kill(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = recipe(images, train={"not_finite": "rollback"}, schedule={"name": "constant"})
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_update", poisoned({1}))
+        patch.setattr(TrainingRun, "_update", poisoned({1}))
         train_until(5, network("skipinit"), plan, tmp_path / "out")
     result = train(network("skipinit"), plan, tmp_path / "out", resume="auto")
     assert result.rows[-1]["lr"] == pytest.approx(0.005)

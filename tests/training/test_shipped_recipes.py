@@ -16,7 +16,7 @@ from crossed import sampled
 
 import normswap
 from normswap.cli.app import main
-from normswap.reporting.demo import FOLDER
+from normswap.demo_files import FOLDER
 from normswap.training import number_grid, recipe_files
 
 if sys.version_info >= (3, 11):
@@ -183,8 +183,12 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "site")
-    assert {file.stem for file in (tmp_path / "site" / "normswap" / "recipes").iterdir()} == WANTED
-    code = "from normswap.training import recipe_files as r; print(r.folder(), len(r.names()))"
+    packed_files = {file.name for file in (tmp_path / "site" / "normswap" / "recipes").iterdir()}
+    assert packed_files == {*(f"{name}.yaml" for name in WANTED), "wide_resnet.py"}
+    code = (
+        "from normswap import shipped; from normswap.training import recipe_files as r; "
+        "print(shipped.recipes(), len(r.names()))"
+    )
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(tmp_path / 'site'), *sys.path]!r}; {code}"],
         capture_output=True, text=True, check=True, cwd=tmp_path,

@@ -24,18 +24,18 @@ from normswap.errors import NormswapError, OptionError, SourceError, TrainingErr
 from normswap.training import number_grid, recipe_files, sweep_table
 from normswap.training import sweep as sweeps
 from normswap.training.recipe import Recipe
-from normswap.training.sweep import Grid, Sweep
-from normswap.training.sweep_table import Trial
+from normswap.training.sweep import Point, Sweep, grid
+from normswap.training.sweep_table import SweepResult, Trial
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 RECIPE = recipe_files.check({"summary": "For the tests"}, "test")
-GRID = Grid([0.25, 0.5, 1.0], range(2))
+GRID = grid([0.25, 0.5, 1.0], range(2))
 NETWORK = {"model": "resnet18", "weights": "random"}
 
 
-def sweep(place: Path, chosen: Grid = GRID, recipe: Recipe = RECIPE, **more: Any) -> Sweep:
+def sweep(place: Path, chosen: list[Point] = GRID, recipe: Recipe = RECIPE, **more: Any) -> Sweep:
     return Sweep(recipe, more.pop("subject", NETWORK), chosen, place, **more)
 
 
@@ -151,12 +151,12 @@ def test_every_point_is_run_once(tmp_path: Path) -> None:
 
     said: list[str] = []
     assert sweep(tmp_path / "s").work(train, say=said.append)
-    assert sorted(seen) == [(lr, seed, f"lr-{lr:g}-seed-{seed}") for lr, seed in GRID.points()]
+    assert sorted(seen) == [(lr, seed, f"lr-{lr:g}-seed-{seed}") for lr, seed in GRID]
     assert said == [f"lr {lr:g}, seed {seed} ({i} of 6)" for i, (lr, seed, _) in enumerate(seen, 1)]
     again = sweep(tmp_path / "s")
     assert again.work(lambda recipe, folder: pytest.fail("run again"))
     assert [(one.lr, one.seed, one.state, one.top1) for one in again.trials()] == [
-        (lr, seed, "done", 90 - 10 * abs(lr - 0.5) + seed / 10) for lr, seed in GRID.points()
+        (lr, seed, "done", 90 - 10 * abs(lr - 0.5) + seed / 10) for lr, seed in GRID
     ]
     assert [line.best for line in sweep_table.lines(again.trials(), 2, 2)] == [False, True, False]
 
@@ -169,14 +169,14 @@ def test_a_grid_may_grow(tmp_path: Path) -> None:
         seen.append((recipe.optim.lr, recipe.train.seed))
         return score(recipe, folder)
 
-    assert sweep(tmp_path / "s", Grid([0.25, 0.5, 1.0, 2.0], range(3))).work(train)
+    assert sweep(tmp_path / "s", grid([0.25, 0.5, 1.0, 2.0], range(3))).work(train)
     assert sorted(seen) == [(0.25, 2), (0.5, 2), (1.0, 2), (2.0, 0), (2.0, 1), (2.0, 2)]
 
 
 def test_workers_share_the_points(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
     gate, lock = threading.Barrier(3), threading.Lock()
-    chosen = Grid([0.25, 0.5, 1.0, 2.0], range(3))
+    chosen = grid([0.25, 0.5, 1.0, 2.0], range(3))
 
     def train(recipe: Recipe, folder: Path) -> float:
         with lock:
@@ -193,7 +193,7 @@ def test_workers_share_the_points(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(seen) == chosen.points()
+    assert sorted(seen) == chosen
     assert len(sweep(tmp_path / "s", chosen).trials()) == 12
 
 
@@ -210,7 +210,7 @@ def test_processes_share_a_database(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     counts = [int(process.communicate()[0].split()[-1]) for process in started]
-    assert sum(counts) == len(GRID.points())
+    assert sum(counts) == len(GRID)
 
 
 def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def changed(key: str, value: str) -> Callable[[], Sweep]:
     ("other", "message"),
     [
         (changed("optim.weight_decay", "0.1"), "s holds another sweep: optim.weight_decay was 5e-05, is 0.1"),
-        (changed("convert.to", "skipinit"), "s holds another sweep: convert was None"),
+        (changed("convert.to", "skipinit"), "s holds another sweep: convert.calibrate was None, is False"),
         (lambda: sweep(Path("s"), subject={"model": "resnet34"}), "model was 'resnet18', is 'resnet34'"),
         (lambda: sweep(Path("s"), storage="nonsense://x"), "nonsense://x is no storage of sweeps"),
     ],
@@ -360,7 +360,8 @@ def test_the_plot_shows_each_run_at_its_lr_and_those_that_ended_early_at_the_foo
     monkeypatch.setattr(Axes, "plot", spy)
     found = [Trial(0.5, 0, "done", 80.0), Trial(1.0, 0, "done", 70.0), Trial(2.0, 0, "diverged")]
     found.append(Trial(4.0, 0, "running"))
-    sweep_table.plot(found, sweep_table.lines(found, 1, 1), tmp_path / "sweep.png")
+    result = SweepResult("one", found, sweep_table.lines(found, 1, 1))
+    sweep_table.plot([result], tmp_path / "sweep.png")
     assert shown["a run"] == ([0.5, 1.0], [80.0, 70.0])
     assert shown["best: lr 0.5"] == ([0.5], [80.0])
     assert shown["diverged or failed"][0] == [2.0]
@@ -392,6 +393,43 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     assert "mean and std of the best 3 of 3 runs" in printed
     line = next(line for line in printed.splitlines() if line.strip().startswith("0.5 "))
     assert line.split() == ["0.5", "90.10", "±", "0.10", "3", "3", "best"]
+
+
+def swept(folder: Path, offset: float) -> Path:
+    """The folder of a sweep of three rates and three seeds, one of which diverged at the highest rate."""
+    folder.mkdir()
+    runs = [Trial(lr, seed, "done", 70 + offset - 4 * abs(i - 1) + seed) for i, lr in enumerate((0.125, 0.25, 0.5))
+            for seed in range(3)]  # fmt: skip
+    sweep_table.write_runs([*runs[:-1], Trial(0.5, 2, "diverged", note="the loss is nan")], folder / "runs.csv")
+    return folder
+
+
+def test_several_sweeps_in_one_figure_and_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a paper needs it: schemes by rates, mean and spread over the seeds."""
+    places = [str(swept(tmp_path / name, offset)) for name, offset in (("skip_init", 0.0), ("groupnorm", 3.0))]
+    written = [f"--{option}={tmp_path / file}" for option, file in
+               (("output", "all.png"), ("csv", "all.csv"), ("latex", "all.tex"))]  # fmt: skip
+    assert main(["curves", *places, *written, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in body["sweeps"]] == ["skip_init", "groupnorm"]
+    middle = body["sweeps"][1]["lines"][1]
+    assert (middle["lr"], middle["mean"], middle["std"], middle["best"]) == (0.25, 74.0, 1.0, True)
+    with (tmp_path / "all.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    assert [rows[5][name] for name in ("sweep", "lr", "mean", "lost", "seed 1", "seed 2")] == [
+        "groupnorm", "0.5", "69.5", "1", "70", ""]  # fmt: skip
+    tex = (tmp_path / "all.tex").read_text().splitlines()
+    assert tex[0] == r"\begin{tabular}{lrrr}"
+    assert tex[2] == r"top-1 (\%), best$^{*}$ & lr $2^{-3}$ & lr $2^{-2}$ & lr $2^{-1}$ \\"
+    assert tex[4] == r"skip\_init & 67.00 $\pm$ 1.00 & 71.00 $\pm$ 1.00$^{*}$ & 66.50 $\pm$ 0.71 \\"
+    assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["curves", *places, "--best", "1"]) == 0
+    assert "groupnorm" in (out := capsys.readouterr().out)
+    assert "75.00*" in out
+    (tmp_path / "run").mkdir()
+    assert main(["curves", places[0], str(tmp_path / "run")]) == 2
+    assert "run is no sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
@@ -17,7 +18,8 @@ ORDER = 70
 
 
 def register(app: typer.Typer) -> None:
-    app.command("advise")(spread(run))
+    """Add the command to the app."""
+    app.command("advise", epilog=examples("advise demo --batch-size 2", "advise resnet50 --private"))(spread(run))
 
 
 def run(
@@ -39,13 +41,13 @@ def run(
     from normswap.surgery.network import Network
 
     with progress.working("looking"):
-        found, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
-    body = body_of(found, refused, source=model, batch_size=batch_size, private=private, deploy=deploy)
-    show(body, json, _say)
+        possible, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
+    body = body_of(possible, refused, source=model, batch_size=batch_size, private=private, deploy=deploy)
+    show(body, json, _print)
     return 0
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     chosen = body["choose"]
     facts(("choose", chosen["scheme"]), ("because", chosen["why"]))
     line(f"run: {chosen['command']}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
@@ -31,14 +32,16 @@ _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "r
 
 @dataclass(frozen=True)
 class Setting:
-    """What is timed, and how."""
+    """The options of what is timed, and how."""
 
-    batch: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8"
-    size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Images of N x N [default: the model's].")
-    ] = None
+    batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8"
+    batch: Annotated[str | None, typer.Option(metavar="N,N...", hidden=True)] = None  # as it was called
+    size: Annotated[int | None, typer.Option(min=1, metavar="N", hidden=True)] = None  # before --input-size
     runtime: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Also fuse, torchscript, compile:reduce-overhead|max-autotune.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Also fuse, torchscript, ncnn, executorch, compile:reduce-overhead|max-autotune."
+        ),
     ] = "eager,compile,onnxruntime,openvino"
     device: Annotated[str, typer.Option(metavar="cpu|cuda|mps")] = "cpu"
     dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Of weights and arithmetic.")] = "fp32"
@@ -51,9 +54,10 @@ class Setting:
 
     @property
     def batches(self) -> list[int]:
-        parts = [part.strip() for part in self.batch.split(",")]
+        listed = self.batch_size if self.batch is None else self.batch
+        parts = [part.strip() for part in listed.split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            raise OptionError(f"--batch {self.batch}", "it is a list of whole numbers from 1 up", "For instance 1,8")
+            raise OptionError(f"--batch-size {listed}", "it is a list of whole numbers from 1 up", "For instance 1,8")
         return list(dict.fromkeys(map(int, parts)))
 
     @property
@@ -79,7 +83,11 @@ class Setting:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "bench",
+        epilog=examples("bench demo demo.onnx", "bench resnet50 --batch-size 1,8 --runtime onnxruntime,openvino"),
+    )(spread(run))
 
 
 def run(
@@ -107,11 +115,11 @@ def run(
     in each block of passes), settings, machine, notes and files.
     """
     setting.check()
-    drawn.claim()
+    drawn.check_writable()
     with progress.stages() as say:
         say("starting")
         body = _bench(models, opening, setting, drawn, say)
-    show(body, json, _say)
+    show(body, json, _print)
     return 0
 
 
@@ -124,18 +132,18 @@ def _bench(names: Sequence[str], opening: Opening, setting: Setting, drawn: Draw
 
     timing.check_device(setting.device)
     threads = setting.threads or torch.get_num_threads()
-    settings = Settings(setting.device, setting.dtype, setting.channels_last, threads)
-    before, turns = timing.machine(settings), timing.Timing(setting.rounds, setting.seconds)
+    settings = Settings(setting.device, setting.dtype, setting.channels_last, threads, setting.rounds, setting.seconds)
+    before = timing.machine(settings)
     with tempfile.TemporaryDirectory(prefix="normswap-bench-") as name:
         named = _open(names, opening, say)
         say("folding")
         making = forms.Making(Path(name), settings, setting.batches, exporter.export, sidecar.read)
         groups = forms.groups(named, making, setting.size)
-        benchmark = timing.Benchmark(settings, Path(name), setting.runtimes, setting.batches, turns, say)
+        benchmark = timing.Benchmark(settings, Path(name), setting.runtimes, setting.batches, say)
         rows = benchmark.run(groups)
     body: Body = {
         "rows": [asdict(row) for row in rows],
-        "settings": {**asdict(settings), **asdict(turns), "sizes": {g.network: list(g.size) for g in groups}},
+        "settings": {**asdict(settings), "sizes": {g.network: list(g.size) for g in groups}},
         "machine": {**before, "load_after": timing.machine(settings)["load"]},
         "notes": [note for group in groups for note in group.notes],
     }
@@ -176,7 +184,7 @@ def _title(body: Body) -> str:
     return f"{machine['processor']} ({known['device']}), {known['dtype']}{form}, {threads}"
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     """A table per network and batch size, then what was not timed."""
     known, machine = body["settings"], body["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -188,8 +196,10 @@ def _say(body: Body) -> None:
         size = " x ".join(str(side) for side in known["sizes"][network])
         timed = [_row(row) for row in rows if row["status"] == "ok"]
         table(f"{network}, batch {batch} of {size}", _COLUMNS, timed, right=_COLUMNS[1:])
-        others = [row for row in rows if row["status"] != "ok"]
-        listing("not timed", (f"{row['form']} in {row['runtime']}: {row['status']}: {row['reason']}" for row in others))
+        untimed = [row for row in rows if row["status"] != "ok"]
+        listing(
+            "not timed", (f"{row['form']} in {row['runtime']}: {row['status']}: {row['reason']}" for row in untimed)
+        )
     listing("note", body["notes"])
     written(body["files"])
 

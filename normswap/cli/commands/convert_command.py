@@ -5,7 +5,6 @@ The options of the schemes are made from their records (`schemes/parts/options.p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import progress
+from normswap.cli import conversion_table, progress
+from normswap.cli.examples import examples
 from normswap.cli.fitting_images import Fitting
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
-from normswap.cli.options import Json, Model, Opening
+from normswap.cli.options import ImageOpening, Json, Model
 from normswap.cli.printing import show
-from normswap.cli.proof_table import proof
-from normswap.cli.tables import cell, counts, facts, line, listing, table
-from normswap.errors import OptionError, OutputError, PlanError, first_line
+from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
-from normswap.schemes import Options, all_options, changed, get, purpose_names
+from normswap.schemes import Options, all_options, purpose_names
 from normswap.schemes.parts.options import Option
 from normswap.storage import atomic_write
 
@@ -32,11 +30,62 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.network import Network
 
 ORDER = 20
+_ABOUT = (
+    "Edits may be taken out, added or changed by hand: path, layer, args, reads, takes. Outcomes are for reading, the "
+    "digest is worked out anew by `normswap convert MODEL --from-plan FILE`, which proves the result."
+)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What shall be done: a scheme with its options, or a plan."""
+class Target:
+    """The options of the target, and where it goes."""
+
+    to: Annotated[str | None, typer.Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")] = None
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-SCHEME].")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which parts of it are converted, and for what use."""
+
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
+    ] = None
+    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
+    purpose: Annotated[
+        str | None, typer.Option("--for", metavar="|".join(purpose_names()), help="Add what such training needs.")
+    ] = None
+
+    @property
+    def patterns(self) -> Options:
+        """The patterns as options of a scheme."""
+        return {name: value for name, value in (("only", self.only), ("skip", self.skip)) if value}
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The options of the plan, and of files that stand in the way."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None
+    from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False
+
+    def check_writable(self) -> None:
+        """Check that the plan can be written.
+
+        Raises:
+            OutputError: the plan's file exists, or its folder does not.
+        """
+        if self.plan is not None:
+            atomic_write.check_writable(self.plan, force=self.force)
+
+
+@dataclass(frozen=True)
+class ConversionRequest:
+    """A request: a scheme with its options, or a plan."""
 
     to: str | None
     options: Options
@@ -44,8 +93,23 @@ class Wanted:
     from_plan: Path | None
 
 
+@dataclass(frozen=True)
+class Source(ImageOpening):
+    """How MODEL is opened; `--mean` is an option of schemes here."""
+
+    image_mean: Annotated[
+        str | None, typer.Option("--image-mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")
+    ] = None
+
+
 def register(app: typer.Typer) -> None:
-    app.command("convert")(spread(run, options=_scheme_options()))
+    """Add the command to the app."""
+    app.command(
+        "convert",
+        epilog=examples(
+            "convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn"
+        ),
+    )(spread(run, options=_scheme_options()))
 
 
 def _scheme_options() -> dict[str, object]:
@@ -77,26 +141,12 @@ def _number(text: str) -> float | str:
 def run(
     model: Model,
     *,
-    to: Annotated[
-        str | None, typer.Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-SCHEME].")
-    ] = None,
+    target: Target,
     options: dict[str, object],
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these parts as they are.")] = None,
-    purpose: Annotated[
-        str | None, typer.Option("--for", metavar="|".join(purpose_names()), help="Add what such training needs.")
-    ] = None,
+    scope: Scope,
     fitting: Fitting,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None,
-    from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
-    opening: Opening,
+    planning: Planning,
+    opening: Source,
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it.
@@ -105,47 +155,51 @@ def run(
     edits (of the plan), verdicts (what happens to each norm), alphas, notes, renames and report (null for a dry run;
     kept: of an approximate one, what held-out images say; null where none were given: then it is not known).
     """
+    from normswap.models import devices
     from normswap.storage import checkpoint
     from normswap.surgery.network import Network
 
-    parts = {name: value for name, value in (("only", only), ("skip", skip)) if value}
-    wanted = Wanted(to, {**options, **parts}, purpose, from_plan)
-    given = _given_plan(wanted)
-    if given is None:
-        _demand(wanted, planning=dry_run or plan is not None)
-    scheme = given.steps[-1].scheme if given else str(to)
-    place = output or Path(f"{last_part(model)}-{scheme}")
+    wanted = ConversionRequest(target.to, {**options, **scope.patterns}, scope.purpose, planning.from_plan)
+    plan_from_file, dry_run = _given_plan(wanted), planning.dry_run
+    if plan_from_file is None:
+        _check_request(wanted, planning=dry_run or planning.plan is not None)
+    scheme = plan_from_file.steps[-1].scheme if plan_from_file else str(target.to)
+    place = target.output or Path(f"{last_part(model)}-{scheme}")
     if not dry_run:
-        checkpoint.claim(place, force=force)
-    if plan is not None and plan.exists() and not force:
-        raise OutputError(f"{plan} exists", remedy="Give another --plan, or --force to replace it")
+        checkpoint.check_writable(place, force=planning.force)
+    planning.check_writable()
     net = opening.open(model, mapped=fitting.calibrate is None)  # a fit takes so long that somebody may write the file
+    net = devices.place(net, fitting.device)
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
-        if given is not None:
-            done, bodies, steps = _follow(fitting.on(net, advance), given, str(from_plan))
+        if plan_from_file is not None:
+            done, bodies, steps = _follow(fitting.on(net, advance), plan_from_file, str(planning.from_plan))
         elif dry_run:
-            done, bodies, steps = _sketch(Network(net), wanted, measured=fitting.calibrate is not None)
+            done, bodies, steps = _plan_only(Network(net), wanted, measured=fitting.calibrate is not None)
         else:
             done, bodies, steps = _convert(fitting.on(net, advance), wanted)
     if done is not None and not dry_run:
         with progress.working(f"writing {place}"):
-            checkpoint.save(done, place, force=force)
-    if plan is not None:
-        atomic_write.text(plan, Plan(tuple(steps)).to_json(indent=2) + "\n")
-    show({"source": model, "output": None if dry_run else place, "plan": plan, "steps": bodies}, json, _say)
+            checkpoint.save(done, place, force=planning.force)
+    if planning.plan is not None:
+        atomic_write.text(planning.plan, Plan(tuple(steps)).to_json(indent=2, about=_ABOUT) + "\n")
+    show(
+        {"source": model, "output": None if dry_run else place, "plan": planning.plan, "steps": bodies},
+        json,
+        conversion_table.done,
+    )
     return 0
 
 
-def _given_plan(wanted: Wanted) -> Plan | None:
+def _given_plan(wanted: ConversionRequest) -> Plan | None:
     """The plan that --from-plan names, if it does."""
     if wanted.from_plan is None:
         return None
-    given = [f"--{name.replace('_', '-')}" for name in wanted.options]
-    given += ["--for"] if wanted.purpose else []
-    given += ["--to"] if wanted.to is not None else []
-    if given:
-        raise OptionError(f"{' and '.join(given)} cannot go with --from-plan", "the plan says it")
+    options = [flag(name) for name in wanted.options]
+    options += [flag("purpose")] if wanted.purpose else []
+    options += ["--to"] if wanted.to is not None else []
+    if options:
+        raise OptionError(f"{' and '.join(options)} cannot go with --from-plan", "the plan says it")
     try:
         text = wanted.from_plan.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -157,7 +211,7 @@ def _given_plan(wanted: Wanted) -> Plan | None:
     return plan
 
 
-def _demand(wanted: Wanted, *, planning: bool) -> None:
+def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
     """See, before any work, that scheme, options and purpose exist."""
     from normswap import schemes
 
@@ -168,9 +222,9 @@ def _demand(wanted: Wanted, *, planning: bool) -> None:
         if planning:
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         return
-    schemes.demand_target(wanted.to)
+    schemes.check_target(wanted.to)
     schemes.resolve(wanted.to, dict(wanted.options))
-    schemes.demand_purpose(wanted.purpose)
+    schemes.check_purpose(wanted.purpose)
 
 
 Outcome = tuple["Conversion | None", list[Body], list[Step]]
@@ -195,69 +249,18 @@ def _follow(network: Network, plan: Plan, origin: str) -> Outcome:
     return done, bodies, list(plan.steps)
 
 
-def _sketch(network: Network, wanted: Wanted, *, measured: bool) -> Outcome:
+def _plan_only(network: Network, wanted: ConversionRequest, *, measured: bool) -> Outcome:
     """Plan only."""
     from normswap.analysis import summary
-    from normswap.surgery.conversion import drafts
+    from normswap.surgery.conversion import plan_steps
 
-    ways = [*drafts(network, str(wanted.to), measured=measured, purpose=wanted.purpose, **wanted.options)]
-    return None, [summary.of_step(step, draft) for step, draft in ways], [step for step, _ in ways]
+    ways = [*plan_steps(network, str(wanted.to), measured=measured, purpose=wanted.purpose, **wanted.options)]
+    return None, [summary.of_step(step, builder) for step, builder in ways], [step for step, _ in ways]
 
 
-def _convert(network: Network, wanted: Wanted) -> Outcome:
+def _convert(network: Network, wanted: ConversionRequest) -> Outcome:
     from normswap.analysis import summary
     from normswap.surgery.conversion import convert
 
     done = convert(network, str(wanted.to), purpose=wanted.purpose, **wanted.options)
     return done, summary.of_conversion(done, str(wanted.to)), list(done.plan.steps[-done.steps :])
-
-
-# --- what is printed --------------------------------------------------------------------------------------------------
-
-
-def _say(body: Body) -> None:
-    """What was done, or with a dry run would be done."""
-    for step in body["steps"]:
-        _say_step(body["source"], step, dry=body["output"] is None)
-    for said, what in (("plan saved to", "plan"), ("written to", "output")):
-        if body[what]:
-            line(f"{said} {body[what]}")
-    if not body["output"]:
-        line("dry run: no network was written")
-
-
-def _say_step(source: str, step: Body, *, dry: bool) -> None:
-    options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
-    layers = Counter(edit["layer"] for edit in step["edits"])
-    facts(
-        (
-            "would convert" if dry else "converted",
-            f"{source} to {step['scheme']}" + (f" ({options})" if options else ""),
-        ),
-        ("norms", counts(step["outcomes"])),
-        ("edits", f"{sum(layers.values())} ({counts(layers)})" if layers else ""),
-    )
-    if dry:
-        table("Plan", ("seat", "layer", "arguments", "reads"), [_edit_row(edit) for edit in step["edits"]])
-    elif step["alphas"]:
-        table("Scalars", ("seat", "alpha"), step["alphas"].items(), right=("alpha",))
-    listing("note", step["notes"])
-    listing("renamed", (f"{old} -> {new}" for old, new in step["renames"]))
-    if step["report"]:
-        proof(step["report"])
-        if not step["report"]["exact"] and not step["report"]["kept"] and get(step["scheme"]).fit is not None:
-            facts(("kept", "not known: give --calibrate DATA, 25 images of anything; it fits and measures"))
-
-
-def _edit_row(edit: Body) -> Sequence[str]:
-    args = ", ".join(f"{name} {cell(value) if not isinstance(value, list) else ' '.join(map(str, value))}"
-                     for name, value in edit["args"].items())  # fmt: skip
-    ways = [_take(take) for take in edit["takes"]] or [""] * len(edit["reads"])
-    reads = ", ".join(f"{way} {path}".strip() for way, path in zip(ways, edit["reads"], strict=True))
-    return edit["path"], edit["layer"], args, reads
-
-
-def _take(take: Body) -> str:
-    """A way, and the channels it is about: `after 16:32`."""
-    part = take["part"]
-    return str(take["way"]) + (f" {part[0]}:{part[1]}" if part else "")

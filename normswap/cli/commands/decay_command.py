@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
@@ -37,7 +38,8 @@ class ByStructure(Opening):
 
 
 def register(app: typer.Typer) -> None:
-    app.command("decay")(spread(run))
+    """Add the command to the app."""
+    app.command("decay", epilog=examples("decay resnet50", "decay demo --policy timm --each"))(spread(run))
 
 
 def run(
@@ -75,7 +77,7 @@ def run(
         "parameters": assigned,
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
     }
-    show(body, json, lambda found: _say(found, each=each))
+    show(body, json, lambda found: _print(found, each=each))
     return 0
 
 
@@ -98,7 +100,7 @@ def _by_role(model: nn.Module, assigned: list[Body]) -> list[Body]:
     return sorted(rows.values(), key=lambda row: ROLES.index(row["role"]))
 
 
-def _say(body: Body, *, each: bool) -> None:
+def _print(body: Body, *, each: bool) -> None:
     """Which parameters decay, by role, or one by one."""
     facts(("network", body["source"]), ("policy", body["policy"]), ("frozen tensors", body["frozen"] or None))
     groups = [(g["name"], g["tensors"], f"{g['values']:,}", f"{g['weight_decay']:g}", g["lr_scale"])

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.network_table import network
 from normswap.cli.options import Json
 from normswap.cli.printing import show
@@ -18,7 +19,8 @@ _COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2
 
 
 def register(app: typer.Typer) -> None:
-    app.command("demo")(run)
+    """Add the command to the app."""
+    app.command("demo", epilog=examples("demo", "demo --json"))(run)
 
 
 def run(json: Json = False) -> int:
@@ -32,11 +34,11 @@ def run(json: Json = False) -> int:
         from normswap.reporting import demo
     with progress.stages() as say:
         result = demo.run(say)
-    show(asdict(result), json, _say)
+    show(asdict(result), json, _print)
     return 0 if result.passed else 1
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     network(body["anatomy"])
     rows = [
         (

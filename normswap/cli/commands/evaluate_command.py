@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json, Model, Opening
+from normswap.cli.options import ImageOpening, Images, Json, ModelOrFile
 from normswap.cli.printing import show
 from normswap.cli.tables import facts
 from normswap.plan import Body
@@ -21,31 +22,34 @@ ORDER = 40
 class Labelled(Images):
     """Images that must be named."""
 
-    data: Annotated[str, typer.Option(metavar="PATH", help="Class folders, a tar of them, or PREFIX/NAME[:ROOT].")] = (
-        field()
-    )
+    data: Annotated[str, typer.Option(metavar="PATH", help="As --data elsewhere.")] = field()
 
 
 def register(app: typer.Typer) -> None:
-    app.command("evaluate")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "evaluate", epilog=examples("evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
+    )(spread(run))
 
 
-def run(model: Model, *, images: Labelled, opening: Opening, json: Json = False) -> int:
+def run(model: ModelOrFile, *, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
     """Accuracy, loss and speed on labelled images.
 
     The keys of --json: source, data, top1, top5 (percent), loss, count, images_per_s.
     """
-    net = opening.open(model)
+    net = opening.open(model, runs=True)
     from normswap.images.accuracy import evaluate
+    from normswap.models import devices
 
+    net = devices.place(net, images.device)
     loader = images.loader(net)
     with progress.bar(f"evaluating {model}") as advance:
         result = evaluate(net, loader, progress=advance)
-    show({"source": model, "data": images.data, **asdict(result)}, json, _say)
+    show({"source": model, "data": images.data, **asdict(result)}, json, _print)
     return 0
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     facts(
         ("network", body["source"]),
         ("images", f"{body['count']} of {body['data']}"),

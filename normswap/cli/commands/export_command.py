@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import progress
+from normswap.cli import file_table, progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json, Model, Opening
+from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import size
 from normswap.errors import OptionError
@@ -20,6 +20,8 @@ from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Set
 from normswap.plan import Body
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from normswap.images.datasets import Loader
 
 ORDER = 90
@@ -28,8 +30,38 @@ _MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 
 
 
 @dataclass(frozen=True)
+class Written:
+    """Which file is written, and how."""
+
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")]
+    format: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
+    ] = None
+    dtype: Annotated[
+        str,
+        typer.Option("--precision", "--dtype", metavar="fp32|fp16|bf16|int8", help="bf16: of weights, see above."),
+    ] = "fp32"
+    dynamic_batch: Annotated[
+        bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
+    ] = False
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")
+    ] = False
+    softmax: Annotated[bool, typer.Option("--softmax", help="Answer with probabilities.")] = False
+    count_plain: Annotated[
+        bool, typer.Option("--count-plain", help="Also count the nodes of an export without folding.")
+    ] = False
+
+    def settings(self, *, force: bool) -> FileSettings:
+        """The same as the exporter takes it."""
+        asked = {name: value for name, value in vars(self).items() if name != "output"}
+        return FileSettings(**asked, force=force)
+
+
+@dataclass(frozen=True)
 class Checked(Images):
-    """What the file is checked on."""
+    """The options of the images that the file is checked on."""
 
     batch_size: int = field(default=64, init=False)
     workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 0
@@ -41,20 +73,20 @@ class Checked(Images):
         ),
     ] = None  # fmt: skip
 
-    def checks(self, config: Mapping[str, object]) -> Loader:
+    def checks(self, model: nn.Module) -> Loader:
         """Images of --data: a few, as what is exact shows on any."""
-        return replace(self, samples=self.samples or _FEW).loader(config)
+        return replace(self, samples=self.samples or _FEW).loader(model, labelled=None)
 
 
 @dataclass(frozen=True)
 class Int8:
-    """What int8 is made by."""
+    """The options of int8."""
 
     calibrate: Annotated[
         str | None,
         typer.Option(
             metavar="PATH", show_default=False,
-            help="For int8: images to set it by, as --data names them. What it costs is measured on --data, or else "
+            help="For int8: images to set it by, as --data names them. Its cost is measured on --data, or else "
             "on other images of PATH, at most 2,000.",
         ),
     ] = None  # fmt: skip
@@ -85,45 +117,35 @@ class Int8:
         settings = Int8Settings(not self.per_tensor, self.weight_bits, self.sensitive, self.max_drop)
         return None if self.calibrate is None and settings == Int8Settings() else settings
 
-    def parts(self, images: Checked, config: Mapping[str, object]) -> tuple[Any, Any]:
-        """What to calibrate on, and what to measure on."""
+    def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
+        """The images to calibrate on, and those to measure on."""
         from normswap.images.parting import part
 
-        some = replace(images, data=self.calibrate, samples=None, split="train").loader(config)
-        calibrate, others = part(some, images.samples, most=_MEASURED)
-        return calibrate, others if images.data is None else replace(images, samples=None).loader(config)
+        some = replace(images, data=self.calibrate, samples=None, split="train").loader(model, labelled=None)
+        calibrate, measured_on = part(some, images.samples, most=_MEASURED)
+        return calibrate, measured_on if images.data is None else replace(images, samples=None).loader(
+            model, labelled=None
+        )
 
 
 def register(app: typer.Typer) -> None:
-    app.command("export")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "export",
+        epilog=examples(
+            "export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES"
+        ),
+    )(spread(run))
 
 
 def run(
     model: Model,
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")],
-    format: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option("--precision", "--dtype", metavar="fp32|fp16|bf16|int8", help="bf16: of weights, see above."),
-    ] = "fp32",
-    dynamic_batch: Annotated[
-        bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
-    ] = False,
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")
-    ] = False,
-    softmax: Annotated[bool, typer.Option("--softmax", help="Answer with probabilities.")] = False,
-    count_plain: Annotated[
-        bool, typer.Option("--count-plain", help="Also count the nodes of an export without folding.")
-    ] = False,
+    written: Written,
     images: Checked,
     int8: Int8,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    opening: Opening,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Fold a network into one file for another runtime.
@@ -140,45 +162,42 @@ def run(
 
     The keys of --json: source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures
     (relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output), nodes (counts
-    by kind), plain_nodes (null without --count-plain), bytes, notes, seconds and quantized (null but for int8:
-    calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials).
+    by kind), plain_nodes (null without --count-plain), bytes, notes, seconds, noise_only (it was checked on no
+    images) and quantized (null but for int8: calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials).
     """
-    settings = FileSettings(
-        format, dtype, dynamic_batch, normalize=normalize, softmax=softmax, force=force, count_plain=count_plain
-    )  # fmt: skip
+    settings, quantized = written.settings(force=force), written.dtype == "int8"
     with progress.working("starting"):
-        from normswap.exporting import exporter, sidecar
+        from normswap.exporting import exporter
+        from normswap.models import devices
 
-        exporter.claim(output, settings)
-        if (dtype == "int8") != (int8.calibrate is not None):
-            what = (
-                "--precision int8 needs --calibrate DATA" if dtype == "int8" else "--calibrate is for --precision int8"
-            )
-            raise OptionError(what)
-    net = opening.open(model)
-    with progress.stages(plain=dtype == "int8") as log:
-        config = sidecar.preprocessing(net)
-        calibrate, loader = None, None if images.data is None else images.checks(config)
+        exporter.check_writable(written.output, settings)
+        if quantized != (int8.calibrate is not None):
+            missing, stray = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
+            raise OptionError(missing if quantized else stray)
+    net = devices.place(opening.open(model), images.device)
+    with progress.stages(plain=quantized) as log:
+        calibrate, loader = None, None if images.data is None else images.checks(net)
         if int8.calibrate is not None:
-            calibrate, loader = int8.parts(images, config)
+            calibrate, loader = int8.parts(images, net)
         done = exporter.export(
-            net, output, images=loader, calibrate=calibrate, int8=int8.settings, log=log, **vars(settings)
+            net, written.output, images=loader, calibrate=calibrate, int8=int8.settings, log=log, **vars(settings)
         )  # fmt: skip
-    show({"source": model, **asdict(done)}, json, _say)
+    show({"source": model, **asdict(done)}, json, _print)
     return 0
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     figures = body["figures"]
     lines = [
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {_beside(body)} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
-        ("nodes", _counts(body["nodes"])),
-        ("plain export", _counts(body["plain_nodes"])),
+        ("nodes", file_table.operators(body["nodes"])),
+        ("plain export", file_table.operators(body["plain_nodes"])),
         ("relative L2", f"{figures['relative_l2']:.1e} of the answers" + _allowed(body)),
-        ("same answer", _same(figures)),
-        ("top-1", _top1(figures)),
+        ("same answer", file_table.same(figures)),
+        ("top-1", file_table.top1(figures)),
+        ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
         *_quantized(body["quantized"] or {}),
         *(("note", note) for note in body["notes"]),
     ]
@@ -195,20 +214,6 @@ def _allowed(body: Body) -> str:
     return "" if body["quantized"] else f", allowed {body['figures']['tolerance']:.1e}"
 
 
-def _same(figures: Body) -> str:
-    if figures["agreement"] is None:
-        return ""
-    answers, unit = figures["answers"], figures["unit"]
-    of = "" if unit == "images" else f" {unit} of {figures['count']} images"
-    return f"{round(figures['agreement'] * answers)} of {answers}{of} ({figures['inputs']})"
-
-
-def _top1(figures: Body) -> str:
-    if figures["top1"] is None:
-        return ""
-    return f"{figures['top1']:.2f} after {figures['source_top1']:.2f} of the source, on {figures['count']} images"
-
-
 def _quantized(how: Body) -> list[tuple[str, str]]:
     """How an int8 file was made."""
     if not how:
@@ -219,8 +224,3 @@ def _quantized(how: Body) -> list[tuple[str, str]]:
         ("weights", f"{how['weight_bits']} bits, {steps}; ranges: {how['ranges']}"),
         ("in fp32", ", ".join(f"{path} (alone {cost:.1e})" for path, cost in how["fp32"].items())),
     ]
-
-
-def _counts(nodes: dict[str, int] | None) -> str:
-    listed = ", ".join(f"{count} {kind}" for kind, count in (nodes or {}).items())
-    return f"{sum(nodes.values())}: {listed}" if nodes else ""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
-from normswap.cli.options import Device, Json, Opening
+from normswap.cli.options import Device, ImageOpening, Json
 from normswap.cli.printing import show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
@@ -28,7 +29,7 @@ _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recip
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingOptions:
     """How to train, but for what the recipe says."""
 
     resume: Annotated[
@@ -45,7 +46,14 @@ class Training:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("finetune")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "finetune",
+        epilog=examples(
+            "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
+            "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
+        ),
+    )(spread(run))
 
 
 def run(
@@ -60,8 +68,8 @@ def run(
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
     ] = None,
-    training: Training,
-    opening: Opening,
+    training: TrainingOptions,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Train a network by a recipe, which may convert it first.
@@ -88,21 +96,25 @@ def run(
     Share(world=processes, accumulate=plan.train.accumulate).micro(plan.data.batch_size)
     again = [*_arguments(training, opening), f"--recipe={recipe}", f"--output={place}", *["--json"] * json]
     again += [f"--data={data}"] if data is not None else []
-    code = launching.run(processes, ["finetune", *(words or []), *again], restarts=training.max_restarts)
+    code = launching.launch(processes, ["finetune", *(words or []), *again], restarts=training.max_restarts)
     return 0 if code == 143 and (place / "state/run.pt").is_file() else code  # SIGTERM, and it can be continued
 
 
-def _arguments(training: Training, opening: Opening) -> list[str]:
-    """What each process is told of these."""
+def _arguments(training: TrainingOptions, opening: ImageOpening) -> list[str]:
+    """The arguments of each process."""
     options = {"resume": training.resume, "device": training.device, "track": training.track,
                "weights": opening.weights, "arch": opening.arch, "num-classes": opening.num_classes,
-               "in-chans": opening.in_chans, "input-size": opening.input_size}  # fmt: skip
-    told = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    told += ["--trust-factory"] * opening.trust_factory
-    return told + [f"--arch-arg={pair}" for pair in opening.arch_arg or []]
+               "in-chans": opening.in_chans, "input-size": opening.input_size,
+               "image-mean": opening.image_mean, "image-std": opening.image_std, "crop-pct": opening.crop_pct,
+               "interpolation": opening.interpolation}  # fmt: skip
+    words = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    words += ["--trust-factory"] * opening.trust_factory
+    return words + [f"--arch-arg={pair}" for pair in opening.arch_arg or []]
 
 
-def _train(name: str | None, recipe: Recipe, place: Path, training: Training, opening: Opening, json: bool) -> int:
+def _train(
+    name: str | None, recipe: Recipe, place: Path, training: TrainingOptions, opening: ImageOpening, json: bool
+) -> int:
     """Train in this process, alone or as one of several."""
     from normswap.training import launching, progress_records
 
@@ -116,24 +128,26 @@ def _train(name: str | None, recipe: Recipe, place: Path, training: Training, op
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise
     if first:
-        show(body, json, _say)
+        show(body, json, _print)
     return 0
 
 
-def _run(model: nn.Module | None, recipe: Recipe, place: Path, training: Training, *, quiet: bool) -> Body:
+def _run(model: nn.Module | None, recipe: Recipe, place: Path, training: TrainingOptions, *, quiet: bool) -> Body:
     from normswap.training.engine import finetune
 
-    with progress.training(quiet=quiet) as (show_moment, say):
+    with progress.training(quiet=quiet) as (show_progress, say):
         result = finetune(
             model, recipe, place, resume=training.resume, device=training.device, track=training.track,
-            progress=show_moment, say=say,
+            progress=show_progress, say=say,
         )  # fmt: skip
     return {"output": place, "best": result.best, "last": result.last, "best_epoch": result.best_epoch,
             "updates": result.updates, "finished": result.finished, "notes": result.notes,
             "rows": result.rows}  # fmt: skip
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
+    from normswap.training.progress_records import decline
+
     rows = body["rows"]
     if not body["finished"]:
         print(f"stopped at update {body['updates']}, nothing is lost: --resume auto continues")
@@ -142,4 +156,6 @@ def _say(body: Body) -> None:
         now = rows[-1]
         print(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after epoch {now['epoch']:g}, "
               f"best {best:.2f} (epoch {body['best_epoch']:g})")  # fmt: skip
+    if warning := decline(rows):
+        print(warning)
     print(f"written to {body['output']}: best, last, metrics.csv")

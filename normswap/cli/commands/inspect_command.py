@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import typer
 
-from normswap.cli import progress
+from normswap.cli import file_table, progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.network_table import network
-from normswap.cli.options import Json, Model, Opening
+from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.printing import show
 from normswap.cli.tables import span, table
 from normswap.plan import Body
 
 ORDER = 10
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
-_SITES = ("path", "class", "channels", "role", "mean", "std", "folding")
+_NORM_COLUMNS = ("path", "class", "channels", "role", "beta", "|gamma|", "folding")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("inspect")(spread(run))
+    """Add the command to the app."""
+    app.command("inspect", epilog=examples("inspect demo", "inspect mine.pth --arch resnet18 --num-classes 10"))(
+        spread(run)
+    )
 
 
-def run(model: Model, *, opening: Opening, json: Json = False) -> int:
+def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
     """Show the residual blocks and norms of a network.
 
     For every norm, what folding would do with it, or why it cannot be folded.
@@ -32,30 +37,38 @@ def run(model: Model, *, opening: Opening, json: Json = False) -> int:
     The keys of --json: source, class, architecture, parameters, input_size, plan, classifier, dropout, norms (counts
     by class), roles (counts), blocks (path, stage, skip, order, tail, norms, last, gate, drop_path, alpha), sites (one
     per norm: path, class, channels, role, block, mean, std: the smallest and largest of any channel, folding, refused)
-    and refusals (path, reason).
+    and refusals (path, reason). Of an exported file: source, format, bytes, nodes (operators by kind), metadata (noted
+    inside it) and sidecar (FILE.preprocess.json).
     """
+    with progress.working("inspecting"):
+        file = exported_file(model)
+        described = None if file is None else file.described()
+    if described is not None:
+        show(described, json, file_table.described)
+        return 0
     net = opening.open(model)
     from normswap.analysis import summary
     from normswap.surgery.network import Network
 
     with progress.working("inspecting"):
         body = summary.of_network(Network(net), model)
-    show(body, json, _say)
+    show(body, json, _print)
     return 0
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     network(body)
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
-        kinds = {site["class"] for site in body["sites"]}
-        gone = any(site["role"] is None for site in body["sites"])
-        title = "Sites of norms" if gone else "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
-        table(title, _SITES, _site_rows(body["sites"], len(kinds) > 1), right=("channels",))
+        kinds = {norm["class"] for norm in body["sites"]}
+        gone = any(norm["role"] is None for norm in body["sites"])
+        title = "Norms, here and gone" if gone else "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
+        rows = _norm_rows(body["sites"], len(kinds) > 1)
+        table(title, _NORM_COLUMNS, rows, right=("channels", "beta", "|gamma|"), spare=("beta", "|gamma|"))
     if body["refusals"]:
-        rows = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
-        table("Not looked into", ("path", "reason"), rows)
+        refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
+        table("Not looked into", ("path", "reason"), refused)
 
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
@@ -78,11 +91,12 @@ def _inside(block: str, path: str | None) -> str | None:
     return None if path is None else path.removeprefix(f"{block.partition('+')[0]}.")
 
 
-def _site_rows(sites: Sequence[Body], with_class: bool) -> Iterator[Sequence[object]]:
-    for site in sites:
-        fate = f"refused: {site['refused']}" if site["refused"] else site["folding"]
-        parent = site["path"].rpartition(".")[0]
-        if fate and parent:  # neighbours by the name they have there
-            fate = fate.replace(f"{parent}.", "")
-        kind = site["class"] if with_class else None
-        yield site["path"], kind, site["channels"], site["role"], span(site["mean"]), span(site["std"]), fate
+def _norm_rows(rows: Sequence[Body], with_class: bool) -> Iterator[Sequence[object]]:
+    for norm in rows:
+        outcome = f"refused: {norm['refused']}" if norm["refused"] else norm["folding"]
+        parent = norm["path"].rpartition(".")[0]
+        for place in filter(None, (parent, parent.rpartition(".")[0])):
+            if outcome:  # neighbours by the name they have there, if it is a name and no number
+                outcome = re.sub(rf"(?<![\w.]){re.escape(place)}\.(?=[a-zA-Z_])", "", outcome)
+        kind = norm["class"] if with_class else None
+        yield norm["path"], kind, norm["channels"], norm["role"], span(norm["mean"]), span(norm["std"]), outcome

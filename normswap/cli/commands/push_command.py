@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
@@ -18,7 +19,14 @@ ORDER = 95
 
 
 def register(app: typer.Typer) -> None:
-    app.command("push")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "push",
+        epilog=examples(
+            "push demo-skipinit me/demo-skipinit",
+            'push demo-skipinit me/demo-skipinit --private -m "SkipInit in place of BatchNorm"',
+        ),
+    )(spread(run))
 
 
 def run(
@@ -39,15 +47,15 @@ def run(
     """
     with progress.working(f"pushing {directory} to {repo}"):
         from normswap.storage import publishing
-        from normswap.training.run_folder import demand_no_run
+        from normswap.training.run_folder import check_no_run
 
-        demand_no_run(directory)
+        check_no_run(directory)
         done = publishing.push(directory, repo, private=private, message=message, trust_factory=trust_factory)
-    show(vars(done), json, _say)
+    show(vars(done), json, _print)
     return 0
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     facts(("pushed", ", ".join(body["files"])), ("to", body["url"]))
     if body["alone"]:
         line(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import last_part
-from normswap.cli.options import Images, Json, Model, Opening
+from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line
@@ -29,7 +30,13 @@ class Domain(Images):
 
 
 def register(app: typer.Typer) -> None:
-    app.command("recalibrate")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "recalibrate",
+        epilog=examples(
+            "recalibrate demo --data demo", "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night"
+        ),
+    )(spread(run))
 
 
 def run(
@@ -42,7 +49,7 @@ def run(
     images: Domain,
     seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
-    opening: Opening,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Measure BatchNorm's statistics anew, on other images.
@@ -55,13 +62,13 @@ def run(
     """
     place = output or Path(f"{last_part(model)}-recalibrated")
     from normswap.analysis import summary
-    from normswap.models import zoo
+    from normswap.models import devices
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
-    checkpoint.claim(place, force=force)
-    net = opening.open(model)
-    loader = images.loader(zoo.data_config(net), seed=seed)
+    checkpoint.check_writable(place, force=force)
+    net = devices.place(opening.open(model), images.device)
+    loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         done = recalibrate(
             net, loader, seed=seed, progress=advance,
@@ -70,11 +77,11 @@ def run(
     checkpoint.save(done, place, force=force)
     body = {"source": model, "data": images.data, "output": place, "notes": list(done.notes),
             "report": summary.of_report(done.report)}  # fmt: skip
-    show(body, json, _say)
+    show(body, json, _print)
     return 0
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     proof(body["report"])
     line(f"written to {body['output']}")

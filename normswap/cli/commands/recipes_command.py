@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from normswap.cli.examples import examples
 from normswap.cli.options import Json
 from normswap.cli.printing import show
 from normswap.cli.tables import line, table
@@ -20,7 +21,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="A
 
 
 def register(app: typer.Typer) -> None:
-    recipes = typer.Typer(name="recipes", invoke_without_command=True, rich_markup_mode=None)
+    """Add the command to the app."""
+    shown = examples("recipes", "recipes show cifar10_recover_skipinit")
+    recipes = typer.Typer(name="recipes", epilog=shown, invoke_without_command=True, rich_markup_mode=None)
     recipes.callback()(run)
     recipes.command("show")(show_one)
     recipes.command("copy")(copy)
@@ -37,7 +40,7 @@ def run(context: typer.Context, json: Json = False) -> int | None:
         return None
     from normswap.training import recipe_files  # pydantic takes a moment, and --help needs none
 
-    show([_row(name) for name in recipe_files.names()], json, _say)
+    show([_row(name) for name in recipe_files.names()], json, _print)
     return 0
 
 
@@ -54,7 +57,7 @@ def _row(name: str) -> Body:
     }
 
 
-def _say(rows: Sequence[Body]) -> None:
+def _print(rows: Sequence[Body]) -> None:
     table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
     line("normswap recipes show NAME prints one; normswap recipes copy NAME FILE makes it yours")
 
@@ -85,7 +88,7 @@ def copy(
     from normswap.training import recipe_files
 
     text = recipe_files.text(name)
-    atomic_write.claim(file, force=force)
+    atomic_write.check_writable(file, force=force)
     atomic_write.text(file, text)
     show({"name": name, "file": file}, json, lambda body: line(f"written to {body['file']}"))
     return 0

@@ -9,15 +9,20 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.options import Images, Json, Trust
 from normswap.cli.printing import show
+from normswap.errors import require_packages
 
 ORDER = 140
 
 
 def register(app: typer.Typer) -> None:
-    app.command("report")(spread(run))
+    """Add the command to the app."""
+    app.command("report", epilog=examples("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html"))(
+        spread(run)
+    )
 
 
 def run(
@@ -39,16 +44,17 @@ def run(
     blocks), gammas (histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded
     or nothing), notes, signal (of before and after, a point per block), signal_inputs and accuracy.
     """
+    require_packages("the report", ("matplotlib", "jinja2"), "plots")
     with progress.stages() as say:
         say("starting")
         from normswap.reporting import report
-        from normswap.training.run_folder import demand_no_run
+        from normswap.training.run_folder import check_no_run
 
-        demand_no_run(directory)
+        check_no_run(directory)
         file = output or Path(f"{directory.resolve().name}.html")
-        report.claim(file, force=force)
+        report.check_writable(file, force=force)
         loader = None if images.data is None else images.loader
-        facts = report.collect(directory, loader, say, trust_factory=trust_factory)
+        facts = report.collect(directory, loader, say, device=images.device, trust_factory=trust_factory)
         report.write(facts, file)
     show({"output": file, **asdict(facts)}, json, lambda body: print(f"written to {body['output']}"))
     return 0

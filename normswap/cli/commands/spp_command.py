@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Images, Json, Opening
@@ -28,7 +29,7 @@ _COLUMNS = ("block", "squared mean", "variance", "expected", "branch variance", 
 
 @dataclass(frozen=True)
 class Seen(Images):
-    """What the networks are run on: images, or noise."""
+    """The inputs that the networks run on: images, or noise."""
 
     data: Annotated[str, typer.Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")] = "noise"
     batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 16
@@ -39,9 +40,7 @@ class Seen(Images):
 class Look:
     """How they are looked at."""
 
-    side: Annotated[
-        int | None, typer.Option(min=8, metavar="N", show_default=False, help="Noise of N x N [default: the model's].")
-    ] = None
+    side: Annotated[int | None, typer.Option(min=8, metavar="N", hidden=True)] = None  # before --input-size
     seed: Annotated[int, typer.Option(metavar="N", help="Of the noise, and of random weights.")] = 0
     statistics: Annotated[
         str,
@@ -54,7 +53,13 @@ class Look:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("spp")(spread(run))
+    """Add the command to the app."""
+    app.command(
+        "spp",
+        epilog=examples(
+            "spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png"
+        ),
+    )(spread(run))
 
 
 def run(
@@ -77,8 +82,8 @@ def run(
     """
     if look.statistics not in _STATISTICS:
         raise OptionError(f"--statistics {look.statistics!r} is none of {', '.join(_STATISTICS)}")
-    drawn.claim()
-    show(_measure(models, opening, images, look, drawn), json, _say)
+    drawn.check_writable()
+    show(_measure(models, opening, images, look, drawn), json, _print)
     return 0
 
 
@@ -87,6 +92,7 @@ def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, d
 
     from normswap.analysis import plots
     from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
+    from normswap.models import devices
     from normswap.surgery.network import Network
 
     curves: dict[str, list[Point]] = {}
@@ -94,7 +100,7 @@ def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, d
     inputs: dict[str, str] = {}
     for source in names:
         torch.manual_seed(look.seed)
-        model, fresh = opening.open(source), opening.weights == "random"
+        model, fresh = devices.place(opening.open(source), images.device), opening.weights == "random"
         batches, what = _batches(model, images, look)
         model = awake(model) if fresh and not look.asleep else model
         batch = look.statistics == "batch" or (look.statistics == "auto" and fresh)
@@ -127,7 +133,7 @@ def _batches(model: nn.Module, images: Seen, look: Look) -> tuple[list[Tensor], 
     return [x], f"{images.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {look.seed}"
 
 
-def _say(body: Body) -> None:
+def _print(body: Body) -> None:
     """The signal at every residual block, one table per network."""
     for name, points in body["curves"].items():
         expected = body["expected"].get(name) or [None] * len(points)

@@ -2,70 +2,117 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import progress
+from normswap.cli import file_table, progress
+from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json, Trust, open_model
+from normswap.cli.options import Images, Json, Stated, Trust, exported_file, open_model
 from normswap.cli.printing import show
-from normswap.cli.proof_table import proof
-from normswap.cli.tables import facts, line
+from normswap.cli.proof_table import proof, verdict
+from normswap.cli.tables import facts, line, small
+from normswap.errors import OptionError
 from normswap.plan import Body
+
+if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from normswap.exporting.exported_file import ExportedFile
 
 ORDER = 30
 
 
 def register(app: typer.Typer) -> None:
-    app.command("verify")(spread(run))
+    """Add the command to the app."""
+    app.command("verify", epilog=examples("verify demo-skipinit", "verify demo.onnx --against demo --data demo"))(
+        spread(run)
+    )
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR|FILE", help="Written by `normswap convert`, or by `normswap export`.")
+    ],
     *,
     against: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare with this network [default: the recorded source].")
     ] = None,
     images: Images,
+    stated: Stated,
     trust_factory: Trust = False,
     json: Json = False,
 ) -> int:
-    """Compare a converted network with its source.
+    """Compare a converted network or exported file with its source.
 
-    The exit code is 1 if they differ.
+    The exit code is 1 if they differ. A file runs in its own runtime, and needs --against.
 
     The keys of --json: directory, against, passed, source_unchanged (null if not known), report, data (null, or top1
-    of source and result in percent, agreement and count).
+    of source and result in percent, agreement and count). Of a file: directory, against, passed and figures (as in
+    `export`).
     """
     with progress.working(f"loading {directory}"):
+        file = exported_file(str(directory))
+    if file is not None:
+        body = _of_file(file, against, images, stated, trust_factory=trust_factory)
+        show(body, json, _print_file)
+        return 0 if body["passed"] else 1
+    with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
+        from normswap.models import devices
         from normswap.storage import checkpoint
         from normswap.surgery import reverification
         from normswap.surgery.network import Network
-        from normswap.training.run_folder import demand_no_run
+        from normswap.training.run_folder import check_no_run
 
-        demand_no_run(directory)
-        result = checkpoint.load(directory, trust_factory=trust_factory)
+        check_no_run(directory)
+        result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), images.device)
     name = against or reverification.recorded(result, directory)
-    source = open_model(name, **({} if against else reverification.how(result)))
+    source = devices.place(open_model(name, **({} if against else reverification.how(result))), images.device)
     with progress.working("comparing"):
         report = reverification.again(Network(source), result)
     data = None
     if images.data is not None:
-        loader = images.loader(result)
+        loader = images.loader(stated.state(result))
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(source, result, loader, advance)
     unchanged = None if against else reverification.unchanged(source, result)
     body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": unchanged,
             "report": summary.of_report(report), "data": data}  # fmt: skip
-    show(body, json, _say)
+    show(body, json, _print)
     return 0 if report.passed else 1
 
 
-def _say(body: Body) -> None:
-    facts(("network", body["directory"]), ("against", body["against"]))
+def _of_file(file: ExportedFile, against: str | None, images: Images, stated: Stated, *, trust_factory: bool) -> Body:
+    """An exported file beside the network that it is to be."""
+    from normswap.exporting import exported_file
+    from normswap.models import devices
+    from normswap.models.preprocessing import for_size
+
+    if against is None:
+        raise OptionError(f"{file.file} does not hold its source", remedy="Name it: '--against MODEL'")
+    opened = devices.place(open_model(against, trust_factory=trust_factory), images.device)
+    source = for_size(stated.state(opened), file.shape[1])
+    loader = None if images.data is None else images.loader(source, labelled=None)
+    with progress.working("comparing"):
+        figures = exported_file.verify(file, source, loader)
+    return {"directory": file.file, "against": against, "passed": figures.passed, "figures": asdict(figures)}
+
+
+def _print_file(body: Body) -> None:
+    figures = body["figures"]
+    off, allowed = small(figures["relative_l2"]), small(figures["tolerance"])
+    facts(
+        ("file", body["directory"]), ("against", body["against"]),
+        ("relative L2", f"{off}, allowed {allowed} ({figures['inputs']})"),
+        ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
+    )  # fmt: skip
+    line("passed" if body["passed"] else "FAILED: the file is not of this network")
+
+
+def _print(body: Body) -> None:
+    facts(("network", body["directory"]), ("against", body["against"]), ("result", verdict(body["report"])))
     if body["source_unchanged"] is False:
         line("warning: the source is not what it was: its tensors have another hash than when this was made")
     proof(body["report"])

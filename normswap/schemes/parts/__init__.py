@@ -1,1 +1,1 @@
-"""What several schemes share: scalars on branches, norms in seats, standardized filters."""
+"""Parts that several schemes share: scalars on branches, norms in other norms' places, standardized filters."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from normswap.errors import OptionError
+from normswap.errors import OptionError, flag, spelled
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Option:
     @property
     def flag(self) -> str:
         """As the command line spells it."""
-        return f"--{self.name.replace('_', '-')}"
+        return flag(self.name)
 
     @property
     def placeholder(self) -> str:
-        """What stands for its value in help texts."""
+        """The metavar of its value in help texts."""
         words = (*self.choices, *([self.metavar] if self.metavar else []))
         return "|".join(words) or self.kind.__name__.upper()
 
@@ -71,13 +71,12 @@ class Option:
             return
         if self.kind in (int, float, object):
             if not self._is_number(value):
-                shown = repr(value) if self.choices else value
-                raise OptionError(f"{self.flag} {shown} is {self._numbers()}")
+                raise OptionError(f"{spelled(self.name, value)} is {self._numbers()}")
         elif self.choices:
-            one, *others = (repr(choice) for choice in self.choices)
-            if len(others) > 1:
-                raise OptionError(f"unknown {self.flag} {value!r}", remedy=f"Known: {', '.join(self.choices)}")
-            raise OptionError(f"{self.flag} {value!r} is neither {one} nor {others[0]}")
+            one, *rest = (repr(choice) for choice in self.choices)
+            if len(rest) > 1:
+                raise OptionError(f"unknown {spelled(self.name, value)}", remedy=f"Known: {', '.join(self.choices)}")
+            raise OptionError(f"{spelled(self.name, value)} is neither {one} nor {rest[0]}")
 
     def _is_number(self, value: object) -> bool:
         if isinstance(value, str) and self.kind is object:
@@ -91,7 +90,7 @@ class Option:
         return self.range is None or (isinstance(value, int | float) and value in self.range)
 
     def _numbers(self) -> str:
-        """What the value is not."""
+        """The complaint about a value."""
         if self.choices:
             return f"neither {', '.join(map(repr, self.choices))} nor a finite number"
         if self.kind is int:
@@ -114,8 +113,8 @@ _GROUP_SIZE = Option(
     range=Range(0),
 )  # fmt: skip
 _STEADY = Option(
-    "steady", float, 0.9, "the share of a group's variance that is the same in every sample, by constants of one size "
-    "in its channels; the more, the more is kept, and the less it normalizes; 0: the plain norm", "SHARE",
+    "steady", float, 0.9, "the share of a group's variance that is the same in every sample, by constants in its "
+    "channels; the more, the more is kept, and the less it normalizes; 0: the plain norm", "SHARE",
     range=Range(0, 1),
 )  # fmt: skip
 _FILTER_MEANS = (

@@ -1,4 +1,4 @@
-"""Dress in norms with statistics per sample: which norm gets how many groups, and which convolution its constants."""
+"""Insert norms with statistics per sample: which norm gets how many groups, and which convolution its constants."""
 
 from __future__ import annotations
 
@@ -7,74 +7,76 @@ from dataclasses import asdict
 
 from torch import nn
 
-from normswap.folding.draft import Draft
+from normswap.errors import spelled
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Body, Edit, Outcome, Step
 from normswap.schemes.parts import steady_signs
-from normswap.schemes.parts.batchnorm_seats import batchnorm_seats, conv_before, exchanged
-from normswap.schemes.parts.steady_signs import Signs
+from normswap.schemes.parts.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
+from normswap.schemes.parts.steady_signs import Letters
 
 
-def dress_per_sample(
+def insert_per_sample_norms(
     anatomy: Anatomy, groups: Callable[[int], int], steady: float = 0.0, *, channelwise: bool = False
-) -> Draft:
-    """A GroupNorm in the seat of every BatchNorm.
+) -> PlanBuilder:
+    """A GroupNorm in place of every BatchNorm.
 
     Args:
         groups: how many are wanted, by the number of channels.
-        steady: see `per_sample.Gauge` and `steady_signs`; a convolution right before the norm takes the gauge in, else
-            a `ChannelAffine` in front of the norm holds it.
+        steady: see `per_sample.ChannelRescaling` and `steady_signs`; a convolution right before the norm absorbs the
+            rescaling, else a `ChannelAffine` in front of the norm holds it.
         channelwise: groups of one channel are what is wanted.
 
     Raises:
         RefusedError: the network has no BatchNorm, or a group would have one element, which the norm would erase.
     """
     modules = anatomy.traced.modules
-    draft, seats = batchnorm_seats(anatomy, "norm with statistics per sample")
+    builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
-    for path, module in seats:
-        count = _count(draft, path, module, groups(affine.channels(module)), channelwise)
+    for path, module in norms:
+        count = _count(builder, path, module, groups(affine.channels(module)), channelwise)
         if count is not None:
             counts[path] = count
-    if not draft.refusals:
+    if not builder.refusals:
         steadied = {path: count for path, count in counts.items() if steady and count < affine.channels(modules[path])}
-        signs = steady_signs.choose(anatomy, steadied, steady) if steadied else {}
+        letters = steady_signs.choose(anatomy, steadied, steady) if steadied else {}
         for path, count in counts.items():
-            _seat(draft, path, count, steady if path in steadied else 0, signs.get(path))
-    return draft
+            _place_norm(builder, path, count, steady if path in steadied else 0, letters.get(path))
+    return builder
 
 
-def _count(draft: Draft, path: str, module: nn.Module, wanted: int, channelwise: bool) -> int | None:
+def _count(builder: PlanBuilder, path: str, module: nn.Module, wanted: int, channelwise: bool) -> int | None:
     """How many groups this norm gets; None where it is refused."""
     channels = affine.channels(module)
     count = nearest_divisor(channels, wanted)
     flat = isinstance(module, nn.BatchNorm1d)
     if channels == count and (flat or (channels > 1 and not channelwise)):  # the only channel of a map has its places
-        remedy = "`--groups 1`" if flat else "fewer groups, or `--to instancenorm`"
-        remedy = "leave it out with `--skip`" if channels == 1 else remedy
-        draft.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
+        remedy = f"`{spelled('groups', 1)}`" if flat else f"fewer groups, or `{spelled('to', 'instancenorm')}`"
+        remedy = f"leave it out with `{spelled('skip')}`" if channels == 1 else remedy
+        builder.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
         return None
     if count != wanted:
-        draft.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {wanted}")
+        builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {wanted}")
     return count
 
 
-def _seat(draft: Draft, path: str, count: int, steady: float, signs: Signs | None) -> None:
-    module = draft.anatomy.traced.modules[path]
+def _place_norm(builder: PlanBuilder, path: str, count: int, steady: float, letters: Letters | None) -> None:
+    module = builder.anatomy.traced.modules[path]
     channels = affine.channels(module)
     detail = f"over {count} group{'s' * (count > 1)} of {channels // count} channels"
-    conv = conv_before(draft, module) if steady else None
+    conv = conv_before(builder, module) if steady else None
     args: Body = {"groups": count}
-    if conv is not None or (steady and signs is not None):
-        args |= {"steady": steady, **asdict(signs or steady_signs.alternating(channels, count))}
+    if conv is not None or (steady and letters is not None):
+        chosen = asdict(letters or steady_signs.alternating(channels, count))
+        args |= {"steady": steady, **{name: text for name, text in chosen.items() if text}}
     if conv is not None:
-        draft.seats[conv] = Edit(conv, "Steadied", args, (path,))
+        builder.replacements[conv] = Edit(conv, "Steadied", args, (path,))
     elif len(args) > 1:
         args = {**args, "lead": True}
         detail += ", behind a scale and shift"
-    draft.seat(path, "GroupNorm", **args)
-    draft.settle(path, Outcome("statistics per sample", f"statistics per sample {detail}"))
+    builder.replace(path, "GroupNorm", **args)
+    builder.settle(path, Outcome("statistics per sample", f"statistics per sample {detail}"))
 
 
 def recentred(step: Step) -> Step:

@@ -1,51 +1,66 @@
-"""Which signs to give the channels before a norm with statistics per sample, so that its statistics fluctuate least.
+"""The rescaling before a norm with statistics per sample, chosen so that its answers move least from the source's.
 
-A channel's sign and its constant are free before a norm that subtracts and divides: what follows makes up for both. A
-sample's mean over a group is the sum of its channels' means; channels that rise together cancel where their signs
-differ. A constant of size a in every channel is part of the variance that a sample is divided by; what it adds to the
-variance's fluctuation is 2a times the sum of the channels' means under the constants' signs, which can be made small,
-or even opposed to how the samples' energy fluctuates. Both choices ask how channel means go together from image to
-image. That is seen well enough on noise with the spectrum of natural images, 1/f (Field 1987): no data are needed.
+A channel's sign, factor and constant are free before a norm that subtracts and divides: what follows makes up for them.
+Channels that rise together cancel in a sample's mean where their signs differ; constants make the variance that a
+sample is divided by steady, but for the sum of the channels' means that each brings in. A mistake in a channel costs
+the more, the louder what follows makes it: the factor decides how much of the group's mistakes a channel gets, and how
+much of them it makes. Where channels are independent and a_c is what a unit of channel c's deviation does to the
+answer, factors that give the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its
+minimum. From there, with signs that cancel (`quietest`), `Site.loss` is brought down by gradient descent.
+
+It asks how channels' means go together from image to image. That is seen well enough on images of dead leaves
+(`natural_noise`), each channel made as loud as the running statistics say: no data are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from normswap.calibration.natural_noise import pink
+from normswap.calibration.natural_noise import leaves
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced
 from normswap.layers import affine
-from normswap.models.modes import evaluating
+from normswap.layers.per_sample import letters_of
+from normswap.models.modes import evaluating, hooked
 
-COUNT, BATCH = 64, 32  # images of noise
-LARGEST = {1: 4096, 2: 64, 3: 32}  # their largest side, by its dimensions
+COUNT, BATCH = 128, 64  # images of leaves
+LARGEST = {1: 4096, 2: 96, 3: 32}  # their largest side, by its dimensions
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
 STARTS = 2
+STEPS, RATE, FARTHEST = 24, 0.12, 1.5  # of the descent; how far a factor's logarithm may go from where it started
+CHANCE = 0.2  # of what the channels' means have in common, the share that is taken for chance
+QUIET, DEAD = 0.03, 1e-4  # the least that a channel's level, and its variance, is taken for; its group has 1
+
+Seen = tuple[Tensor, Tensor]
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Signs:
-    """One '+' or '-' per channel: of the channel (`flips`) and of its constant (`leans`)."""
+class Letters:
+    """Signs and sizes of the channels' scales (`flips`, `factors`) and constants (`leans`, `sizes`): `per_sample`."""
 
     flips: str
     leans: str
+    factors: str = ""
+    sizes: str = ""
 
 
-def alternating(channels: int, groups: int) -> Signs:
+def alternating(channels: int, groups: int) -> Letters:
     """Where nothing is known: no channel flipped, constants of either sign in turn within each group."""
     size = channels // groups
-    return Signs("+" * channels, ("+-" * size)[:size] * groups)
+    return Letters("+" * channels, ("+-" * size)[:size] * groups)
 
 
-def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[str, Signs]:
-    """The signs for each norm that the noise reached; none where the network takes no images.
+def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[str, Letters]:
+    """The rescaling of each norm that the images of leaves reached; none where the network takes no images.
 
     Args:
         groups: how many groups each norm, by path, will have.
@@ -53,46 +68,72 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
     """
     modules = anatomy.traced.modules
     seen = _observe(anatomy.traced, {path: modules[path] for path in groups})
-    return {path: _signs(*seen[path], affine.statistics(modules[path])[1], groups[path], steady) for path in seen}
+    sites = {path: Site.of(*seen[path], modules[path], groups[path]) for path in seen}
+    alike: dict[torch.Size, dict[str, Site]] = {}  # all their groups go through one descent: fewer calls of torch
+    for path, site in sites.items():
+        alike.setdefault(site.means.shape[1:], {})[path] = site
+    chosen: dict[str, Letters] = {}
+    for some in alike.values():
+        channels = [site.var.numel() for site in some.values()]
+        scales, offsets = (value.split(channels) for value in Site.joined(some.values()).steadied(steady))
+        for path, scale, offset in zip(some, scales, offsets, strict=True):
+            chosen[path] = _letters(scale, offset, groups[path])
+    return {path: chosen[path] for path in sites}
 
 
-Seen = tuple[Tensor, Tensor]
-Numbers = npt.NDArray[np.float64]
+def _letters(scale: Tensor, offset: Tensor, groups: int) -> Letters:
+    flips, leans = ("".join("+" if sign else "-" for sign in (value > 0).tolist()) for value in (scale, offset))
+    level = offset.view(groups, -1).square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
+    sizes = (offset.abs().view(groups, -1) / level).flatten().clamp_min(1e-9)
+    return Letters(flips, leans, letters_of(scale.abs()), letters_of(sizes))
+
+
+@contextmanager
+def watching(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Seen]]]:
+    """By path, what reaches each norm meanwhile about its running mean: each image's means and mean squares, (N, C)."""
+    seen: dict[str, list[Seen]] = {}
+
+    def spy(path: str, norm: nn.Module) -> RemovableHandle:
+        centre = affine.statistics(norm)[0]
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
+            mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
+            energy = (square - 2 * centre * mean + centre.square()).clamp_min(0)
+            seen.setdefault(path, []).append(((mean - centre).cpu(), energy.cpu()))
+
+        return norm.register_forward_pre_hook(hook)
+
+    with hooked(spy(path, norm) for path, norm in norms.items()):
+        yield seen
+
+
+def joined(seen: Mapping[str, list[Seen]]) -> dict[str, Seen]:
+    """Means and mean squares of all images, of the norms where they are finite."""
+    whole = {path: (torch.cat([m for m, _ in p]), torch.cat([e for _, e in p])) for path, p in seen.items()}
+    return {path: pair for path, pair in whole.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
 
 
 @torch.no_grad()
 def _observe(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
-    """Per norm, what reaches it about its running mean: each image's means and mean squares, (N, C); maybe nothing."""
-    found: dict[str, list[Seen]] = {}
-
-    def spy(path: str) -> Callable[..., None]:
-        def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].flatten(2) if args[0].ndim > 2 else args[0].unsqueeze(2)
-            mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-            centre = affine.statistics(norm)[0]
-            energy = (square - 2 * centre * mean + centre.square()).clamp_min(0)
-            found.setdefault(path, []).append(((mean - centre).cpu(), energy.cpu()))
-
-        return hook
-
+    """Per norm, what images of leaves make reach it; maybe nothing. They are as loud as the first norm expects."""
     model = traced.modules[""]
     like = next(p for p in model.parameters() if p.is_floating_point())
-    handles = [norm.register_forward_pre_hook(spy(path)) for path, norm in norms.items()]
-    try:
-        with evaluating(model):
-            for size in _sizes(traced):
-                found.clear()
-                try:
-                    for i in range(COUNT // BATCH):
-                        traced.form.of(pink(BATCH, size, i).to(like)).call(model)
-                    break
-                except Exception:  # whatever the network raises: not of that size, or it takes no images at all
-                    found.clear()
-    finally:
-        for handle in handles:
-            handle.remove()
-    seen = {path: (torch.cat([m for m, _ in parts]), torch.cat([e for _, e in parts])) for path, parts in found.items()}
-    return {path: pair for path, pair in seen.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
+    with evaluating(model):
+        for size in _sizes(traced):
+            loud = 1.0
+            try:
+                for count, batches in ((4, 1), (BATCH, COUNT // BATCH)):
+                    with watching(norms) as seen:
+                        for i in range(batches):
+                            traced.form.of((loud * leaves(count, size, i)).to(like)).call(model)
+                    path, parts = next(iter(seen.items()))
+                    ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
+                    loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
+            except Exception:  # whatever the network raises: not of that size, or it takes no images at all
+                continue
+            return joined(seen)
+    return {}
 
 
 def _sizes(traced: Traced) -> list[list[int]]:
@@ -103,15 +144,131 @@ def _sizes(traced: Traced) -> list[list[int]]:
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
 
 
-def _signs(means: Tensor, squares: Tensor, var: Tensor, groups: int, steady: float) -> Signs:
-    # in NumPy: many small steps, for which PyTorch takes several times as long
-    x, energy, known = means.numpy(), squares.numpy(), var.cpu().numpy()
-    scale = np.sqrt(known / energy.mean(0).clip(1e-30))  # noise is not what the network was trained on
-    x, energy = x * scale, energy * scale**2
-    x = (x - x.mean(0)) / len(x) ** 0.5
-    parts = zip(np.split(x, groups, 1), np.split(energy, groups, 1), strict=True)
-    found = [_of_group(own, theirs, steady) for own, theirs in parts]
-    return Signs(*("".join(np.where(np.concatenate(signs) > 0, "+", "-")) for signs in zip(*found, strict=True)))
+@dataclass(frozen=True)
+class Site:
+    """The values that reach a norm with G groups of c channels, and the cost of errors there.
+
+    Args:
+        means, squares: each image's, per channel, about the mean of all images, (G, N, c).
+        var: of each channel, (G, c), as the network knows it.
+        effect: what the square of an error in a channel costs, (G, c).
+        eps: the norm's, (G, 1).
+    """
+
+    means: Tensor
+    squares: Tensor
+    var: Tensor
+    effect: Tensor
+    eps: Tensor
+
+    @classmethod
+    def of(cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, effect: Tensor | None = None) -> Site:
+        """Of each image's means and mean squares (N, C), and effects (C,): if they are not known, as gamma says.
+
+        Every channel is made as loud as the running statistics say: leaves are not what the network was trained on, and
+        a channel that these images do not show would drown its group in others.
+        """
+        effect = affine.read(norm)[0].square() if effect is None else effect
+        effect = effect / effect.max().clamp_min(1e-30)  # only their ratios count: none is too large for float32
+        centre = means.mean(0)
+        squares = (squares - 2 * centre * means + centre.square()).clamp_min(0)
+        x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (means - centre, squares))
+        effect, var = (value.cpu().view(groups, -1) for value in (effect, affine.statistics(norm)[1]))
+        loud = (var / e.mean(1).clamp_min(1e-30)).sqrt()[:, None]
+        x, e = (value.float().contiguous() for value in (x * loud, e * loud.square()))
+        return cls(x, e, var.float(), effect.float(), torch.full((groups, 1), affine.epsilon(norm)))
+
+    @classmethod
+    def joined(cls, sites: Iterable[Site]) -> Site:
+        """The groups of all of them; each has as many images, and channels to a group."""
+        parts = zip(*((site.means, site.squares, site.var, site.effect, site.eps) for site in sites), strict=True)
+        return cls(*(torch.cat(values) for values in parts))
+
+    def steadied(self, steady: float) -> tuple[Tensor, Tensor]:
+        """Scales (signed) and constants (C,) that cost little; within a group they keep the variance, and sum to 0.
+
+        A group whose channels are all silent has nothing to weigh: its variance is taken for 1, without constants.
+        """
+        silent = self.var.mean(1)[:, None] <= 1e-30
+        if bool(silent.any()):
+            means, squares = (
+                torch.where(silent[:, None], like, value) for like, value in ((0.0, self.means), (1.0, self.squares))
+            )
+            heard = Site(means, squares, torch.where(silent, 1.0, self.var), self.effect, self.eps)
+            scale, offset = (value.view(len(self.var), -1) for value in heard.steadied(steady))
+            return scale.flatten(), torch.where(silent, 0.0, offset).flatten()
+        factor = self._kept(self._level())
+        x, squares = self.means * factor[:, None], self.squares * factor[:, None].square()
+        groups = zip((x / x.shape[1] ** 0.5).numpy(), squares.numpy(), strict=True)
+        found = [_of_group(x, energy, steady) for x, energy in groups]
+        flip, lean = (torch.from_numpy(np.stack(signs)).float() for signs in zip(*found, strict=True))
+        with torch.inference_mode(False), torch.enable_grad():
+            scale, offset = self.descended(factor * flip, lean, steady)
+        return scale.flatten().double(), offset.flatten().double()
+
+    def _level(self) -> Tensor:
+        """Factors that give each channel the deviation of the fourth root of what it costs."""
+        cost = (self.effect * self.var) ** 0.25
+        cost = cost.clamp_min(1e-30).maximum(QUIET * cost.mean(1, keepdim=True))
+        usual = self.var.mean(1, keepdim=True)
+        level = cost / self.var.clamp_min(1e-30).maximum(DEAD * usual).sqrt()
+        return torch.where(usual > 1e-30, level, torch.ones_like(level))
+
+    def _kept(self, scale: Tensor) -> Tensor:
+        """Scales with which the group's mean variance is what it was."""
+        return scale * (self._variance(1.0) / self._variance(scale)).sqrt()
+
+    def _variance(self, scale: Tensor | float) -> Tensor:
+        return (self.var * scale * scale).mean(1, keepdim=True).clamp_min(1e-30)
+
+    def descended(self, scale: Tensor, offset: Tensor, steady: float) -> tuple[Tensor, Tensor]:
+        """Scales and constants (G, c) nearby that cost less.
+
+        Args:
+            offset: the constants, up to a factor for each group and the group's mean.
+        """
+        size = (self._variance(1.0) * steady / (1 - steady)).sqrt()
+
+        def rescaling(log: Tensor, lean: Tensor) -> tuple[Tensor, Tensor]:
+            lean = lean - lean.mean(1, keepdim=True)
+            return self._kept(scale * log.exp()), size * lean / lean.square().mean(1, keepdim=True).sqrt()
+
+        log, lean = torch.zeros_like(scale, requires_grad=True), offset.clone().requires_grad_()
+        optimizer = torch.optim.Adam([log, lean], lr=RATE)
+        # copies, as tensors of inference mode have no gradients
+        site = Site.joined([self])
+        unit = site.loss(*rescaling(log, lean)).detach().clamp_min(1e-30)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (site.loss(*rescaling(log, lean)) / unit).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                log.clamp_(-FARTHEST, FARTHEST)
+        with torch.no_grad():
+            return rescaling(log, lean)
+
+    def loss(self, scale: Tensor, offset: Tensor) -> Tensor:
+        """The cost of the images' own statistics in each group (G,), with these scales and constants (G, c).
+
+        With z = scale x, the norm of z + offset, matched to the average image and taken back to x, errs by
+        (r - 1) x + q, q = ((r - 1) offset - r mean(z)) / scale, r = sqrt(v / a sample's variance).
+        """
+        channels, per = scale.shape[1], self.effect / scale.square()
+        tilt, lean = self.effect * offset / scale, per * offset.square()
+        weights = [scale / channels, scale * offset, tilt, self.effect / scale]
+        mean, along, tilted, back = (self.means @ torch.stack(weights, 2)).unbind(2)
+        energy, cost = (self.squares @ torch.stack([scale.square(), self.effect], 2)).unbind(2)
+        var = (energy + 2 * along) / channels + offset.square().mean(1, keepdim=True) - mean.square()
+        usual = var.mean(1, keepdim=True)
+        ratio = ((usual + self.eps) / (var.clamp_min(0) + self.eps)).sqrt()
+        off, moved = ratio - 1, ratio * mean
+        q_q = off.square() * lean.sum(1, keepdim=True) + moved.square() * per.sum(1, keepdim=True)
+        q_q = q_q - 2 * off * moved * (tilt / scale).sum(1, keepdim=True)
+        cost = (off.square() * cost + 2 * off * (off * tilted - moved * back) + q_q).mean(1)
+        alone = self.means.var(1) * scale.square()  # channels that go each its own way
+        noise = per.sum(1) * alone.sum(1) / channels**2
+        shaken = lean.sum(1) * (offset.square() * alone).sum(1) / (channels * (usual + self.eps)[:, 0]).square()
+        return cost + CHANCE * (noise + shaken)
 
 
 def _of_group(x: Numbers, energy: Numbers, steady: float) -> tuple[Numbers, Numbers]:

@@ -1,36 +1,36 @@
-"""Dress every convolution and linear layer of the canonical form in a parametrization of its weight."""
+"""Give every convolution and linear layer of the canonical form a parametrization of its weight."""
 
 from __future__ import annotations
 
 from normswap.errors import RefusedError
-from normswap.folding.canonical_form import undress
-from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, check_linear, distinct
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear, distinct
 from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.layers import reparametrized
 
 
-def reparametrize(anatomy: Anatomy, layer: str) -> Draft:
-    """Undress the network, and give every linear layer whose weight can be replaced that `layer`.
+def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
+    """Fold the network, and give every linear layer whose weight can be replaced that `layer`.
 
     Raises:
         RefusedError: there is no such layer, or they all have it already.
     """
-    draft, traced = undress(anatomy), anatomy.traced
+    builder, traced = fold_norms(anatomy), anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
-    dressed = 0
+    count = 0
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
         if not anatomy.takes_part(path):
             continue
         try:
-            check_linear(draft, path, traced.modules[path])
-            if reparametrized.is_stuck(traced.modules[path]):
-                raise Blocked("it adds a scalar to its input")
-        except Blocked as why:
-            draft.notes.append(f"{path} stays as it is: {why}")
+            check_linear(builder, path, traced.modules[path])
+            if reparametrized.keeps_input_bias(traced.modules[path]):
+                raise NotFoldable("it adds a scalar to its input")
+        except NotFoldable as why:
+            builder.notes.append(f"{path} stays as it is: {why}")
         else:
-            draft.take(path).layer = layer
-            dressed += 1
-    if not dressed:
+            builder.linear(path).layer = layer
+            count += 1
+    if not count:
         raise RefusedError("the network has no convolution or linear layer that could be changed")
-    return draft
+    return builder

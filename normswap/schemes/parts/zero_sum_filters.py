@@ -1,30 +1,31 @@
 """Filters that sum to zero, found by regression: what `nf` and `centered-weightnorm` share.
 
-The pattern is the same conversion with every mean kept, which computes what the source computes, in the gauge of the
-result: so the two go by the same paths and the same units.
+The target is the same conversion with every mean kept, which computes what the source computes, with the rescaling of
+the result: so the two go by the same paths and the same units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
+from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
-from normswap.calibration.sequential_fit import Progress, refit
-from normswap.errors import RefusedError
-from normswap.folding.draft import Draft
-from normswap.folding.passage import Blocked, check_linear
-from normswap.layers import reparametrized
+from normswap.calibration.sequential_fit import refit
+from normswap.errors import RefusedError, spelled
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear
+from normswap.layers import own_forwards, reparametrized
 from normswap.layers.standardized import STANDARDIZED
+from normswap.models.modes import Progress
 from normswap.plan import Step
-from normswap.schemes.parts.zero_sum_gauge import rescale
+from normswap.schemes.parts.zero_sum_rescaling import rescale
 
 
-def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
-    """Let every convolution of the draft, but those of gates and the classifier, have standardized filters.
+def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Let every convolution of the builder, but those of gates and the classifier, have standardized filters.
 
     Args:
         mean: `keep` or `fit` the filters' means.
@@ -36,8 +37,8 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
         RefusedError: there is nothing to standardize.
     """
     kept = 0
-    traced = draft.anatomy.traced
-    plain = tuple(f"{block.gate}." for block in draft.anatomy.blocks if block.gate)
+    traced = builder.anatomy.traced
+    plain = tuple(f"{block.gate}." for block in builder.anatomy.blocks if block.gate)
     first = True
     seen: set[int] = set()
     for node in traced.nodes:
@@ -48,30 +49,44 @@ def standardize(draft: Draft, *, mean: str, stem: str, depthwise: str) -> Draft:
         path, alone = str(node.target), module.groups > 1 and module.weight.shape[1] == 1
         keep = "keep" in (mean, stem if first else "", depthwise if alone else "")
         first = False
-        if not draft.anatomy.takes_part(path):
+        if not builder.anatomy.takes_part(path):
             continue
-        if path.startswith(plain) or path == draft.anatomy.classifier:
+        if path.startswith(plain) or path == builder.anatomy.classifier:
             continue
         try:
-            check_linear(draft, path, module)
-        except Blocked as why:
-            draft.notes.append(f"{path} is not standardized: {why}")
+            padding = _padding(builder, path, module)
+        except NotFoldable as why:
+            builder.notes.append(f"{path} is not standardized: {why}")
             continue
-        if reparametrized.is_stuck(module):
-            draft.notes.append(f"{path} is not standardized: its scalar input bias cannot pass the padding")
-            continue
-        if module.weight[0].numel() < 2 or module.padding_mode != "zeros":
-            draft.notes.append(f"{path} is not standardized: filters of one number, or padding that is not zeros")
-            continue
-        take = draft.take(path)
-        take.layer, take.extra = "StandardizedConv", {"mean": keep}
+        linear = builder.linear(path)
+        linear.layer, linear.extra = "StandardizedConv", {"mean": keep}
+        if padding != module.padding:
+            linear.extra["padding"] = list(padding)
         kept += alone and mean == "fit" and keep
-    if not any(take.layer == "StandardizedConv" for take in draft.takes.values()):
+    if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
         only = "gates, the classifier and filters of one number are left alone"
-        raise RefusedError("no convolution to standardize", only, "`--to folded` works on any network")
+        raise RefusedError("no convolution to standardize", only, f"`{spelled('to', 'folded')}` works on any network")
     if kept:
-        draft.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
-    return draft
+        builder.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
+    return builder
+
+
+def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> str | tuple[int, ...]:
+    """How the standardized convolution in the place of `conv` pads.
+
+    Raises:
+        NotFoldable: there can be none.
+    """
+    check_linear(builder, path, conv)
+    if reparametrized.keeps_input_bias(conv):
+        raise NotFoldable("its scalar input bias cannot pass the padding")
+    if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
+        raise NotFoldable("filters of one number, or padding that is not zeros")
+    same = issubclass(reparametrized.plain_class(conv), Conv2dSame)
+    padding = conv.padding if same else own_forwards.even_padding(conv)
+    if padding is None:
+        raise NotFoldable("it pads one end more than the other")
+    return padding
 
 
 def kept(step: Step) -> Step:
@@ -81,9 +96,15 @@ def kept(step: Step) -> Step:
 
 
 def fit_zero_sum(
-    pattern: nn.Module, result: nn.Module, step: Step, batches: Iterable[Any], *, seed: int, progress: Progress | None
+    target: nn.Module,
+    result: nn.Module,
+    step: Step,
+    batches: Iterable[object],
+    *,
+    seed: int,
+    progress: Progress | None,
 ) -> None:
-    """Fit `result`, which came of `step`, in place, to `pattern`, which came of `kept(step)`.
+    """Fit `result`, which came of `step`, in place, to `target`, which came of `kept(step)`.
 
     Args:
         batches: read twice.
@@ -91,12 +112,14 @@ def fit_zero_sum(
     Raises:
         SourceError: unusable or too few images.
     """
-    factors = rescale(pattern, result, batches, _must)
+    factors = rescale(target, result, batches, _must)
 
-    def zero_sum(path: str, module: Any) -> Tensor | None:
-        return factors.get(path, torch.ones(module.weight.shape[1] * module.groups)) if _must(path, module) else None
+    def zero_sum(path: str, module: nn.Module) -> Tensor | None:
+        if not isinstance(module, reparametrized.CONVOLUTIONS) or not _must(path, module):
+            return None
+        return factors.get(path, torch.ones(module.weight.shape[1] * module.groups))
 
-    refit(pattern, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
+    refit(target, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
 
 
 def _must(path: str, module: nn.Module) -> bool:

@@ -1,1 +1,1 @@
-"""What `--for` adds to a conversion, one file per purpose: a step of the plan after the scheme's."""
+"""The purposes of `--for`, one file each: a step of the plan after the scheme's."""

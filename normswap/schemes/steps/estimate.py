@@ -6,27 +6,28 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from normswap.calibration.norm_estimate import fit_norms, fits
-from normswap.calibration.sequential_fit import Progress
-from normswap.folding.draft import Draft
+from normswap.calibration.norm_estimate import fit_norms
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
+from normswap.models.modes import Progress
 from normswap.plan import Outcome, Step
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy) -> Draft:
-    """An empty norm in the seat of every norm with statistics per sample."""
-    draft = Draft(anatomy)
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """An empty norm in place of every norm with statistics per sample."""
+    builder = PlanBuilder(anatomy)
     for norm in anatomy.norms:
-        if anatomy.takes_part(norm.path) and fits(anatomy, norm.path):
-            draft.seat(norm.path, "EmptyNorm")
-            draft.settle(norm.path, Outcome("estimated", "becomes what it does on average"))
-    return draft
+        if norm.averages and anatomy.takes_part(norm.path):
+            builder.replace(norm.path, "EmptyNorm")
+            builder.settle(norm.path, Outcome("estimated", "becomes what it does on average"))
+    return builder
 
 
 def fit(
     source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
 ) -> None:
+    """Estimate each BatchNorm from what its norm does on average."""
     fit_norms(source, result, batches, progress)
 
 

@@ -6,26 +6,30 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from normswap.calibration.population import Progress, estimate_population
-from normswap.folding.draft import Draft
+from normswap.calibration.population import estimate_population
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
+from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy, *, data: str = "", samples: int | None = None, batch_size: int = 64) -> Draft:
-    """Args:
-    data, samples, batch_size: for the record.
+def plan(anatomy: Anatomy, *, data: str = "", samples: int | None = None, batch_size: int = 64) -> PlanBuilder:
+    """Plan no edit: statistics alone are set.
+
+    Args:
+        data, samples, batch_size: for the record.
     """
-    return Draft(anatomy)
+    return PlanBuilder(anatomy)
 
 
 def fit(
     source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
 ) -> tuple[str, ...]:
+    """Estimate the population statistics anew."""
     seen = estimate_population(result, batches, progress)
-    said = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
-    return (said + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
+    note = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
+    return (note + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
 
 
 SCHEME = Scheme(

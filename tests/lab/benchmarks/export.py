@@ -43,7 +43,7 @@ KEPT = ROOT / "runs" / "export.jsonl"
 TRAINED = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+    "demo": Path(normswap.__file__).parent / "demo_data",
 }
 ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
 DTYPES = ("fp32", "fp16", "bf16")

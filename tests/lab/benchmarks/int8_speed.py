@@ -34,7 +34,7 @@ from kept import Kept
 import normswap
 from normswap.benchmarking.forms import Group, Making, of_file, of_model
 from normswap.benchmarking.runtimes import Settings
-from normswap.benchmarking.timing import Benchmark, TimedRow, Timing, speedup
+from normswap.benchmarking.timing import Benchmark, TimedRow, speedup
 from normswap.exporting import checks, exporter, sidecar
 from normswap.models import zoo
 
@@ -95,16 +95,17 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    settings = Settings("cpu", "fp32", False, len(os.sched_getaffinity(0)))
+    threads = len(os.sched_getaffinity(0))
+    settings = Settings("cpu", "fp32", False, threads, args.rounds, args.seconds)
     kept = Kept(KEPT, fresh=args.fresh)
     with tempfile.TemporaryDirectory() as name:
         for network in args.names:
             if (network,) in kept.rows:
                 continue
             groups = [group(network, Path(name) / network, settings, args.batch)]
-            wanted, timing = ("eager", "compile", *RUNTIMES), Timing(args.rounds, args.seconds)
+            wanted = ("eager", "compile", *RUNTIMES)
             say = lambda what: print(what, file=sys.stderr)  # noqa: E731
-            rows = Benchmark(settings, Path(name), wanted, args.batch, timing, say).run(groups)
+            rows = Benchmark(settings, Path(name), wanted, args.batch, say).run(groups)
             failed = [f"- {network}, {r.form} in {r.runtime}: {r.status}: {r.reason}"
                       for r in rows if r.status not in ("ok", "skipped")]  # fmt: skip
             kept.add((network,), lines=[*lines(rows)], failed=failed)

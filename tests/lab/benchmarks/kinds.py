@@ -29,7 +29,7 @@ from zoo_networks import DATA, KINDS, known, trained
 
 from normswap.errors import NormswapError
 from normswap.models import calling
-from normswap.surgery import conversion, keeping
+from normswap.surgery import conversion, kept_accuracy
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure(kind: str, way: Way, samples: str, draw: int) -> Row:
     before, after = outputs(model, images), outputs(done.model, images)
     held = done.report.kept
     if held is None:  # nothing was fitted: any unlabelled images are held out
-        held = keeping.measured(model, done.model, calling.batches(pictures[:HELD]))
+        held = kept_accuracy.measured(model, done.model, calling.batches(pictures[:HELD]))
     rights = [(answers.argmax(1) == labels).double().view(len(images), -1).mean(1) for answers in (before, after)]
     return {
         "before": score(before, labels), "after": score(after, labels), "seconds": seconds, "tests": len(images),

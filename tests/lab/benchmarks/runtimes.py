@@ -97,8 +97,7 @@ def alive(name: str, side: int) -> nn.Module:
 
 def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[TimedRow]:
     """The rows of every network, and of the pair."""
-    settings = Settings(args.device, args.dtype, args.channels_last, args.threads)
-    turns = timing.Timing(args.rounds, args.seconds)
+    settings = Settings(args.device, args.dtype, args.channels_last, args.threads, args.rounds, args.seconds)
     found: list[TimedRow] = []
     folded = {}
     for name in args.models:
@@ -108,12 +107,12 @@ def measure(args: argparse.Namespace, folder: Path, say: Say) -> list[TimedRow]:
         folded[name] = group.forms[-1] = replace(group.forms[-1], foldable=True)
         for batch in args.batch:
             wanted = [r for r in args.runtime if batch in args.compile_batch or not r.startswith("compile")]
-            found += started_anew(args.starts, Benchmark(settings, folder, wanted, [batch], turns, say), group)
+            found += started_anew(args.starts, Benchmark(settings, folder, wanted, [batch], say), group)
     if set(PAIR) <= folded.keys():
         forms = [replace(folded[name], name=f"folded {name}") for name in reversed(PAIR)]
         group = Group(" and ".join(PAIR), forms, (3, args.size, args.size))
         wanted = [r for r in args.runtime if not r.startswith(("compile", "fuse"))]
-        found += started_anew(args.starts, Benchmark(settings, folder, wanted, args.batch, turns, say), group)
+        found += started_anew(args.starts, Benchmark(settings, folder, wanted, args.batch, say), group)
     return found
 
 

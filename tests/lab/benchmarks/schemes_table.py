@@ -37,7 +37,7 @@ KEPT = ROOT / "runs" / "schemes_table.jsonl"
 NETWORKS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "reporting/demo_data",
+    "demo": Path(normswap.__file__).parent / "demo_data",
 }
 Way = tuple[str, dict[str, Any]]
 RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
@@ -120,6 +120,13 @@ def logits(model: nn.Module, batches: list[Tensor]) -> Tensor:
     return torch.cat([model(batch) for batch in batches])
 
 
+def by_hand(kept: Kept, name: str, measured: Callable[[Callable[[nn.Module], nn.Module]], dict[str, Any]]) -> None:
+    """Print the rows of what people do by hand."""
+    for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
+        row = kept.get((name, how, "none"), lambda make=make: measured(make))
+        show(row, how + (f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""))
+
+
 def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
     """Print the rows of one network."""
     network = Network(name)
@@ -141,20 +148,12 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
                                                        samples=1000, seed=0)]  # fmt: skip
         return conversion.convert(network.model, way[0], calibrate=train, **way[1]).model
 
-    def make_do(way: Way) -> nn.Module:
-        return conversion.convert(network.model, way[0], calibrate="synthetic", **way[1]).model
-
-    def plain(way: Way) -> nn.Module:
-        return conversion.convert(network.model, way[0], **way[1]).model
+    def plain(way: Way, calibrate: str | None = None) -> nn.Module:
+        return conversion.convert(network.model, way[0], calibrate=calibrate, **way[1]).model
 
     if "rows" in given.parts:
-        for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
-            row = kept.get((name, how, "none"), lambda make=make: measured(lambda: make(network.model)))
-            left = f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""
-            show(row, how + left)
-        for way in (*EXACT, *DATALESS):
-            if way == BATCHNORM:
-                continue  # that is what they have
+        by_hand(kept, name, lambda make: measured(lambda: make(network.model)))
+        for way in (way for way in (*EXACT, *DATALESS) if way != BATCHNORM):  # that is what they have
             show(kept.get((name, said(way), "none"), lambda way=way: measured(lambda: plain(way))), f"`{said(way)}`")
     if "fitted" in given.parts:
         for way in FITTED:
@@ -162,7 +161,7 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
             show(kept.get(key, lambda way=way: measured(lambda: fit(way))), f"`{said(way)}`")
         for way in MADE:
             key = (name, said(way), "synthetic")
-            show(kept.get(key, lambda way=way: measured(lambda: make_do(way))), f"`{said(way)}`")
+            show(kept.get(key, lambda way=way: measured(lambda: plain(way, "synthetic"))), f"`{said(way)}`")
 
 
 def back(kept: Kept, given: argparse.Namespace, name: str) -> None:

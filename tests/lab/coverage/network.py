@@ -92,17 +92,17 @@ def wake(model: nn.Module, seed: int = 1) -> None:
 def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
     """The folded network, or None, and what is to be recorded."""
     try:
-        draft = FOLDED.plan(inspection.inspect(model))
+        builder = FOLDED.plan(inspection.inspect(model))
     except (TraceError, RefusedError) as error:
         return None, {"status": "refused", "refused": len(batchnorms(model)), "why": str(error)[:300]}
-    ways = Counter(WAYS[one.counted] for one in draft.outcomes.values() if one.counted in WAYS)
-    reasons = Counter(one.reason for one in draft.outcomes.values() if one.counted == LEFT_AFFINE)
+    ways = Counter(WAYS[one.counted] for one in builder.outcomes.values() if one.counted in WAYS)
+    reasons = Counter(one.reason for one in builder.outcomes.values() if one.counted == LEFT_AFFINE)
     row: dict[str, Any] = {**ways, "kept": [f"{n} x {why}"[:120] for why, n in reasons.most_common(3)]}
-    if draft.refusals:
-        path, why = next(iter(draft.refusals.items()))
-        row |= {"status": "refused", "refused": len(draft.refusals), "why": f"{path}: {why}"[:300]}
+    if builder.refusals:
+        path, why = next(iter(builder.refusals.items()))
+        row |= {"status": "refused", "refused": len(builder.refusals), "why": f"{path}: {why}"[:300]}
         return None, row
-    return applying.apply_step(model, Step("folded", {}, draft.edits())), row
+    return applying.apply_step(model, Step("folded", {}, builder.edits())), row
 
 
 def outputs(model: nn.Module, x: Tensor) -> Tensor:

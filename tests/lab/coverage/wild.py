@@ -117,13 +117,13 @@ def check(name: str) -> Row:
     begin = time.perf_counter()
     try:
         seen = inspection.inspect(model, examples)
-        step, draft = conversion.draft(seen, "folded")
+        step, builder = conversion.plan_step(seen, "folded")
     except NormswapError as refusal:
         return row | {"status": "refused", "why": str(refusal)[:200]}
     result = applying.apply_step(model, step)
     row["seconds"] = round(time.perf_counter() - begin, 1)
     row["error"] = error(reference, run(result, fresh))
-    unused = sum(outcome == NEVER_CALLED for outcome in draft.outcomes.values())
+    unused = sum(outcome == NEVER_CALLED for outcome in builder.outcomes.values())
     row |= {"left": len(norms(result)) - unused, "unused": unused, "remarks": seen.traced.remarks}
     row["affines"] = sum(isinstance(m, ChannelAffine | ChannelBias) for m in result.modules())
     row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
@@ -136,7 +136,7 @@ def approximate(model: nn.Module, seen: Anatomy, unused: int, fresh: Example, re
     begin = time.perf_counter()
     try:
         to, options = APPROXIMATE
-        step, _ = conversion.draft(seen, to, **options)
+        step, _ = conversion.plan_step(seen, to, **options)
         result = applying.apply_step(model, step)
         row: Row = {"seconds": round(time.perf_counter() - begin, 1)}
         found = run(result, fresh)

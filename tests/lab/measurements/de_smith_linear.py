@@ -48,7 +48,7 @@ def main() -> None:
                 x, theory, color="0.35", linewidth=4, alpha=0.45, label=None if i else "theory: $2^{l-1}$, $l$, 1"
             )
             plots.line(axes, x, measured, i, name)
-        plots.dress(axes, "residual block $l$", "Variance of the activations", "input variance = 1", log=True)
+        plots.label_axes(axes, "residual block $l$", "Variance of the activations", "input variance = 1", log=True)
         axes.set_ylim(0.5, 1e6)
         axes.legend(fontsize=11)
         axes.set_title(

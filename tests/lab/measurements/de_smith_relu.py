@@ -65,7 +65,9 @@ def main() -> None:
             )
             plots.line(axes, x, found[name], i, name)
         plots.line(axes, x, branch, 2, "variance of the branch")
-        plots.dress(axes, "residual block $l$", "Statistics of the block's BatchNorm", "input variance = 1", log=False)
+        plots.label_axes(
+            axes, "residual block $l$", "Statistics of the block's BatchNorm", "input variance = 1", log=False
+        )
         axes.legend(fontsize=11)
         axes.set_title(f"Normalized ReLU, width {args.width}, batch {args.batch}, {args.seeds} seeds", fontsize=12)
         print(f"\nwritten to {plots.save(figure, args.output)}")

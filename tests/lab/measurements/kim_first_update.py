@@ -77,7 +77,7 @@ def main() -> None:
         axes.plot(x, [middle / g**2 for g in x], color="0.35", linewidth=4, alpha=0.45, label="slope -2")
         for i, (name, (_, relative)) in enumerate(found.items()):
             plots.line(axes, x, relative, i, f"$\\{name.replace('_', '_{')}}}$")
-        plots.dress(axes, "initial gamma", "First update / gamma (norms)", "learning rate = 1", log=True)
+        plots.label_axes(axes, "initial gamma", "First update / gamma (norms)", "learning rate = 1", log=True)
         axes.set_xscale("log", base=2)
         axes.autoscale(axis="y")
         axes.legend(fontsize=11)

@@ -129,8 +129,8 @@ def main() -> None:
         print(f"resnetv2_50, E[z^2]: off by {100 * worst(seconds, wanted):.1f} %")
         table("block|second moment|theory", list(zip(range(1, 17), seconds, wanted, strict=True))[7:13])
         show(right, i, seconds, wanted, down, last)
-    plots.dress(left, "residual block", "Average channel variance, resnet50", "activation units²", log=False)
-    plots.dress(right, "residual block", "Second moment, resnetv2_50", "activation units²", log=False)
+    plots.label_axes(left, "residual block", "Average channel variance, resnet50", "activation units²", log=False)
+    plots.label_axes(right, "residual block", "Second moment, resnetv2_50", "activation units²", log=False)
     for axes in (left, right):
         axes.legend(fontsize=10)
     if args.output:

@@ -90,7 +90,9 @@ def main() -> None:
         )
         plots.line(axes, x, found["textured"], 0, "white at the stem, smooth after it")
         plots.line(axes, x, found["white"], 1, "white noise")
-        plots.dress(axes, "residual block", "Average channel variance, nf_resnet50", "activation units²", log=False)
+        plots.label_axes(
+            axes, "residual block", "Average channel variance, nf_resnet50", "activation units²", log=False
+        )
         axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.47))
         print(f"written to {plots.save(figure, args.output)}")
 

@@ -33,7 +33,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from equivalents import EQUIVALENTS, UNNOTICED, Reason
 from noticed import NOTICED
-from workplace import ROOT, circumstance, compile_all, copied, demand_the_copy, outcome_of, written
+from workplace import ROOT, check_the_copy, circumstance, compile_all, copied, outcome_of, written
 
 ROOMS = ("graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training")
 KNOWN = ROOT / "runs" / "drawn.jsonl"
@@ -132,7 +132,7 @@ def judged(mutant: Mutant, place: Path, budget: float) -> dict[str, Any]:
 def judge(mutants: Sequence[Mutant], budget: float) -> None:
     """In a copy of its own, in the order given; what comes of each is kept at once."""
     with copied() as place:
-        demand_the_copy(place)
+        check_the_copy(place)
         compile_all(place)
         for mutant in mutants:
             row = judged(mutant, place, budget)
@@ -163,14 +163,14 @@ def main() -> None:
     for process in processes:
         process.join()
     rows = known()
-    demand_that_they_pass({row["by"] for row in rows.values() if "::" in row["by"]})
+    check_that_they_pass({row["by"] for row in rows.values() if "::" in row["by"]})
     text = table(by_room, rows, args)
     print(text)
     if args.output:
         args.output.write_text(text, encoding="utf-8")
 
 
-def demand_that_they_pass(tests: set[str]) -> None:
+def check_that_they_pass(tests: set[str]) -> None:
     """Raises:
     SystemExit: a test that noticed an error fails without it, too.
     """

@@ -27,27 +27,28 @@ EQUIVALENTS = (
     Reason("graph/recorder.py", "for t in tensors) or not any(", "the same memory under another name"),
     Reason("graph/recorder.py", "mark.version < version(tensor)", "versions only grow"),
     Reason("graph/spelling.py", "- return 0 + return 1", "tensors without a version are told apart by nothing"),
-    Reason("folding/passage.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
-    Reason("folding/passage.py", '"get_attr" or traced.users', "a node of another kind names no tensor"),
-    Reason("folding/passage.py", 'node.op >= "get_attr" and', "a node of another kind names no tensor"),
+    Reason("folding/propagation.py", "+ if len(traced.users[node]) > 0:", "the only reader is the one passed already"),
+    Reason("folding/propagation.py", '"get_attr" or traced.users', "a node of another kind names no tensor"),
+    Reason("folding/propagation.py", 'node.op >= "get_attr" and', "a node of another kind names no tensor"),
     Reason("folding/channel_factors.py", "zip(one, two, strict=False)", "both have the channels of their sum"),
     Reason("folding/channel_factors.py", "self._alone(node, sources[ -1]", "of one source the first is the last"),
-    Reason("schemes/parts/steady_gauge.py", "1e-30) + channels", "any number that puts the constant vector last"),
     Reason("schemes/parts/fixed_factors.py", "users[ -1]).target)", "there is one, or it was said before"),
     Reason("layers/weight_norm.py", "weight[ -1].eval()", "a weight has one parametrization"),
     Reason("surgery/conversion.py", "fitted[ -1] if len(fitted) == 1", "of one, the first is the last"),
     Reason("graph/recording.py", "a.shape < b.shape or not torch.equal", "torch.equal tells shapes apart, too"),
     Reason("calibration/lockstep.py", "way is not FAR or", "a value is kept or computed anew: it is the same"),
-    Reason("calibration/lockstep.py", "zip(self.walkers, nodes, strict=False)", "there is a node for each walker"),
+    Reason(
+        "calibration/lockstep.py", "zip(self.interpreters, nodes, strict=False)", "there is a node for each interpreter"
+    ),
     Reason("calibration/sampling.py", "layer.dilation, strict=False)", "both have as many numbers"),
     Reason("folding/layer_scale.py", "(scaled_dim(module) >= 1)", "a LayerScale's channels are in 1 or -1"),
     Reason("schemes/parts/fixed_factors.py", "str(after[ -1].target)) and", "of one, the first is the last"),
-    Reason("layers/folded.py", "take.way == Way.BEFORE", "a member of an enumeration equals itself alone"),
+    Reason("layers/folded.py", "absorption.way == AbsorbMode.BEFORE", "a member of an enumeration equals itself alone"),
     Reason("layers/folded.py", "zip(reads, takes, strict=False)", "an edit has a take for each of its reads"),
     Reason("layers/weight_norm.py", "manual_seed( -1)", "any seed does that is always the same"),
     Reason("training/sweep_table.py", "markersize= 18", "the star on the plot is a point larger"),
     Reason("schemes/parts/per_sample_norms.py", "range(1, channels + 2)", "no number divides a smaller one"),
-    Reason("surgery/conversion.py", "if len(legs) != 1 else calibrate", "every way has a leg"),
+    Reason("surgery/conversion.py", "if len(steps) != 1 else calibrate", "every path has a step"),
     Reason(
         "folding/residual_stream.py", "if norm is None and axis", "no LayerNorm is None, and streams have their axes"
     ),
@@ -57,11 +58,17 @@ EQUIVALENTS = (
         "folding/channel_factors.py", "while self.parent[channel] < channel", "no parent is larger than its channel"
     ),
     Reason("surgery/applying.py", "kept.get(head, -1)", "-1 times a word is nothing, as 0 times is"),
-    Reason("surgery/keeping.py", "len(answers) is len(parts)", "small numbers that are equal are the same"),
+    Reason("surgery/kept_accuracy.py", "len(answers) is len(parts)", "small numbers that are equal are the same"),
 )
 UNNOTICED = (
     Reason("folding/norm_free.py", 'node.target <= "mul_"', "a NormFreeBlock calls no other method before its sum"),
-    Reason("surgery/unfolding.py", "shape is not tensor.shape", "a scalar in a norm's seat: the norm's own come after"),
+    Reason(
+        "surgery/unfolding.py", "shape is not tensor.shape", "a scalar in a norm's place: the norm's own come after"
+    ),
     Reason("graph/channel_axes.py", "TypeError, CosmicRay", "no step is called on what has no such method"),
-    Reason("layers/site_norm.py", "take.way <= Way.NORM", "no other way of its takes comes before it in the alphabet"),
+    Reason(
+        "layers/site_norm.py",
+        "absorption.way <= AbsorbMode.NORM",
+        "no other way of its takes comes before it in the alphabet",
+    ),
 )

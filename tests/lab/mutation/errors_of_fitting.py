@@ -6,19 +6,28 @@ from planted_error import Planted
 
 TARGETS, CALIBRATE = ("tests/calibration/test_sequential_fit.py",), ("tests/calibration/test_least_squares.py",)
 FIT, LEAST = "normswap/calibration/sequential_fit.py", "normswap/calibration/least_squares.py"
-NORMS, GAUGE = "normswap/layers/per_sample.py", "normswap/schemes/parts/steady_gauge.py"
+NORMS, RESCALING = "normswap/layers/per_sample.py", "normswap/schemes/parts/steady_signs.py"
+STEADY = ("tests/schemes/test_steady_signs.py",)
+OWN, PADDED = "normswap/layers/own_forwards.py", ("tests/layers/test_own_forwards.py",)
 
 ERRORS = (
     Planted("no rounds at all", FIT, "for _ in range(relaxing)", "for _ in range(0)", TARGETS),
     Planted("one round for all", FIT, "for _ in range(relaxing)", "for _ in range(min(relaxing, 1))", TARGETS),
-    Planted("a layer moves away from the stream", FIT, "own + (theirs - ours)", "own - (theirs - ours)", TARGETS),
+    Planted("a layer moves away from the stream", FIT, "source_value + (theirs - ours)", "source_value - (theirs - ours)", TARGETS),
     Planted("a norm moves away from the stream", FIT, "y = y + theirs - ours", "y = y - theirs + ours", TARGETS),
     Planted("a norm ignores the stream", FIT, "y = y + theirs - ours", "pass", TARGETS),
-    Planted("the stream is aimed at without the scale behind", FIT, ") / self.scale.to(own).view(per), offset + ours",
+    Planted("the stream is aimed at without the scale behind", FIT, ") / self.scale.to(source_value).view(per), offset + ours",
             "), offset + ours", TARGETS),
-    Planted("the ReLU hides what is positive", FIT, "torch.where(wanted > 0", "torch.where(wanted < 0", TARGETS),
-    Planted("the ReLU hides nothing", FIT, "(s * ours + offset).clamp_max(0)", "wanted", TARGETS),
-    Planted("what is hidden is wanted positive", FIT, ".clamp_max(0)", ".clamp_min(0)", TARGETS),
+    Planted("a layer without a bias is fitted with one", FIT, "Folds(biased=module.bias is not None)", "Folds()", TARGETS),
+    Planted("products are about the mean where no bias is", LEAST, "return cross + y[:, :, None] * x[:, None, :]", "return cross",
+            CALIBRATE),
+    Planted("the ReLU hides what is positive", FIT, "torch.where(wanted > low", "torch.where(wanted < low", TARGETS),
+    Planted("the ReLU hides nothing", FIT, "ours.clamp_max(low)", "wanted", TARGETS),
+    Planted("what is hidden is wanted positive", FIT, ".clamp_max(low)", ".clamp_min(low)", TARGETS),
+    Planted("nothing is hidden at the upper end", FIT, "ours.clamp_min(high)", "wanted", TARGETS),
+    Planted("a layer that bends what it reads is a convolution", OWN, "return _only_padded(x, read) and _near(",
+            "return _near(", PADDED),
+    Planted("weights that a forward changes are its own", OWN, "layer.weight.clone(), None", "layer.weight, None", PADDED),
     Planted("what is hidden is not seen with the other arm", FIT, "offset + ours", "offset", TARGETS),
     Planted("what is wanted before the affine map is not asked back", FIT, "(wanted - offset) / s", "wanted / s",
             TARGETS),
@@ -33,8 +42,14 @@ ERRORS = (
     Planted("uphill", LEAST, "error(at + step) < error(at)", "error(at + step) > error(at)", CALIBRATE),
     Planted("wide patches are tried as all others", LEAST, "prior.shape[2] >= _COSTLY", "False", CALIBRATE),
     Planted("the constants' square is v steady", NORMS, "steady / (1 - steady)).sqrt()", "steady).sqrt()", TARGETS),
-    Planted("the constants' square is v steady, on images", GAUGE, "float(energy.mean()) * steady / (1 - steady)",
-            "float(energy.mean()) * steady", TARGETS),
+    Planted("the constants' square is v steady, where they are chosen", RESCALING, "(self._variance(1.0) * steady / (1 - steady))",
+            "(self._variance(1.0) * steady)", STEADY),
+    Planted("a channel's factor is not given back", NORMS, "scale = scale / into.scale", "scale = scale * into.scale.sign()",
+            CALIBRATE),
+    Planted("a BatchNorm keeps the channel's factor", NORMS, " / (scale * (var + eps).sqrt())", " * scale.sign()", STEADY),
+    Planted("what the constants move is counted once", RESCALING, "(energy + 2 * along)", "(energy + along)", STEADY),
+    Planted("factors are the square root of what channels cost", RESCALING, "self.var) ** 0.25", "self.var) ** 0.5", STEADY),
+    Planted("the factors stay where they started", RESCALING, "scale * log.exp()", "scale", STEADY),
     Planted("offsets are drawn at other places than the values", FIT, "generator.set_state(draw)", "pass", TARGETS),
     Planted("a smaller batch in between is left out", "normswap/calibration/population.py", "if left_out:", "if False:",
             ("tests/calibration/test_population.py",)),

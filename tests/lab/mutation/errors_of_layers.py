@@ -10,7 +10,7 @@ OPENVINO, GRID = "normswap/exporting/openvino_int8.py", "normswap/exporting/weig
 ROUNDER, SHARED = "normswap/exporting/weight_rounding.py", ("tests/exporting/test_weight_rounding.py",)
 GRIDS = ("tests/exporting/test_int8_weights.py",)
 NAMES, PROGRAMS = "normswap/folding/overwriting.py", ("tests/folding/test_random_programs.py",)
-RIGHT, ANSWERS = "normswap/surgery/right_answers.py", ("tests/surgery/test_right_answers.py",)
+RIGHT, ANSWERS = "normswap/surgery/expected_accuracy.py", ("tests/surgery/test_expected_accuracy.py",)
 REQUEST, INPUTS = "normswap/exporting/request.py", ("tests/exporting/test_signature.py",)
 
 ERRORS = (
@@ -39,30 +39,30 @@ ERRORS = (
             SHARED),
     Planted("of another block of columns it is", ROUNDER, "more = gained[:, :, i - start] + ", "more = ", SHARED),
     Planted("what varies least comes first", ROUNDER, "argsort(1)", "argsort(1, descending=True)", SHARED),
-    Planted("the largest weight moves", ROUNDER, "given.abs() >= largest", "given.abs() > largest", SHARED),
-    Planted("the tool is given what it will hold", ROUNDER, "torch.where(settled, given, found), found)",
-            "found, found)", SHARED),
+    Planted("the largest weight moves", ROUNDER, "weights.abs() >= largest", "weights.abs() > largest", SHARED),
+    Planted("the tool is given what it will hold", ROUNDER, "torch.where(settled, weights, rounded), rounded)",
+            "rounded, rounded)", SHARED),
     Planted("inputs are not about their mean", "normswap/calibration/least_squares.py",
-            "own = self.xx / self.count - x[:, :, None] * x[:, None, :]", "own = self.xx / self.count", SHARED),
+            "covariance = self.xx / self.count - x[:, :, None] * x[:, None, :]", "covariance = self.xx / self.count", SHARED),
     Planted("layers that stay are rounded", ROUNDER, "if path not in layers or not", "if not", SHARED),
     Planted("what overflows is not named", ROUNDER, 'with naming(path, "rounded"):', "if True:", SHARED),
     Planted("the second part of a patch is the first", ROUNDER, "rising.flip(1) + first", "rising.flip(1)", SHARED),
     Planted("the tool gets the weights as they were", "normswap/exporting/quantizing.py", ".data.copy_(one.given)",
             ".data.mul_(1)", GRIDS),
-    Planted("the gauge in which int8 costs most is taken", "normswap/exporting/quantizing.py",
+    Planted("the equalization with which int8 costs most is taken", "normswap/exporting/quantizing.py",
             "best = min(errors", "best = max(errors", GRIDS),
     Planted("weights are those of the folded network", "normswap/exporting/quantizing.py",
-            "return cls(shipped.around(made[gauge])", "return cls(shipped.around(made[AS_FOLDED])", GRIDS),
+            "return cls(shipped.around(made[equalization])", "return cls(shipped.around(made[AS_FOLDED])", GRIDS),
     Planted("biases stay as they were", "normswap/exporting/bias_correction.py",
             "module.weight - weight)", "0 * module.weight)", ("tests/folding/test_channel_factors.py",)),
     Planted("scores are rounded", "normswap/exporting/onnx_int8.py", '["Gemm"]', "[]", ("tests/exporting/test_int8.py",)),
-    Planted("a mean keeps its sides", "normswap/exporting/onnx_arranging.py", 'if given.get("keepdims", 1):',
+    Planted("a mean keeps its sides", "normswap/exporting/onnx_arranging.py", 'if _numbers(mean, "keepdims") != [0]:',
             "if True:", ("tests/exporting/test_onnx_arranging.py",)),
     Planted("a symbolic trace asks for dimensions", "normswap/layers/own.py", "return _shaped(value, x)",
             "return value.view(1, -1, *(1,) * (x.ndim - 2))", ("tests/schemes/test_every_scheme.py",)),
     Planted("a symbolic trace asks a norm's input", "normswap/layers/site_norm.py",
             "not isinstance(input, fx.Proxy) and ", "", ("tests/schemes/test_every_scheme.py",)),
-    Planted("a seat between two names is taken", NAMES, "found[path] = ", "found = found or {}; _ = ", PROGRAMS),
+    Planted("a layer between two names is taken", NAMES, "conflicts[path] = ", "conflicts = conflicts or {}; _ = ", PROGRAMS),
     Planted("what writes in place has one name", "normswap/graph/recorder.py", "(leaf or not any(", "(not any(",
             PROGRAMS),
     Planted("errors by rank are left out", RIGHT, "in (by_class, by_rank)", "in (by_class,)", ANSWERS),
@@ -73,8 +73,8 @@ ERRORS = (
             ("tests/surgery/test_wrong_results.py",)),
     Planted("batches without tensors are dealt", "normswap/surgery/held_out.py", "if not batch.tensors():", "if False:",
             ("tests/models/test_calling.py",)),
-    Planted("scalars are seated before the biases", "normswap/schemes/parts/fixup_scalars.py",
-            "_shift_layers(draft)\n    _seat_scales(draft)", "_seat_scales(draft)\n    _shift_layers(draft)",
+    Planted("scalars are placed before the biases", "normswap/schemes/parts/fixup_scalars.py",
+            "_shift_layers(builder)\n    _place_scales(builder)", "_place_scales(builder)\n    _shift_layers(builder)",
             ("tests/schemes/test_exact_schemes.py::test_a_branch_that_ends_in_its_convolution",)),
     Planted("everything in the file, of int8, too", REQUEST,
             'settings.dtype == "int8" or settings', "settings", INPUTS),

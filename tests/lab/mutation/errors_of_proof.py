@@ -11,7 +11,7 @@ ERRORS = (
     Planted(
         "convert does not compare in float64",
         "normswap/surgery/carrying_out.py",
-        "_precise(network, result, step) if exact else None",
+        "_precise(network, result, step) if chosen.exact else None",
         "None",
         GATES,
     ),
@@ -30,9 +30,9 @@ ERRORS = (
         GATES,
     ),
     Planted(
-        "newcomers are not made in float64",
+        "replacements are not made in float64",
         "normswap/surgery/running.py",
-        "for module in newcomers or {}]",
+        "for module in replacements or {}]",
         "for module in {}]",
         GATES,
     ),
@@ -95,8 +95,8 @@ ERRORS = (
     Planted(
         "unfold drops eps",
         "normswap/layers/folded.py",
-        "        after = [(norm, take.channels)",
-        "        for norm in reads:\n            norm.eps = 0.0\n        after = [(norm, take.channels)",
+        "        after = [\n            (norm, absorption.channels)",
+        "        for norm in reads:\n            norm.eps = 0.0\n        after = [\n            (norm, absorption.channels)",
         GATES,
     ),
     Planted(
@@ -180,7 +180,7 @@ ERRORS = (
     Planted(
         "every file agrees",
         "normswap/exporting/checks.py",
-        "same = expected.argmax(1) == given.argmax(1)",
+        "same = expected.argmax(1) == actual.argmax(1)",
         "same = expected.argmax(1) == expected.argmax(1)",
         GATES,
     ),
@@ -193,7 +193,7 @@ ERRORS = (
     ),
     Planted(
         "every network agrees",
-        "normswap/images/agreement.py",
+        "normswap/images/accuracy.py",
         "float((one == two).double().mean())",
         "float((one == one).double().mean())",
         GATES,

@@ -28,8 +28,8 @@ ERRORS = (
     Planted(
         "best/ keeps the average for the network",
         "normswap/training/engine.py",
-        "averaged.top1 > own.top1",
-        "averaged.top1 < own.top1",
+        "averaged.top1 > plain.top1",
+        "averaged.top1 < plain.top1",
         BEST,
     ),
     Planted(
@@ -161,14 +161,14 @@ ERRORS = (
     Planted(
         "no forward asks for a size",
         "normswap/graph/recorder.py",
-        "self.sized = self.sized or asks_size(func)",
+        "self.size_dependent = self.size_dependent or asks_size(func)",
         "pass",
         OPENING,
     ),
     Planted(
         "another way is not followed",
         "normswap/graph/recording.py",
-        "            main.adopt(second)\n",
+        "            main.add_alternative(second)\n",
         "",
         OPENING,
     ),

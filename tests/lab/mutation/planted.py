@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import errors_of_constants
+import errors_of_devices
 import errors_of_fitting
-import errors_of_gauges
 import errors_of_layers
 import errors_of_proof
+import errors_of_rescaling
 import errors_of_runs
 import errors_of_survivors
 from planted_error import Planted
-from workplace import ROOT, circumstance, copied, demand_the_copy, outcome_of, written
+from workplace import LIMIT, ROOT, check_the_copy, circumstance, copied, outcome_of, written
 
 FILES = (
-    errors_of_proof, errors_of_constants, errors_of_fitting, errors_of_gauges, errors_of_layers, errors_of_runs,
-    errors_of_survivors,
+    errors_of_proof, errors_of_constants, errors_of_devices, errors_of_fitting, errors_of_rescaling,
+    errors_of_layers, errors_of_runs, errors_of_survivors,
 )  # fmt: skip
 ERRORS = tuple(error for file in FILES for error in file.ERRORS)
 KNOWN = ROOT / "runs" / "planted.jsonl"
@@ -93,9 +94,10 @@ def measure(errors: Sequence[Planted]) -> None:
         patched(error, (ROOT / error.file).read_text(encoding="utf-8"))
     KNOWN.parent.mkdir(exist_ok=True)
     with copied() as place:  # the checkout may change while this goes on
-        demand_the_copy(place)
+        check_the_copy(place)
         commit = circumstance().commit()  # the first to import the package, here
-        sound = outcome_of(place, list(dict.fromkeys(test for error in errors for test in error.tests)))
+        tests = list(dict.fromkeys(test for error in errors for test in error.tests))
+        sound = outcome_of(place, tests, limit=6 * LIMIT)  # those of all errors
         if sound.killed:
             raise SystemExit(f"{sound.first} fails without any error planted")
         for error in errors:

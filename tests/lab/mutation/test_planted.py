@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from planted import ERRORS, patched, planted
 from planted_error import Planted
-from workplace import ROOT, copied, demand_the_copy, outcome_of
+from workplace import ROOT, check_the_copy, copied, outcome_of
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)
@@ -36,7 +36,7 @@ def test_an_error_whose_place_has_changed_is_refused_in_a_line() -> None:
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     with copied() as place:
-        demand_the_copy(place)
+        check_the_copy(place)
         yield place
 
 

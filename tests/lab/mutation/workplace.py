@@ -113,7 +113,7 @@ def compile_all(place: Path) -> None:
         subprocess.run([sys.executable, "-m", *words], cwd=place, env=env, stdout=subprocess.DEVNULL, check=True)
 
 
-def demand_the_copy(place: Path) -> None:
+def check_the_copy(place: Path) -> None:
     """Raises:
     SystemExit: Python finds another package than the copy.
     """

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import normswap
-from normswap.folding.draft import Draft
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes.parts.branch_scale import scale_branches
 
 
-def plan(anatomy: Anatomy, *, share: float = 0.5) -> Draft:
+def plan(anatomy: Anatomy, *, share: float = 0.5) -> PlanBuilder:
     """A share of the matched scalars at the end of every residual branch.
 
     Args:
         share: what the matched scalars are multiplied by.
     """
-    draft = scale_branches(anatomy, None)
-    for path, edit in draft.seats.items():
+    builder = scale_branches(anatomy, None)
+    for path, edit in builder.replacements.items():
         if "alpha" in edit.args:
-            draft.seat(path, edit.layer, **{**edit.args, "alpha": share * edit.args["alpha"]})
-    return draft
+            builder.replace(path, edit.layer, **{**edit.args, "alpha": share * edit.args["alpha"]})
+    return builder
 
 
 normswap.register_scheme(

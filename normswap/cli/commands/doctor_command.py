@@ -1,0 +1,65 @@
+"""`normswap doctor`: BatchNorm troubles found and named, with the command that mends each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normswap.cli import progress
+from normswap.cli.examples import examples
+from normswap.cli.grouped_options import spread
+from normswap.cli.options import Json, Model, Opening
+from normswap.cli.printing import show
+from normswap.cli.tables import entry, facts, few, listing
+from normswap.errors import OptionError
+from normswap.plan import Body
+
+ORDER = 98
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("doctor", epilog=examples("doctor demo", "doctor resnet50 --weights ema.pth --beside last.pth"))(
+        spread(run)
+    )
+
+
+def run(
+    model: Model,
+    *,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Weights of the same training: those that MODEL is an average of (EMA, SWA)."
+        ),
+    ] = None,
+    opening: Opening,
+    json: Json = False,
+) -> int:
+    """Find and name BatchNorm troubles, and how to mend them.
+
+    Exit code 1 where something is wrong. The keys of --json: source, norms (how many), faults (how many), notes and
+    findings (name, paths, evidence, certainty, cost, mend, fault), the root of the trouble first.
+    """
+    from normswap.diagnosis.doctor import body_of, diagnose
+
+    if beside is not None and not beside.is_file():
+        raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
+    net = opening.open(model)
+    other = None if beside is None else replace(opening, weights=str(beside), arch=None).open(opening.arch or model)
+    with progress.working("looking"):
+        diagnosis = diagnose(net, other=other, name=opening.said(model))
+    show(body_of(diagnosis, model), json, _print)
+    return 1 if diagnosis.faults else 0
+
+
+def _print(body: Body) -> None:
+    facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
+    for row in body["findings"]:
+        kind = "fault" if row["fault"] else "remark"
+        lines = [row["evidence"], f"where: {few(row['paths'])}", f"sure: {row['certainty']}", f"cost: {row['cost']}"]
+        entry(f"{kind}: {row['name']}", [*lines, f"mend: {row['mend']}"])
+    listing("note", body["notes"])

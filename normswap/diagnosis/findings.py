@@ -1,0 +1,211 @@
+"""The records of a diagnosis: one network that is looked at, one trouble that was seen, all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import TypeAlias
+
+from torch import Tensor, fx, nn
+
+from normswap import provenance
+from normswap.errors import NormswapError
+from normswap.graph.anatomy import Anatomy
+from normswap.graph.tracing import Traced
+from normswap.layers import affine
+from normswap.models import zoo
+from normswap.surgery.network import Network
+
+
+class Certainty(Enum):
+    """How sure a finding is."""
+
+    CERTAIN = "certain: it is written in the network"
+    LIKELY = "likely: measured, and far beyond what chance does"
+    POSSIBLE = "possible: it fits, and so may something else"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One trouble.
+
+    Args:
+        name: of its kind, one word, the same for every network.
+        paths: of the norms that have it.
+        evidence: what was seen, with figures.
+        certainty: how sure it is.
+        cost: what it does to the network's use.
+        mend: the command, or the line of Python, that mends it.
+        fault: whether something is wrong; a remark, if not.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    evidence: str
+    certainty: Certainty
+    cost: str
+    mend: str
+    fault: bool = True
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, the root first.
+
+    Args:
+        findings: faults, then remarks; a cause before what follows from it.
+        norms: how many norms with population statistics were looked at.
+        notes: what could not be looked at, and why.
+    """
+
+    findings: tuple[Finding, ...]
+    norms: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that say that something is wrong."""
+        return tuple(finding for finding in self.findings if finding.fault)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredNorm:
+    """A norm with population statistics.
+
+    Args:
+        mean, var: what it keeps, (C,) float64; None where it keeps none.
+        gamma, beta: None where it has none.
+        updates: batches that its statistics have seen; None where it does not count.
+    """
+
+    path: str
+    module: nn.Module
+    mean: Tensor | None
+    var: Tensor | None
+    gamma: Tensor | None
+    beta: Tensor | None
+    eps: float
+    momentum: float | None
+    updates: int | None
+
+    @property
+    def starts_at_init(self) -> bool:
+        """Whether its statistics are those of a norm that was just made: mean 0 and variance 1."""
+        if self.mean is None or self.var is None:
+            return False
+        return bool((self.mean == 0).all() and (self.var == 1).all())
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether gamma is one number, 1 or 0, and beta 0 in every channel, as in a norm that was just made."""
+        plain = self.gamma is None or any(bool((self.gamma == value).all()) for value in (0, 1))
+        return plain and (self.beta is None or bool((self.beta == 0).all()))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A network as the checks see it.
+
+    Args:
+        anatomy: None where its forward cannot be recorded.
+        sites: its norms with population statistics, in order of the forward pass as far as that is known.
+        positions: how many values per channel and image each norm sees, by path, at the network's own size.
+        name, data: how commands call the network and the images.
+        other: the same network with other weights: before averaging, or after.
+    """
+
+    network: Network
+    anatomy: Anatomy | None
+    sites: tuple[StoredNorm, ...]
+    positions: dict[str, int]
+    name: str
+    data: str
+    other: nn.Module | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The network itself."""
+        return self.network.module
+
+    @property
+    def traced(self) -> Traced | None:
+        """Its recorded forward."""
+        return None if self.anatomy is None else self.anatomy.traced
+
+    def calls(self, site: StoredNorm) -> list[fx.Node]:
+        """The calls of a norm in the recorded forward."""
+        return [] if self.traced is None else self.traced.calls.get(id(site.module), [])
+
+    @cached_property
+    def bare(self) -> nn.Module | None:
+        """The network as its library builds it; None where nobody knows."""
+        return _bare(self.model)
+
+    @property
+    def recalibrate(self) -> str:
+        """The command that measures statistics anew."""
+        return f"normswap recalibrate {self.name} --data {self.data}"
+
+
+Check: TypeAlias = Callable[[Case], Iterator[Finding]]
+
+
+def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...]:
+    """The norms with population statistics, each once."""
+    modules = dict(model.named_modules())
+    order = [norm.path for norm in anatomy.norms] if anatomy is not None else []
+    ordered = {path: modules[path] for path in [*order, *modules] if path in modules}
+    return tuple(_site(path, module) for path, module in ordered.items() if affine.is_batchnorm(module))
+
+
+def _site(path: str, module: nn.Module) -> StoredNorm:
+    mean, var = affine.statistics(module) if affine.has_moments(module) else (None, None)
+    gamma, beta = (getattr(module, name, None) for name in ("weight", "bias"))
+    counter, momentum = getattr(module, "num_batches_tracked", None), getattr(module, "momentum", None)
+    return StoredNorm(
+        path, module, mean, var, _double(gamma), _double(beta), affine.epsilon(module),
+        float(momentum) if isinstance(momentum, float | int) else None,
+        int(counter) if isinstance(counter, Tensor) else None,
+    )  # fmt: skip
+
+
+def _double(value: object) -> Tensor | None:
+    return value.detach().double() if isinstance(value, Tensor) else None
+
+
+def anatomy_of(network: Network) -> tuple[Anatomy | None, tuple[str, ...]]:
+    """The network's anatomy; where its forward cannot be recorded, the reason as a note."""
+    try:
+        return network.anatomy, ()
+    except NormswapError as error:
+        return None, (f"its forward was not looked at: {error}",)
+
+
+def share(part: int, whole: int, word: str) -> str:
+    """`3 of 22 norms`; `all 22 norms`."""
+    return f"all {whole} {word}" if part == whole > 1 else f"{part} of {whole} {word}"
+
+
+def paths_of(sites: Iterable[StoredNorm]) -> tuple[str, ...]:
+    """Where the norms stand."""
+    return tuple(site.path for site in sites)
+
+
+def _bare(model: nn.Module) -> nn.Module | None:
+    """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
+    record = provenance.of(model)
+    try:
+        arch = record.arch if record is not None else zoo.identify(model, lambda bare: _set_alike(bare, model))
+        return None if arch is None else zoo.skeleton(arch)
+    except NormswapError:
+        return None
+
+
+def _set_alike(bare: nn.Module, model: nn.Module) -> nn.Module:
+    set_here = dict(model.named_modules())
+    for path, norm in bare.named_modules():
+        if affine.is_batchnorm(norm) and path in set_here:
+            vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
+    return bare

@@ -1,0 +1,167 @@
+"""An exported file as a MODEL: found by its ending, opened in its runtime, called as a network is, held to another.
+
+safetensors files are not among them: those hold tensors, and open as networks do (`checkpoint.open_model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.errors import SourceError, first_line
+from normswap.exporting import checks, exporter, formats, sidecar
+from normswap.exporting.checks import Figures
+from normswap.exporting.formats import Format, Runs
+from normswap.exporting.request import Batches, ExportRequest
+from normswap.exporting.settings import FileSettings
+from normswap.exporting.signature import alone, together
+from normswap.models.hub_config import Cfg
+from normswap.models.preprocessing import for_size
+from normswap.models.zoo import EXPORTED
+from normswap.plan import Body
+from normswap.provenance import Provenance
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A file for another runtime.
+
+    Args:
+        metadata: what is noted inside it.
+        body: its sidecar, or the same from inside; empty where `export` did not write it.
+    """
+
+    file: Path
+    form: Format
+    metadata: Mapping[str, str]
+    body: Body
+
+    @classmethod
+    def find(cls, name: str) -> ExportedFile | None:
+        """The file that MODEL names; None where it is no file that runs by itself.
+
+        Raises:
+            OptionError: the package of its runtime is not installed.
+            SourceError: it cannot be read.
+        """
+        file = Path(name)
+        if file.suffix.lower() not in EXPORTED or not file.is_file():
+            return None
+        form = formats.of_file(file)
+        try:
+            metadata = form.metadata(file)
+        except Exception as error:  # every format has its own
+            raise SourceError(f"{file} is no readable {form.NAME} file", first_line(error)) from None
+        return cls(file, form, metadata, sidecar.body_of(file, metadata))
+
+    @property
+    def precision(self) -> str | None:
+        """Of its weights, if it says so."""
+        return self.metadata.get("dtype")
+
+    def described(self) -> Body:
+        """The file as plain records, read without running it."""
+        parts = [self.file, *(self.file.with_suffix(ending) for ending in self.form.PARTS)]
+        held = sum(part.stat().st_size for part in parts)
+        return {
+            "source": str(self.file), "format": self.form.NAME, "bytes": held, "nodes": self.form.nodes(self.file),
+            "metadata": dict(self.metadata), "sidecar": self.body,
+        }  # fmt: skip
+
+    def network(self) -> nn.Module:
+        """The file as a network, that carries how images are prepared for it and what its answers mean.
+
+        Raises:
+            SourceError: it does not say so, or takes more than images.
+            VerificationError: its runtime does not take it.
+        """
+        self._require_images()
+        one, alike = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
+        labels, assumed = self.body["output"]["labels"], self.body["assumed"]
+        stated: Cfg = {**self.body["resize"], **alike}
+        record: Cfg = {
+            **{key: value for key, value in stated.items() if key != "to" and key not in assumed},
+            "input_size": tuple(one["size"]),
+            **({} if labels is None else {"num_classes": len(labels), "label_names": labels}),
+        }
+        probabilities = self.body["output"]["name"] == "probabilities"
+        network = FileNetwork(self.form.open(self.file), one["batch"], probabilities=probabilities).eval()
+        return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
+
+    @property
+    def shape(self) -> tuple[int | None, tuple[int, ...]]:
+        """How many images it takes at a time (None: any number), and their size (C, H, W).
+
+        Raises:
+            SourceError: the file does not say so.
+        """
+        if "normalize" not in self.body:
+            self._require_images()
+        if "input" in self.body:
+            return self.body["input"]["batch"], tuple(self.body["input"]["size"])
+        batch, *size = self.body["inputs"][0]["shape"]
+        return batch, tuple(size)
+
+    def request(self, model: nn.Module) -> ExportRequest:
+        """The request to export `model` as this file.
+
+        Raises:
+            SourceError: the file does not say how it was made, or takes more than images.
+            OptionError: the network takes other images.
+        """
+        batch, size = self.shape
+        settings = FileSettings(
+            format=self.form.NAME, dtype=self.precision or "fp32", dynamic_batch=batch is None,
+            input_size=size, normalize=self.body["normalize"] is None,
+            softmax=self.body.get("output", {}).get("name") == "probabilities",
+        )  # fmt: skip
+        return ExportRequest.of(for_size(model, size), self.file, None, settings)
+
+    def _require_images(self) -> None:
+        if not {"input", "normalize", "output"} <= self.body.keys():
+            what = "takes more than images" if self.body else "does not say how images are prepared for it"
+            why = "inputs= was given when it was exported" if self.body else "`normswap export` did not write it"
+            raise SourceError(f"{self.file} {what}", why, "Run it in its own runtime, or export the network again")
+
+
+def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = None) -> Figures:
+    """Run a file and a network on the same images; `Figures.passed` says whether it is the network's file.
+
+    Args:
+        images: as in `export`.
+
+    Raises:
+        SourceError: the file does not say how it was made.
+        OptionError, VerificationError: the network or the file does not run on the images.
+    """
+    request, _ = exported.request(model).answered()
+    dtype = request.settings.dtype
+    rounded = None if dtype in ("fp32", "int8") else exporter.rounded(exporter.folded(request)[0], dtype)
+    batches, described = request.batches(images)
+    runs = exported.form.open(exported.file)
+    return checks.check(request.reference(rounded), runs, batches, dtype=dtype, described=described, refuse=False)
+
+
+class FileNetwork(nn.Module):
+    """Images (N, C, H, W), as a file takes them -> its answer, scores where it gives probabilities.
+
+    Args:
+        batch: so many images go in at a time; None: any number.
+    """
+
+    def __init__(self, runs: Runs, batch: int | None, *, probabilities: bool) -> None:
+        super().__init__()
+        self.batch, self.probabilities = batch, probabilities
+        self.runs = (runs,)  # not a part of this module: torch.export's own has no eval()
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
+        parts = [together(self.runs[0](part)) for part in images.split(self.batch or len(images))]
+        answers = tuple(torch.cat(several) for several in zip(*parts, strict=True))
+        if self.probabilities:
+            return answers[0].clamp_min(torch.finfo(torch.float32).tiny).log()
+        return alone(answers)

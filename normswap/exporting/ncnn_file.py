@@ -1,0 +1,149 @@
+"""ncnn: FILE.param with FILE.bin beside it, which pnnx makes of a traced network, for phones and boards.
+
+A network of ncnn has no dimension for the number of images: one goes in at a time. Its reader stops after the last
+layer of FILE.param; the metadata stand below.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normswap.errors import RefusedError, VerificationError, spelled
+from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.formats import Runs, reason
+from normswap.exporting.signature import Signature, alone
+from normswap.models.weight_files import quiet
+
+NAME = "ncnn"
+NEEDS = ("ncnn", "pnnx")
+GRAPH = True
+PARTS = (".bin",)
+NOTES: Mapping[str, str] = {
+    "fp16": "weights only: ncnn computes in what the device is fast in, and here it was checked in fp32"
+}
+_MARK = "# normswap."
+_BOOKKEEPING = ("Input", "Split", "MemoryData")
+
+
+def write(contents: FileContents, file: Path) -> None:
+    """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
+    network = contents.network
+    if network.stored == torch.bfloat16:
+        raise RefusedError("ncnn is not written in bf16", remedy="Its files are fp32 or fp16")
+    if contents.dynamic:
+        raise RefusedError(
+            "an ncnn file takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
+        )
+    if any(tensor.dtype != torch.float32 for tensor in contents.example):
+        raise RefusedError("an ncnn file takes floating-point inputs", remedy="Try onnx")
+    half = network.dtype == torch.float16
+    if half:
+        network = network.around(network.network.float())
+    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        place = _converted(replace(contents, network=network), Path(folder), half=half)
+        layers = _named(place.read_text(encoding="utf-8"), network.signature)
+        _require_layers(layers)
+        shutil.copyfile(place.with_suffix(PARTS[0]), file.with_suffix(PARTS[0]))
+    order = {"inputs": " ".join(network.signature.inputs), "outputs": " ".join(network.signature.outputs)}
+    noted = [f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()]
+    file.write_text("\n".join([*layers, *noted, ""]), encoding="utf-8")
+
+
+def _converted(contents: FileContents, folder: Path, *, half: bool) -> Path:
+    """The graph that pnnx writes, its weights beside it.
+
+    Raises:
+        RefusedError: torch cannot trace the network, or pnnx cannot read it.
+    """
+    import pnnx
+
+    traced, place = folder / "network.pt", folder / "network.ncnn.param"
+    try:
+        with quiet(), torch.no_grad():
+            torch.jit.save(
+                torch.jit.trace(as_convolutions(contents.network), contents.example, check_trace=False), traced
+            )
+    except Exception as error:  # whatever tracing meets on its way
+        raise RefusedError("TorchScript cannot express the network", reason(error)) from None
+    command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode or not (place.is_file() and place.with_suffix(PARTS[0]).is_file()):
+        lines = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
+        raise RefusedError("pnnx cannot express the network", lines[-1])
+    return place
+
+
+def _named(text: str, signature: Signature) -> list[str]:
+    """The lines of a graph, whose inputs and outputs have the signature's names instead of in0, in1, out0 ..."""
+    names = {f"in{i}": name for i, name in enumerate(signature.inputs)}
+    names |= {f"out{i}": name for i, name in enumerate(signature.outputs)}
+    magic, count, *layers = text.splitlines()
+    lines = [magic, count]
+    for layer in layers:
+        words = layer.split()
+        blobs = slice(4, 4 + int(words[2]) + int(words[3]))
+        words[blobs] = [names.get(blob, blob) for blob in words[blobs]]
+        lines.append(" ".join(words))
+    return lines
+
+
+def _require_layers(lines: list[str]) -> None:
+    """Check that ncnn has every layer; pnnx writes what it does not know under the name that torch gives it.
+
+    Raises:
+        RefusedError: ncnn lacks one.
+    """
+    import ncnn
+
+    kinds = dict.fromkeys(line.split()[0] for line in lines[2:])
+    if missing := [kind for kind in kinds if ncnn.layer_to_index(kind) < 0]:
+        raise RefusedError("ncnn cannot express the network", f"it has no layer {', '.join(missing)}", "Try onnx")
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`; on the CPU, in fp32."""
+    import ncnn
+
+    net = ncnn.Net()
+    net.opt.num_threads = torch.get_num_threads()
+    net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False
+    if net.load_param(str(file)) or net.load_model(str(file.with_suffix(PARTS[0]))):
+        raise VerificationError("ncnn cannot run it", f"it does not read {file.name} and what lies beside it")
+    noted = metadata(file)
+    inputs = noted["inputs"].split() if "inputs" in noted else net.input_names()
+    outputs = noted["outputs"].split() if "outputs" in noted else net.output_names()
+
+    def runs(*tensors: Tensor) -> object:
+        if len(tensors[0]) != 1:
+            raise ValueError(f"ncnn takes one image at a time, not {len(tensors[0])}")
+        extractor = net.create_extractor()
+        for name, x in zip(inputs, tensors, strict=True):
+            extractor.input(name, ncnn.Mat(np.ascontiguousarray(x[0].numpy())).clone())
+        return alone(torch.from_numpy(np.array(extractor.extract(name)[1])[None]) for name in outputs)
+
+    return runs
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`; constants, copies and the ends of the graph are not counted."""
+    lines = file.read_text(encoding="utf-8").splitlines()[2:]
+    kinds = (line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
+    return dict(Counter(kind for kind in kinds if kind not in _BOOKKEEPING).most_common())
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    noted = (line.removeprefix(_MARK).partition(" ") for line in lines if line.startswith(_MARK))
+    return {key: str(json.loads(value)) for key, _, value in noted}

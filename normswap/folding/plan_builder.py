@@ -1,0 +1,98 @@
+"""The plan builder: what each layer absorbs, which layer goes where, and what became of each norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from normswap.graph import channel_axes
+from normswap.graph.anatomy import Anatomy
+from normswap.graph.channel_axes import Axes
+from normswap.layers import affine
+from normswap.layers.activations import IDENTITIES
+from normswap.layers.placeholders import Vacant
+from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
+
+
+@dataclass
+class LinearBuilder:
+    """The absorptions of one linear layer, collected until its single edit is written."""
+
+    reads: list[tuple[str, Absorption]] = field(default_factory=list)
+    gain: float = 1.0
+    in_gain: float = 1.0
+    bake: bool = False
+    layer: str = "Folded"
+    extra: Body = field(default_factory=dict)
+
+    def add(self, path: str, way: AbsorbMode, part: tuple[int, int] | None = None) -> None:
+        """Absorb the module at `path`, or, of its channels, those of a part."""
+        self.reads.append((path, Absorption(way, part)))
+
+    def edit(self, path: str) -> Edit:
+        # what comes before the convolution is absorbed first; among those after it, the nearest first
+        reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
+        args = {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
+        args |= {"bake": True} if self.bake else {}
+        takes = tuple(absorption for _, absorption in reads)
+        return Edit(path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads), takes)
+
+
+@dataclass
+class PlanBuilder:
+    """Edits in the making, and for every norm what happens to it (`outcomes`) or why nothing can (`refusals`)."""
+
+    anatomy: Anatomy
+    linears: dict[str, LinearBuilder] = field(default_factory=dict)
+    replacements: dict[str, Edit] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    scalars: dict[str, Then] = field(default_factory=dict)  # to chain after the replacement at a path
+    _axes: Axes | None = field(default=None, repr=False)
+
+    def linear(self, path: str) -> LinearBuilder:
+        return self.linears.setdefault(path, LinearBuilder())
+
+    def replace(self, path: str, layer: str, **args: object) -> None:
+        self.replacements[path] = Edit(path, layer, args)
+
+    def remove(self, path: str) -> None:
+        """Remove what stands at the path, but for the activation that its norm carried."""
+        self.replace(path, Vacant.__name__)
+
+    def removes(self, path: str) -> bool:
+        """Whether this plan removes what stands at the path."""
+        return path in self.replacements and self.replacements[path].layer == Vacant.__name__
+
+    def is_removed(self, path: str, module: nn.Module | None) -> bool:
+        """Whether nothing but an activation will stand at `path`, where `module` stands now."""
+        return self.removes(path) if path in self.replacements else isinstance(module, Vacant)
+
+    def settle(self, path: str, outcome: Outcome) -> None:
+        """Say what becomes of the norm at `path`."""
+        self.outcomes[path] = outcome
+
+    def axes(self) -> Axes:
+        """Where the channels are in each value, found once, when it is first needed."""
+        if self._axes is None:
+            self._axes = channel_axes.read(self.anatomy.traced, self.is_identity)
+        return self._axes
+
+    def edits(self) -> tuple[Edit, ...]:
+        edits = (*(linear.edit(path) for path, linear in self.linears.items()), *self.replacements.values())
+        then = {path: (scalar,) for path, scalar in self.scalars.items()}
+        return tuple(replace(edit, then=(*edit.then, *then.get(edit.path, ()))) for edit in edits)
+
+    def is_identity(self, node: fx.Node) -> bool:
+        """Whether `node` passes its input on unchanged in eval mode, once the plan is carried out."""
+        module = self.anatomy.traced.module(node)
+        if module is None:
+            asleep = node.target is F.dropout and node.kwargs.get("training") is False
+            return asleep or (node.op == "call_method" and node.target == "contiguous")
+        if isinstance(module, IDENTITIES):
+            return True
+        path = str(node.target)
+        return self.is_removed(path, module) and affine.activation(module) is None

@@ -1,0 +1,80 @@
+"""Rescaling: a positive scalar on a value, taken from what makes it, and given back by whatever else reads it.
+
+The function stays what it is: c f(x) = f'(x) with c in the last weights of f, and
+g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, a gate x g(x) to x alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import fx
+
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear, name, propagates_scale, scalar_readers
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul
+from normswap.layers.own import scales_branch
+from normswap.plan import AbsorbMode
+
+
+def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> None:
+    """Multiply the value of `node` by `factor` for its readers `by`; whatever else reads it sees what it saw.
+
+    A factor that is not positive passes nothing but linear maps.
+
+    Raises:
+        NotFoldable: something on the way is not homogeneous, or another reader cannot be compensated; nothing is to be
+            kept of the builder then (see `attempt`).
+    """
+    traced = builder.anatomy.traced
+    if any(user not in by for user in traced.users[node]):
+        if not factor > 0:
+            raise NotFoldable(f"a factor of {factor:g} cannot be given back to what else reads {name(node)}")
+        for path in scalar_readers(builder, node, set(by)):
+            shrink_input(builder, path, factor)
+    module = traced.module(node)
+    if isinstance(module, LINEAR):
+        path = str(node.target)
+        check_linear(builder, path, module)
+        if len(traced.calls[id(module)]) > 1:
+            raise NotFoldable(f"{path} is called more than once")
+        builder.linear(path).gain *= factor
+    elif is_add(node):
+        for arm in inputs(node):
+            enlarge(builder, arm, factor, {node})
+    else:
+        above = traced.main_input(node)
+        scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
+        if above is None or not (is_mul(node) or scalar or propagates_scale(builder, node)):
+            raise NotFoldable(f"a scale cannot pass {name(node)}")
+        if not (factor > 0 or scalar or builder.is_identity(node)):
+            raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
+        enlarge(builder, above, factor, {node})
+
+
+def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
+    """Let the linear layer at `path` divide its input by `factor`."""
+    linear = builder.linear(path)
+    if any(one.way is AbsorbMode.BEFORE for _, one in linear.reads):
+        raise NotFoldable(f"{path} has absorbed a shift of its input")
+    linear.in_gain /= factor
+
+
+@contextmanager
+def attempt(builder: PlanBuilder) -> Iterator[None]:
+    """Undo what was done to the builder's layers and replacements if it turns out to be blocked."""
+    before = {path: (list(linear.reads), linear.gain, linear.in_gain) for path, linear in builder.linears.items()}
+    replacements = dict(builder.replacements)
+    try:
+        yield
+    except NotFoldable:
+        for path in [*builder.linears]:
+            if path not in before:
+                del builder.linears[path]
+                continue
+            linear = builder.linears[path]
+            linear.reads, linear.gain, linear.in_gain = before[path]
+        builder.replacements = replacements
+        raise

@@ -1,0 +1,173 @@
+"""Linear layers with a forward that nobody has read: believed when they compute what their tensors say.
+
+Same padding is written anew in every library that follows TensorFlow: a subclass of `Conv2d` pads with zeros, by widths
+that it worked out when it was built or from the size of its input, and calls `F.conv2d` on its own weight. Such a layer
+is a convolution if, in float64 and with random weights, it gives what its weight, bias, stride, dilation and groups
+make of the input it pads. What it pads is seen in the call itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from normswap.layers.reparametrized import CONVOLUTIONS
+
+_CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)  # by their dimensions, from one on
+_NEAR = 1e-9
+_ROOM = (5, 8)  # positions beyond the kernel's reach: an odd and an even number
+
+
+class _Reached(Exception):  # noqa: N818 - a signal, no error
+    """A convolution was called."""
+
+
+class _Watch(TorchFunctionMode):
+    """Stops the first convolution, and keeps what it was to read and how it pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: Tensor | None = None
+        self.padding: object = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func not in _CALLS:
+            return func(*args, **kwargs)
+        read = args[0] if args else kwargs["input"]
+        assert isinstance(read, Tensor)
+        self.read = read
+        self.padding = args[4] if len(args) > 4 else kwargs.get("padding", 0)
+        raise _Reached
+
+
+def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:
+    """Give the input that the call of a convolution reads of x (N, I, ...), and how many zeros begin each side.
+
+    Raises:
+        TypeError: its forward calls no convolution.
+    """
+    maps, ends = _called(layer, x)
+    return maps, [begin for begin, _ in ends]
+
+
+def padded(layer: _ConvNd, x: Tensor) -> Tensor:
+    """The values that a convolution reads of x (N, I, ...), with the zeros that it pads.
+
+    Raises:
+        TypeError: its forward calls no convolution.
+    """
+    maps, ends = _called(layer, x)
+    return F.pad(maps, [width for side in reversed(ends) for width in side])
+
+
+def _called(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Give the input of the call, and how many zeros it puts before and after each side."""
+    watch = _Watch()
+    try:
+        with watch, torch.no_grad():
+            layer.forward(x)
+    except _Reached:
+        pass
+    if watch.read is None:
+        raise TypeError(f"a {type(layer).__name__} calls no convolution")
+    kernel, dilation, padding = layer.kernel_size, layer.dilation, watch.padding
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return watch.read, [(total // 2, total - total // 2) for total in totals]
+    sides = (0,) if padding == "valid" else padding if isinstance(padding, tuple | list) else (padding,)
+    sides = tuple(sides) * (len(kernel) if len(sides) == 1 else 1)
+    return watch.read, [(int(side), int(side)) for side in sides]
+
+
+def is_own(layer: nn.Module) -> bool:
+    """Whether the class or the instance of a linear layer has a forward that is not torch's."""
+    return "forward" in vars(layer) or not type(layer).forward.__module__.startswith("torch.nn.modules.")
+
+
+@torch.no_grad()
+def computes(layer: nn.Module) -> bool:
+    """Whether a layer with a forward of its own computes the convolution, or linear map, that its tensors say."""
+    if isinstance(layer, torch.jit.ScriptModule) or not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+        return False
+    try:
+        twin = copy.deepcopy(layer).double().cpu().eval()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in twin.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        return all(_agrees(twin, room, generator) for room in _ROOM)
+    except Exception:  # whatever its class raises
+        return False
+
+
+def _agrees(layer: nn.Linear | _ConvNd, room: int, generator: torch.Generator) -> bool:
+    weight, bias = layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+    if isinstance(layer, nn.Linear):
+        x = torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
+        return _near(layer.forward(x.clone()), F.linear(x, weight, bias))
+    sides = _sides(layer, room)
+    x = torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
+    read = padded(layer, x.clone())
+    call = _CALLS[len(sides) - 1]
+    expected = call(read, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+    return _only_padded(x, read) and _near(layer.forward(x.clone()), expected)
+
+
+def _only_padded(x: Tensor, read: Tensor) -> bool:
+    """Whether `read` is x with zeros around it."""
+    return torch.equal(read[tuple(slice(first, last + 1) for first, last in _ends(read))], x)
+
+
+def _near(y: object, expected: Tensor) -> bool:
+    if not isinstance(y, Tensor) or y.shape != expected.shape:
+        return False
+    return bool((y - expected).norm() <= _NEAR * expected.norm())
+
+
+def pads(layer: _ConvNd) -> bool:
+    """Whether a convolution that is believed pads its input, at one size or another."""
+    if not is_own(layer):
+        return layer.padding != "valid" if isinstance(layer.padding, str) else any(layer.padding)
+    return any(wide for widths in _at_sizes(layer) for side in widths for wide in side)
+
+
+def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
+    """The argument `padding` with which torch's own convolution pads like this one, which is believed.
+
+    None if it pads one end of a side more than the other, or by the input's size.
+    """
+    if not is_own(layer):
+        padding: tuple[int, ...] | str = layer.padding
+        return padding
+    first, *more = _at_sizes(layer)
+    even = all(begin == end for begin, end in first) and all(widths == first for widths in more)
+    return tuple(begin for begin, _ in first) if even else None
+
+
+def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:
+    """How many zeros begin and end each side, for inputs of several sizes."""
+    for room in _ROOM:
+        read = padded(layer, layer.weight.new_ones(1, layer.in_channels, *_sides(layer, room)))[0, 0]
+        yield [(first, size - 1 - last) for (first, last), size in zip(_ends(read), read.shape, strict=True)]
+
+
+def _sides(layer: _ConvNd, room: int) -> list[int]:
+    """The sides of an input that has so many positions beyond the kernel's reach."""
+    return [d * (k - 1) + room for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+
+
+def _ends(read: Tensor) -> list[tuple[int, int]]:
+    """The first and the last place along each side that is not zero."""
+    return [(int(at.min()), int(at.max())) for at in read.nonzero().unbind(1)]

@@ -1,0 +1,40 @@
+"""The devices that torch has here, by their names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from normswap.errors import OptionError, spelled
+from normswap.models import calling
+
+
+def find(name: str) -> torch.device:
+    """Find the device of a name: cpu, cuda, cuda:1, mps ...; auto is the accelerator, or the CPU where there is none.
+
+    Raises:
+        OptionError: torch does not know the name, or has no such device here.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise OptionError(f"device {name!r}", "torch does not know it", "Use auto, cpu, cuda, cuda:1 or mps") from None
+    kind, count = (accelerator.type, torch.accelerator.device_count()) if accelerator else ("", 0)
+    if device.type != "cpu" and (device.type != kind or (device.index or 0) >= count):
+        raise OptionError(f"device {name} is not available here", remedy=f"Use {spelled('device', 'cpu')}, or auto")
+    return device
+
+
+def place(model: nn.Module, name: str) -> nn.Module:
+    """Move a network to the device of a name, and give it back.
+
+    Raises:
+        OptionError: as `find`; or the network is an exported file.
+    """
+    device = find(name)
+    if name != "auto" and device.type != "cpu" and not calling.anchor(model).numel():
+        raise OptionError(f"device {name} is not for exported files", "they run in their own runtime")
+    return model.to(device)

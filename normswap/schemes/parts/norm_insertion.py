@@ -1,0 +1,100 @@
+"""Insert norms: at every place where a BatchNorm stands, or stood, with the statistics that the network carries.
+
+A norm that was folded back leaves its output in its place: mean = beta, deviation = |gamma|. One that was folded
+forward, or left a shift or an affine map, has its own input there: its running statistics. In either case the new norm
+computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from normswap.errors import RefusedError, spelled
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.outcomes import KEEPS_STATISTICS
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.inspection import Anatomy
+from normswap.layers import affine
+from normswap.layers.own import OwnLayer
+from normswap.layers.placeholders import Vacant
+from normswap.plan import AbsorbMode, Body, Outcome
+
+Wish = Callable[[PlanBuilder, str, nn.Module], None]
+
+
+def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
+    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost.
+
+    Raises:
+        RefusedError: there is no BatchNorm, and no record of one.
+    """
+    modules = anatomy.traced.modules
+    living = [
+        norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called and anatomy.takes_part(norm.path)
+    ]
+    held = {anatomy.original_path(norm.path) for norm in anatomy.norms}
+    lost = [path for path in anatomy.provenance.original_paths if path not in held and anatomy.takes_part(path)]
+    now = [anatomy.current_path(path) for path in lost]
+    builder = fold_norms(anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))])
+    refusals = {id(read.module): read.refusal for read in anatomy.maps}
+    for path in living:
+        why = refusals[id(modules[path])]
+        if why:
+            builder.refusals[path] = why
+        else:
+            keep(builder, path, modules[path])
+    if not living and not lost:
+        raise RefusedError(
+            "no statistics are known",
+            "the network has no BatchNorm, and was not converted from one that had",
+            f"Of norms with statistics per sample '{spelled('calibrate', metavar='DATA')}' measures some, on images",
+        )
+    for path in lost:
+        _restore(builder, path, layer, args)
+    return builder
+
+
+def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
+    path = builder.anatomy.current_path(original)
+    old = builder.anatomy.traced.modules.get(path)
+    if old is None or (id(old) not in builder.anatomy.traced.calls and not isinstance(old, Vacant)):
+        builder.notes.append(f"{path}: there is no place for its norm any more")
+        return
+    removed = builder.is_removed(path, old)
+    if not removed and not _stands_for_a_norm(old):
+        builder.notes.append(f"{path} stays a {type(old).__name__}: {builder.outcomes.get(path, 'it is in use')}")
+        return
+    if affine.holds_statistics(old) and not removed:
+        builder.replace(path, layer, **args)
+        builder.settle(path, KEEPS_STATISTICS)
+        return
+    mean, std = moments(builder.anatomy, original, at_input=not removed)
+    builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
+    builder.settle(path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept"))
+
+
+def _stands_for_a_norm(module: nn.Module | None) -> bool:
+    return isinstance(module, OwnLayer) and module.AFFINE and module.PER_CHANNEL
+
+
+def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel in the place of a norm that is gone."""
+    record = anatomy.provenance
+    mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
+    edits = (edit for step in record.plan.steps for edit in step.edits)
+    moved_on = any(
+        read == path and absorption.way is AbsorbMode.BEFORE for edit in edits for read, absorption in edit.absorbed
+    )
+    if at_input or moved_on:
+        return mean, var.sqrt()
+    beta, gamma = anatomy.kept_moments(path)
+    assert beta is not None
+    assert gamma is not None
+    return beta, gamma
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """Six digits are enough: the norm is the same map whatever its statistics are."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

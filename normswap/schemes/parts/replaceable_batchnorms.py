@@ -1,0 +1,72 @@
+"""Parts of the schemes that replace BatchNorms: which of them, and the convolutions before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from normswap.errors import RefusedError, spelled
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear
+from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.tracing import inputs
+from normswap.layers import affine
+from normswap.plan import Step
+
+
+def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, Iterator[tuple[str, nn.Module]]]:
+    """The builder of a plan that folds all but the BatchNorms, and those that can be replaced, by path.
+
+    These are called and can be read; as they are asked for, the builder refuses the others.
+
+    Raises:
+        RefusedError: there is no BatchNorm for the replacement.
+    """
+    modules = anatomy.traced.modules
+    norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
+    norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
+    if not norms:
+        ways = f"`{spelled('to', 'unfold')}` or `{spelled('to', 'batchnorm')}`"
+        remedy = f"Where BatchNorm was folded away, {ways} brings it back"
+        kind = next((type(m).__name__ for m in modules.values() if affine.is_registered(m)), None)
+        remedy = f"Say what it reads: normswap.register_norm({kind}, affine=..., statistics=...)" if kind else remedy
+        raise RefusedError(f"no BatchNorm to replace by a {replacement}", remedy=remedy)
+    builder = fold_norms(anatomy, leave=norms)
+    return builder, _readable(builder, norms)
+
+
+def _readable(builder: PlanBuilder, norms: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    traced = builder.anatomy.traced
+    seen: set[int] = set()
+    for path, module in norms.items():
+        if id(module) in seen or id(module) not in traced.calls:
+            continue
+        seen.add(id(module))
+        why = affine.refusal(module) or traced.read_directly(module)
+        if why:
+            builder.refusals[path] = why
+        else:
+            yield path, module
+
+
+def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
+    """The convolution whose output this norm, and nothing else, reads, if it can be given a bias."""
+    traced = builder.anatomy.traced
+    calls = traced.calls[id(norm)]
+    (node,) = inputs(calls[0])
+    conv = traced.module(node)
+    if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
+        return None
+    try:
+        check_linear(builder, str(node.target), conv)
+    except NotFoldable:
+        return None
+    return None if str(node.target) in builder.linears else str(node.target)
+
+
+def exchanged(step: Step, layer: str, other: str) -> Step:
+    """The same step with another layer in place of this one."""
+    return replace(step, edits=tuple(replace(e, layer=other) if e.layer == layer else e for e in step.edits))

@@ -1,0 +1,42 @@
+"""How often source and result give the same answer on held-out images, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from normswap.models.calling import Example
+from normswap.surgery import comparison, expected_accuracy, running
+from normswap.surgery.held_out import Kept, summed
+
+
+def measured(
+    source: nn.Module, result: nn.Module, held: Sequence[Example], others: Sequence[Example] = ()
+) -> Kept | None:
+    """How far both agree on these batches of images; None without any.
+
+    Args:
+        others: images that the result was fitted to: only the source is asked about them.
+
+    Raises:
+        VerificationError: one of them does not run.
+    """
+    parts, answers, name = [], [], None
+    for example in held:
+        like = example.like(source)
+        pair = running.both(source, result, like)
+        assert pair is not None  # there is no other size
+        (before, _), (after, _) = pair
+        error = comparison.worst("", like.images, before, after, exact=False)
+        parts.append((example.count, error.relative_l2, error.agreement))
+        name = error.output if name is None else name  # one output, in every batch
+        if error.agreement is not None and name in before and name in after:
+            answers.append((expected_accuracy.places(before[name]), expected_accuracy.places(after[name])))
+    known = summed(parts)
+    if known is None or len(answers) < len(parts):
+        return known
+    asked = [running.run(source, other.like(source))[0] for other in others]
+    places = [expected_accuracy.places(outputs[name]) for outputs in asked if name in outputs]
+    return replace(known, right=expected_accuracy.kept(answers, places))

@@ -1,0 +1,143 @@
+"""The network that a run trains: opened, converted as the recipe says, and what the run asks of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from normswap import provenance
+from normswap.errors import NormswapError, OptionError, SourceError, TraceError
+from normswap.images import datasets
+from normswap.models import zoo
+from normswap.plan import Body
+from normswap.provenance import Provenance
+from normswap.storage import checkpoint
+from normswap.surgery import conversion, reverification, unfolding
+from normswap.surgery.network import Network
+from normswap.training.recipe import Distill, Recipe
+from normswap.training.training_images import drawn_by, places
+
+_FOLDED = (
+    "a folded network fine-tunes badly (arXiv:2305.11624): its weights have absorbed the norms' scales. "
+    "Convert it to tune, skipinit or unfold first"
+)
+_NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The network as training begins. Nothing that takes it changes it.
+
+    Args:
+        network: its record.
+        given: what it was before the recipe's own conversion; itself where there was none.
+    """
+
+    network: Network
+    given: nn.Module
+
+    @property
+    def module(self) -> nn.Module:
+        """The network itself."""
+        return self.network.module
+
+    def blank(self) -> nn.Module:
+        """Return a copy that knows its architecture, so that saving need not find it out each time."""
+        record = provenance.of(self.module) or Provenance(source=type(self.module).__name__)
+        record = replace(record, arch=unfolding.architecture(self.module))
+        return provenance.attach(copy.deepcopy(self.module), record)
+
+    def preprocessing(self, side: int | None) -> Body:
+        """Return what images for it are like, `side` pixels high and wide if the recipe says so."""
+        record = self.network.provenance.pretrained_cfg
+        classes = getattr(self.module, "num_classes", record.get("num_classes"))
+        config = {**zoo.data_config(self.module), "num_classes": classes}
+        if record.get("label_names"):
+            config["label_names"] = record["label_names"]
+        if side is not None:
+            config["input_size"] = (config["input_size"][0], side, side)
+        return config
+
+    def teacher(self, part: Distill) -> nn.Module:
+        """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
+
+        Raises:
+            SourceError: it cannot be had, or is no longer what the network was made from.
+        """
+        if part.teacher != "source":
+            return checkpoint.open_model(part.teacher, named=False)
+        if self.given is not self.module or not self.network.provenance.plan.steps:
+            return copy.deepcopy(self.given)
+        module = self.module
+        try:
+            origin = reverification.recorded(module, Path("the network"))
+            source = checkpoint.open_model(origin, **reverification.how(module))
+        except NormswapError as error:
+            raise SourceError("the teacher, the network's source, cannot be had", error.what, _NO_SOURCE) from None
+        if reverification.unchanged(source, module) is False:
+            raise SourceError(f"the teacher {origin} is not what the network was made from", remedy=_NO_SOURCE)
+        return source
+
+
+def prepare(model: nn.Module | None, recipe: Recipe, say: Callable[[str], None]) -> Subject:
+    """Open the recipe's network if none is given, and convert it if the recipe says so; `model` is not changed.
+
+    Args:
+        say: called with what the user should know.
+
+    Raises:
+        NormswapError: whatever opening and converting raise; OptionError: there is no network.
+    """
+    model = _opened(recipe) if model is None else model
+    network = Network.of(model)
+    if recipe.convert is not None:
+        places(recipe.data)  # that none are named is said before anything is converted
+        say(f"converting to {recipe.convert.to}")
+        images = _calibration_images(model, recipe) if recipe.convert.calibrate else None
+        converted = conversion.convert(network, recipe.convert.to, calibrate=images, **recipe.convert.options)
+        for note in converted.notes:
+            say(note)
+        network = converted.network
+    steps = network.provenance.plan.steps
+    if steps and steps[-1].scheme == "folded":
+        say(_FOLDED)
+    return Subject(network, model)
+
+
+def _opened(recipe: Recipe) -> nn.Module:
+    part = recipe.model
+    if part is None:
+        raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
+    with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
+        return checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args, named=False)
+
+
+def _calibration_images(model: nn.Module, recipe: Recipe) -> datasets.Loader:
+    place, part = places(recipe.data)[0], recipe.convert
+    samples = part.samples if part else None
+    return datasets.make_loader(model, place, split="train", samples=samples, seed=recipe.train.seed, workers=0)
+
+
+def classifier(network: Network) -> str:
+    """Return the path of the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
+
+    Adaptive clipping leaves it alone, and the features that a teacher teaches are what it reads.
+
+    Raises:
+        OptionError: there is none.
+    """
+    ask = getattr(network.module, "get_classifier", None)
+    layer = ask() if callable(ask) else None
+    if isinstance(layer, nn.Module) and any(True for _ in layer.parameters()):
+        return next(path for path, module in network.module.named_modules() if module is layer)
+    path: str | None = None
+    with suppress(TraceError):
+        path = network.anatomy.classifier
+    if path is None:
+        raise OptionError("the classifier of this network is not known", "optim.clip.mode agc and distill.kind need it")
+    return path

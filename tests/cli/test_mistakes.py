@@ -1,0 +1,139 @@
+"""Mistakes in files, plans and options: each is one line, exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Capture, refused
+from PIL import Image
+
+from normswap.plan import VERSION
+
+CONVERT = ("convert", "demo", "--to", "skipinit", "-o", "out")
+PLAN = ("convert", "demo", "--from-plan", "p.json", "-o", "out")
+EDIT = {"path": "conv1.0", "layer": "Folded", "args": {}, "reads": ["conv1.1"], "takes": []}
+
+
+def plan(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Write a plan of one edit, changed."""
+
+    def write(here: Path) -> None:
+        step = {"scheme": "folded", "options": {}, "edits": [dict(EDIT)], "outcomes": {}}
+        body: dict[str, Any] = {"version": VERSION, "steps": [step]}
+        change(body)
+        (here / "p.json").write_text(json.dumps(body))
+
+    return write
+
+
+def edit(**changed: object) -> Callable[[Path], None]:
+    return plan(lambda body: body["steps"][0]["edits"][0].update(changed))
+
+
+def text(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda here: (here / name).write_bytes(content) and None
+
+
+def images(**shown: str) -> Callable[[Path], None]:
+    """Lay files of images; a mode of Pillow's says which, anything else is their text."""
+
+    def write(here: Path) -> None:
+        for name, content in shown.items():
+            (here / "images" / name).mkdir(parents=True)
+            if content in ("RGB", "L"):
+                Image.new(content, (40, 40)).save(here / "images" / name / "x.png")
+            else:
+                (here / "images" / name / "x.png").write_text(content)
+
+    return write
+
+
+def empty(here: Path) -> None:
+    (here / "empty").mkdir()
+
+
+FIT = ("convert", "demo", "--to", "groupnorm", "-o", "out", "--calibrate")
+TRAIN = ("finetune", "demo", "-o", "run", "--recipe")
+
+
+# what is wrong; what is laid there; the arguments; what the line says
+MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[str, ...]]] = [
+    ("no folder for the plan", None, (*CONVERT, "--plan", "no/p.json"), ("no/p.json", "there is no directory no")),
+    ("plan is a folder", lambda here: (here / "d").mkdir(), (*CONVERT, "--plan", "d"), ("d is a directory",)),
+    ("plan exists", text("p.json", b"{}"), (*CONVERT, "--plan", "p.json"), ("p.json exists", "--force")),
+    ("output is a file", text("out", b""), CONVERT, ("out is a file",)),
+    ("no plan", None, PLAN, ("cannot read the plan p.json",)),
+    ("plan no JSON", text("p.json", b"{"), PLAN, ("p.json is not JSON",)),
+    ("plan no text", text("p.json", b"\xff\xfe\xfa"), PLAN, ("cannot read the plan p.json", "no text")),
+    ("plan of the future", plan(lambda body: body.update(version=99)), PLAN, ("version 99",)),
+    ("steps no list", plan(lambda body: body.update(steps=5)), PLAN, ("p.json", "list")),
+    ("unknown layer", edit(layer="Nope"), PLAN, ("Nope",)),
+    ("path of no module", edit(path="nope.x"), PLAN, ("nope.x",)),
+    ("path no text", edit(path=None), PLAN, ("p.json", "path")),
+    ("weights of nothing", text("w.safetensors", b""), ("inspect", "w.safetensors", "--arch", "resnet18"),
+     ("w.safetensors is not a readable",)),
+    ("a pickle", text("w.pth", pickle.dumps(print)), ("inspect", "w.pth", "--arch", "resnet18"), ("never executes",)),
+    ("no weights file", text("w.pth", b"x" * 99), ("inspect", "w.pth", "--arch", "resnet18"), ("not a readable",)),
+    ("no class folders", text("f.txt", b"hi"), ("convert", "demo", "--to", "groupnorm", "--calibrate", "f.txt"),
+     ("f.txt is not a dataset of images",)),
+    ("no such module", None, ("inspect", "no.such:thing"), ("cannot be imported",)),
+    ("no network in it", None, ("inspect", "os.path:join"), ("os.path:join",)),
+    ("size of two", None, ("inspect", "demo", "--input-size", "3,64"), ("--input-size 3,64", "C,H,W")),
+    ("unknown option", None, ("inspect", "demo", "--nope"), ("--nope",)),
+    ("no such encoder", None, ("inspect", "smp:Unet:resnet35"), ("no encoder 'resnet35'", "resnet34")),
+    ("no network of that library", None, ("inspect", "torchvision:resnet19"), ("no model 'resnet19'", "Did you mean")),
+    ("weights of no architecture", text("w.pth", b"x"), ("inspect", "w.pth"), ("holds weights only", "--arch NAME")),
+    ("empty model", None, ("inspect", ""), ("an argument is empty",)),
+    ("empty output", None, ("convert", "demo", "--to", "folded", "-o", "", "--force"), ("an argument is empty",)),
+    ("empty folder as model", empty, ("inspect", "empty"), ("empty has no config.json",)),
+    ("only nothing", None, (*CONVERT, "--only", "nope"), ("--only nope", "normswap inspect")),
+    ("skip all", None, (*CONVERT, "--skip", "*"), ("no residual block is chosen",)),
+    ("option of another scheme", None, (*CONVERT, "--groups", "4"), ("skipinit", "no option groups")),
+    ("negative groups", None, (*FIT, "demo", "--groups", "-3"), ("--groups -3", ">= 1")),
+    ("share above one", None, (*FIT, "demo", "--steady", "3"), ("--steady 3", "[0, 1)")),
+    ("two of one", None, (*FIT, "demo", "--groups", "4", "--group-size", "4"), ("--groups and --group-size",)),
+    ("scalar no number", None, (*CONVERT, "--alpha", "nan"), ("--alpha nan", "match")),
+    ("images for nothing", None, (*CONVERT, "--calibrate", "demo"), ("no use for calibration data",)),
+    ("no images", empty, (*FIT, "empty"), ("empty is not a dataset of images",)),
+    ("one image", images(a="RGB"), (*FIT, "images"), ("1 calibration images", "at least 2")),
+    ("broken image", images(a="RGB", b="hi", c="L"), (*FIT, "images"), ("b/x.png", "no image that Pillow knows")),
+    ("another number of classes", images(a="RGB", b="L"), ("evaluate", "demo", "--data", "images"), ("2 classes",)),
+    ("part that is not there", None, ("evaluate", "demo", "--data", "demo", "--split", "nope"), ("no part nope",)),
+    ("deviation of zero", None, ("evaluate", "demo", "--data", "demo", "--std", "0,0,0"), ("positive",)),
+    ("crop above one", None, ("evaluate", "demo", "--data", "demo", "--crop-pct", "7"), ("crop-pct 7", "share")),
+    ("no such resizing", None, ("evaluate", "demo", "--data", "demo", "--interpolation", "x"), ("bilinear",)),
+    ("recipe not there", None, (*TRAIN, "nope"), ("no recipe", "normswap recipes")),
+    ("recipe no YAML", text("r.yaml", b"a: [\n"), (*TRAIN, "r.yaml"), ("r.yaml is not YAML", "line 2")),
+    ("negative rate", None, (*TRAIN, "finetune_imagenet_skipinit", "optim.lr=-1"), ("optim.lr", "greater than 0")),
+    ("device of no kind", None, (*TRAIN, "finetune_imagenet_skipinit", "--device", "tpu"), ("'tpu'", "cuda")),
+    ("no such format", None, ("export", "demo", "-o", "x.foo"), ("'.foo'", ".onnx")),
+    ("two formats", None, ("export", "demo", "-o", "x.xml", "--format", "onnx"), ("x.xml ends as openvino",)),
+    ("int8 of nothing", None, ("export", "demo", "-o", "x.onnx", "--precision", "int8"), ("needs --calibrate",)),
+    ("int4", None, ("export", "demo", "-o", "x.onnx", "--precision", "int4"), ("'int4'", "int8")),
+    ("no folder for the file", None, ("export", "demo", "-o", "no/x.onnx"), ("there is no directory no",)),
+    ("no such runtime", None, ("bench", "demo", "--runtime", "nope"), ("'nope'", "onnxruntime")),
+    ("a sweep without rates", None, ("sweep", "finetune_imagenet_skipinit"), ("no --lr: it says which", "0.05,0.1")),
+    ("a sweep into a file", text("out", b""),
+     ("sweep", "finetune_imagenet_skipinit", "--lr", "0.1", "-o", "out"), ("out is a file", "Name a directory")),
+    ("a report into a folder", empty, ("report", "empty", "-o", "."), (". is a directory",)),
+    ("picture of no kind", empty, ("curves", "empty", "-o", "a.foo"), ("'foo'", "svg")),
+    ("negative decay", None, ("decay", "demo", "--weight-decay", "-1"), ("--weight-decay -1",)),
+    ("decay above one", None, ("decay", "demo", "--layer-decay", "2"), ("--layer-decay 2",)),
+    ("average of nothing", None, ("doctor", "demo", "--beside", "nope"), ("--beside nope", "no such file")),
+    ("no such name on the hub", empty, ("push", "empty", "x"), ("owner/name",)),
+    ("unknown command", None, ("inspct", "demo"), ("Did you mean",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lay", "arguments", "said"), [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_one_line(
+    lay: Callable[[Path], None] | None, arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd: Capture
+) -> None:
+    if lay is not None:
+        lay(here)
+    refused(arguments, said, here, capfd)

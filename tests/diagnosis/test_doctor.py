@@ -1,0 +1,265 @@
+"""One fault is planted in a trained network: the doctor names it first, and says nothing of networks that are well."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import zoo_networks
+from commands import MODEL, Capture, run_json
+from torch import nn
+from trained_networks import NETWORKS
+
+import normswap
+from normswap.diagnosis.findings import Diagnosis
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
+from normswap.storage.checkpoint import open_model
+from normswap.surgery.recalibration import recalibrate
+
+ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
+
+
+def opened(name: str) -> nn.Module:
+    if name not in NETWORKS:
+        return zoo_networks.trained(name)
+    if not NETWORKS[name].exists():
+        pytest.skip(f"not there: {NETWORKS[name]}")
+    return open_model(str(NETWORKS[name]))
+
+
+def example(name: str) -> torch.Tensor | None:
+    return {"one_d": torch.randn(2, 96, 32), "three_d": torch.randn(2, 3, 4, 16, 16)}.get(name)
+
+
+def diagnosed(model: nn.Module, name: str = "", **options: Any) -> Diagnosis:
+    return normswap.diagnose(model, inputs=example(name), **options)
+
+
+def norms(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def at(model: nn.Module, place: float) -> Any:
+    every = norms(model)
+    return every[int(place * (len(every) - 1))]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def fill(name: str, value: float, place: float = 0.5, part: slice = slice(None)) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        with torch.no_grad():
+            getattr(at(model, place), name)[part] = value
+
+    return plant
+
+
+def everywhere(**values: Any) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        for norm in norms(model):
+            vars(norm).update(values)
+
+    return plant
+
+
+def reset(model: nn.Module) -> None:
+    for norm in norms(model):
+        norm.reset_running_stats()
+
+
+def reset_one(model: nn.Module) -> None:
+    at(model, 0.5).reset_running_stats()
+
+
+def exchanged(model: nn.Module) -> None:
+    """Two inner norms of one width have each other's statistics."""
+    every = norms(model)
+    one, two = next((a, b) for a in every[1:] for b in every[3:] if a is not b and len(a.weight) == len(b.weight) > 15)
+    for name in ("running_mean", "running_var"):
+        first, second = getattr(one, name).clone(), getattr(two, name).clone()
+        getattr(one, name).copy_(second)
+        getattr(two, name).copy_(first)
+
+
+def stale(model: nn.Module) -> None:
+    """Statistics of the weights that the training began with."""
+    fresh = copy.deepcopy(model)
+    for module in fresh.modules():
+        if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm):
+            module.reset_parameters()
+    for norm in norms(fresh):
+        norm.momentum = None
+    fresh.train()(torch.randn(64, 3, 64, 64))
+    for norm, old in zip(norms(model), norms(fresh), strict=True):
+        norm.running_mean.copy_(old.running_mean)
+        norm.running_var.copy_(old.running_var)
+
+
+def shuffled(model: nn.Module) -> None:
+    """The channels of every norm's statistics are in another order."""
+    for norm in norms(model):
+        order = torch.arange(len(norm.running_mean)).roll(3)
+        norm.running_mean.copy_(norm.running_mean[order].clone())
+        norm.running_var.copy_(norm.running_var[order].clone())
+
+
+def twice(model: nn.Module) -> None:
+    """A second norm behind one of them, with statistics that fit."""
+    path, norm = next((p, m) for p, m in model.named_modules() if p.endswith("1.bn2"))
+    second = nn.BatchNorm2d(norm.num_features)
+    with torch.no_grad():
+        second.running_mean.copy_(norm.bias)
+        second.running_var.copy_(norm.weight.square())
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, nn.Sequential(norm, second.eval()))
+
+
+def one_for_two(model: nn.Module) -> None:
+    block = model.get_submodule("layer1.0")
+    block.bn2 = block.bn1  # type: ignore[assignment]
+
+
+def aliased(model: nn.Module) -> None:
+    block: Any = model.get_submodule("layer1.0")
+    block.bn2.running_mean = block.bn1.running_mean
+
+
+def untracked(model: nn.Module) -> None:
+    for norm in norms(model):
+        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        norm.track_running_stats = False
+
+
+def awake(model: nn.Module) -> None:
+    at(model, 0.5).train()
+
+
+def thawed(model: nn.Module) -> None:
+    for parameter in (parameter for norm in norms(model)[:5] for parameter in norm.parameters()):
+        parameter.requires_grad_(False)
+    model.train()
+
+
+def mixed_up(model: nn.Module) -> None:
+    norm = at(model, 0.3)
+    mean = norm.running_mean.clone()
+    norm.running_mean.copy_(norm.running_var)
+    norm.running_var.copy_(mean)
+
+
+FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "NaN in a variance": (fill("running_var", float("nan"), part=slice(0, 1)), "not-finite"),
+    "infinite mean": (fill("running_mean", float("inf"), part=slice(2, 3)), "not-finite"),
+    "NaN in a gamma": (fill("weight", float("nan"), part=slice(0, 1)), "not-finite"),
+    "mean and variance exchanged": (mixed_up, "negative-variance"),
+    "variances of 0": (fill("running_var", 0.0), "zero-variance"),
+    "half of the variances are 0": (fill("running_var", 0.0, part=slice(0, None, 2)), "zero-variance"),
+    "variances far below eps": (fill("running_var", 1e-12), "zero-variance"),
+    "gammas of 0": (fill("weight", 0.0), "dead-gammas"),
+    "half of the gammas are 0": (fill("weight", 0.0, part=slice(0, None, 2)), "dead-gammas"),
+    "another eps everywhere": (everywhere(eps=1e-3), "eps"),
+    "another eps in one norm": (lambda model: setattr(at(model, 0.5), "eps", 1e-2), "eps"),
+    "momentum 0": (everywhere(momentum=0.0), "momentum"),
+    "Keras' momentum": (everywhere(momentum=0.99), "momentum"),
+    "statistics never updated": (reset, "never-updated"),
+    "one norm never updated": (reset_one, "never-updated"),
+    "swapped statistics": (exchanged, "swapped-statistics"),
+    "stale statistics": (stale, "stale-statistics"),
+    "shuffled channels": (shuffled, "stale-statistics"),
+    "a second norm": (twice, "double-norm"),
+    "one norm at two places": (one_for_two, "shared-norm"),
+    "one buffer in two norms": (aliased, "shared-norm"),
+    "no running statistics": (untracked, "no-statistics"),
+    "one norm in training mode": (awake, "training-mode"),
+    "a frozen norm thawed": (thawed, "thawed"),
+}
+
+
+def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
+    plant, expected = FAULTS[fault]
+    model = opened(name)
+    plant(model)
+    return diagnosed(model, name), expected
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_first(fault: str) -> None:
+    diagnosis, expected = faulty(fault, "demo")
+    assert [finding.name for finding in diagnosis.faults][:1] == [expected]
+    assert diagnosis.faults[0].paths
+    assert diagnosis.faults[0].mend
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {"another eps everywhere", "another eps in one norm"}))
+def test_it_is_named_in_another_network(fault: str) -> None:
+    diagnosis, expected = faulty(fault, "resnet18_narrow")
+    assert [finding.name for finding in diagnosis.faults][:1] == [expected]
+
+
+@pytest.mark.parametrize("name", ["demo", "depthwise", "dense"])
+def test_a_healthy_network_has_no_fault(name: str) -> None:
+    assert diagnosed(opened(name), name).faults == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NETWORKS, *ZOO])
+def test_no_healthy_network_has_a_fault(name: str) -> None:
+    assert diagnosed(opened(name), name).faults == ()
+
+
+def test_an_untrained_network_is_called_so() -> None:
+    assert [one.name for one in diagnosed(timm.create_model("resnet18").eval()).faults] == ["untrained"]
+
+
+def test_maps_of_one_pixel_are_named() -> None:
+    torch.manual_seed(0)
+    strides = [
+        layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, 2, 1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
+    ]
+    model = nn.Sequential(*strides)
+    for _ in range(3):
+        model.train()(torch.randn(8, 3, 16, 16))
+    diagnosis = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 16, 16))
+    assert [(one.name, one.paths) for one in diagnosis.faults] == [("one-value", ("10",))]
+
+
+@pytest.mark.parametrize(("behind", "names"), [(True, ["stale-copy"]), (False, [])])
+def test_buffers_of_an_average_are_held_against_its_source(behind: bool, names: list[str]) -> None:
+    source = opened("demo")
+    average = copy.deepcopy(source)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(1.001)
+        for norm in norms(average) if not behind else ():
+            norm.running_mean.mul_(1.001)
+    assert [one.name for one in diagnosed(average, other=source).faults] == names
+
+
+def test_recalibration_mends_stale_statistics() -> None:
+    model = opened("demo")
+    images = make_loader(model, "demo", workers=0)
+    right = evaluate(model, images).top1
+    stale(model)
+    wrong = evaluate(model, images).top1
+    mended = recalibrate(model, images).model
+    assert wrong < right - 30
+    assert evaluate(mended, images).top1 > right - 5
+    assert diagnosed(mended).faults == ()
+
+
+def test_the_command_ends_with_1_where_something_is_wrong(capfd: Capture, tmp_path: Any) -> None:
+    well = run_json(capfd, "doctor", MODEL)
+    assert (well["faults"], well["norms"]) == (0, 22)
+    model = opened("demo")
+    reset(model)
+    torch.save(model.state_dict(), tmp_path / "reset.pth")
+    ill = run_json(capfd, "doctor", MODEL, "--weights", str(tmp_path / "reset.pth"), code=1)
+    assert ill["findings"][0]["name"] == "never-updated"
+    assert f"normswap recalibrate {MODEL}" in ill["findings"][0]["mend"]

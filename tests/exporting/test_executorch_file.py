@@ -1,0 +1,79 @@
+"""ExecuTorch: a folded network runs in XNNPACK, in a process without normswap; what it cannot hold is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from alone import run_alone
+from lived import calm, distance, lived_in, run
+from torch import nn
+
+import normswap
+from normswap.errors import NormswapError, VerificationError
+from normswap.exporting.exported_file import ExportedFile
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
+from normswap.storage import checkpoint
+
+pytest.importorskip("executorch")
+
+
+@pytest.mark.parametrize(("name", "rest"), [("resnet10t", {"avg_pool2d"}), ("mobilenetv2_035", set())])
+def test_a_network_alone(name: str, rest: set[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 64, 64)
+    model = calm(timm.create_model(name, num_classes=10), x).float()
+    done = normswap.export(model, tmp_path / "net.pte", input_size=(3, 64, 64))
+    assert (done.format, set(done.nodes)) == ("executorch", {"XnnpackBackend", *rest})
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert done.bytes < weights * 4.4
+    assert distance(run(model, x), run_alone(done.file, "executorch", x)) <= 1e-5
+
+
+def test_norms_after_activations(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, 16, 16)
+    convs = [nn.Sequential(nn.Conv2d(c, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)) for c in (3, 8)]
+    model = lived_in(nn.Sequential(*convs, nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), x).float()
+    done = normswap.export(model, tmp_path / "net.pte", input_size=(3, 16, 16))
+    assert done.nodes == {"XnnpackBackend": 1}
+    assert distance(run(model, x), run_alone(done.file, "executorch", x)) <= 1e-5
+
+
+def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
+    demo = checkpoint.open_model("demo")
+    normswap.export(demo, tmp_path / "demo.pte")
+    exported = ExportedFile.find(str(tmp_path / "demo.pte"))
+    assert exported is not None
+    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == ("executorch", "demo", "fp32")
+    of_file, of_demo = (
+        evaluate(net, make_loader(net, "demo", samples=60, workers=0)) for net in (exported.network(), demo)
+    )
+    assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
+    assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
+
+
+def test_three_dimensions_are_refused_by_its_runtime(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="the exported file does not run on 1x1x4x6x5: method->execute"):
+        normswap.export(nn.Conv3d(1, 4, 3).eval(), tmp_path / "net.pte", inputs=torch.randn(2, 1, 4, 6, 5))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dynamic_batch": True}, "one image at a time"),
+        ({"dtype": "bf16"}, "in fp32 only"),
+        ({"dtype": "fp16"}, "in fp32 only"),
+    ],
+    ids=["any number", "bf16", "fp16"],
+)
+def test_what_it_cannot_hold_is_said(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).eval()
+    with pytest.raises(NormswapError, match=reason):
+        normswap.export(model, tmp_path / "net.pte", input_size=(3, 8, 8), **options)
+    assert not list(tmp_path.iterdir())

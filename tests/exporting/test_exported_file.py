@@ -1,0 +1,148 @@
+"""An exported file is a MODEL: it answers as the checkpoint does, on images that its sidecar says how to prepare."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import normswap
+from normswap.cli.app import main
+from normswap.errors import OptionError, SourceError
+from normswap.exporting import exported_file, formats, sidecar
+from normswap.exporting.exported_file import ExportedFile
+from normswap.images.accuracy import Evaluation, evaluate
+from normswap.images.datasets import make_loader
+from normswap.models import zoo
+from normswap.models.weight_files import quiet
+from normswap.storage import checkpoint
+
+FILES = {
+    "onnx": ("a.onnx", {}), "onnx-data": ("a.onnx", {"format": "onnx-data"}), "openvino": ("a.xml", {}),
+    "pt2": ("a.pt2", {}), "torchscript": ("a.ts", {}), "safetensors": ("a.safetensors", {}),
+    "pixels": ("a.torchscript", {"normalize": True, "softmax": True}),
+    "any number": ("a.onnx", {"dynamic_batch": True}), "bf16": ("a.onnx", {"dtype": "bf16"}),
+}  # fmt: skip
+IMAGES = 60
+
+
+@functools.cache
+def demo() -> nn.Module:
+    return checkpoint.open_model("demo")
+
+
+@functools.cache
+def of_checkpoint() -> Evaluation:
+    return evaluate(demo(), make_loader(demo(), "demo", samples=IMAGES, workers=0))
+
+
+def opened(file: Path) -> nn.Module:
+    exported = ExportedFile.find(str(file))
+    return exported.network() if exported else checkpoint.open_model(str(file))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Path) -> None:
+    ending, options = FILES[name]
+    file, settings = tmp_path / ending, dict[str, Any](options)
+    normswap.export(demo(), file, **settings)
+    network = opened(file)
+    result = evaluate(network, make_loader(network, "demo", samples=IMAGES, workers=0))
+    assert (result.top1, result.top5, result.count) == (of_checkpoint().top1, of_checkpoint().top5, IMAGES)
+    assert result.loss == pytest.approx(of_checkpoint().loss, rel=2e-2 if "dtype" in options else 1e-4)
+    if name == "safetensors":
+        return
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    figures = exported_file.verify(exported, demo(), make_loader(demo(), "demo", samples=8, workers=0))
+    assert (figures.passed, figures.agreement, figures.count) == (True, 1, 8)
+    other = nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert not exported_file.verify(exported, other).passed
+
+
+def test_every_format_with_a_graph_is_found_by_its_ending() -> None:
+    endings = {ending: name for ending, name in formats._ENDINGS.items() if name != "safetensors"}
+    assert endings == zoo.EXPORTED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
+def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a.{ending}"
+    images = make_loader(demo(), "demo", samples=200, workers=0)
+    done = normswap.export(
+        demo(), file, dtype="int8", images=images, calibrate=make_loader(demo(), "demo", samples=64, seed=1, workers=0)
+    )
+    network = opened(file)
+    again = evaluate(network, make_loader(network, "demo", samples=200, workers=0))
+    assert again.top1 == done.figures.top1
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    assert exported.described()["sidecar"]["quantization"]["measured"]["top1"] == again.top1
+
+
+def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def printed(*arguments: str, code: int = 0) -> str:
+        assert main(arguments) == code
+        out, err = capfd.readouterr()
+        return out if code == 0 else err
+
+    file = tmp_path / "a.ts"
+    normswap.export(demo(), file)
+    sidecar.place(file).unlink()  # the same stands inside
+    shown = json.loads(printed("inspect", str(file), "--json"))
+    assert (shown["format"], shown["metadata"]["source"], shown["nodes"]["_convolution"]) == ("torchscript", "demo", 22)
+    assert shown["sidecar"]["input"]["size"] == [3, 64, 64]
+    assert "images: 1 x 3x64x64 in float32" in printed("inspect", str(file))
+    images = ("--data", "demo", "--samples", str(IMAGES), "--workers", "0")
+    measured = json.loads(printed("evaluate", str(file), *images, "--json"))
+    assert measured["top1"] == of_checkpoint().top1
+    proof = json.loads(printed("verify", str(file), "--against", "demo", *images, "--json"))
+    assert (proof["passed"], proof["figures"]["top1"]) == (True, of_checkpoint().top1)
+    assert "passed" in printed("verify", str(file), "--against", "demo")
+    assert "Name it: '--against MODEL'" in printed("verify", str(file), code=2)
+    assert "Drop --arch" in printed("evaluate", str(file), "--arch", "resnet18", *images, code=2)
+
+
+def test_a_file_of_somebody_else_is_looked_at_but_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.ts"
+    with quiet():
+        torch.jit.save(torch.jit.trace(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8)), file)
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    assert exported.described()["nodes"] == {"_convolution": 1}
+    with pytest.raises(SourceError, match=r"theirs.ts does not say how images are prepared for it"):
+        exported.network()
+
+
+def test_a_file_that_takes_more_than_images_is_not_fed_any(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+            return one + two
+
+    file = tmp_path / "pair.pt2"
+    normswap.export(Pair(), file, inputs=(torch.ones(1, 3), torch.ones(1, 3)))
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    assert [each["name"] for each in exported.described()["sidecar"]["inputs"]] == ["one", "two"]
+    for runs in (exported.network, lambda: exported_file.verify(exported, demo())):
+        with pytest.raises(SourceError, match=r"pair.pt2 takes more than images"):
+            runs()
+
+
+def test_a_missing_runtime_and_a_damaged_file_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.pt2"
+    file.write_bytes(b"nothing")
+    with pytest.raises(SourceError, match=r"a.pt2 is no readable pt2 file"):
+        ExportedFile.find(str(file))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
+    (tmp_path / "a.xml").write_bytes(b"")
+    with pytest.raises(OptionError, match=r"openvino needs the package openvino: .* pip install 'normswap\[export\]'"):
+        ExportedFile.find(str(tmp_path / "a.xml"))

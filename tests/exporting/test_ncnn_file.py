@@ -1,0 +1,127 @@
+"""ncnn: files of folded networks, in a process that has ncnn alone; what they cannot hold is said in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from alone import run_alone
+from lived import calm, distance, lived_in, run
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import NormswapError, RefusedError
+from normswap.exporting.exported_file import ExportedFile
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
+from normswap.storage import checkpoint
+
+ncnn = pytest.importorskip("ncnn")
+pytest.importorskip("pnnx")
+
+
+class UNet(nn.Module):
+    """Transposed convolutions whose norms come after them, and one after the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.BatchNorm2d(8))
+        self.deep = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.up = nn.Sequential(nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.out = nn.Sequential(nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.down(x)
+        return self.out(torch.cat([down, self.up(self.deep(down))], 1))
+
+
+class Solid(nn.Sequential):
+    """Convolutions in three dimensions."""
+
+    def __init__(self) -> None:
+        first, second = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 6, 3, 2, 1)
+        super().__init__(first, nn.BatchNorm3d(4), nn.ReLU(), second, nn.BatchNorm3d(6), nn.ReLU())
+
+
+class Spectrum(nn.Sequential):
+    """ncnn has no Fourier transform of torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft2(super().forward(x)).real.mean((2, 3))
+
+
+def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(3, *shape)
+    return lived_in(model, x).float(), x
+
+
+def unfolded(nodes: dict[str, int]) -> list[str]:
+    return [kind for kind in nodes if "Norm" in kind or kind == "Scale"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["resnet10t", "mobilenetv2_035"])
+def test_a_network_alone(name: str, dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 64, 64)
+    model = calm(timm.create_model(name, num_classes=10), x).float()
+    file = tmp_path / "net.ncnn.param"
+    done = normswap.export(model, file, dtype=dtype, input_size=(3, 64, 64))
+    assert (done.format, unfolded(done.nodes)) == ("ncnn", [])
+    assert {p.name for p in tmp_path.iterdir()} == {"net.ncnn.param", "net.ncnn.bin", "net.ncnn.param.preprocess.json"}
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert file.with_suffix(".bin").stat().st_size < weights * {"fp32": 4.4, "fp16": 2.4}[dtype]
+    assert distance(run(model, x), run_alone(file, "ncnn", x)) <= {"fp32": 1e-5, "fp16": done.figures.tolerance}[dtype]
+
+
+def test_a_unet_has_no_norm_left_where_plain_pnnx_leaves_one(tmp_path: Path) -> None:
+    model, x = living(UNet(), 3, 32, 32)
+    done = normswap.export(model, tmp_path / "net.param", images=x, input_size=(3, 32, 32), count_plain=True)
+    assert done.plain_nodes is not None
+    assert (unfolded(done.nodes), unfolded(done.plain_nodes)) == ([], ["BatchNorm"])
+    assert distance(run(model, x), run_alone(done.file, "ncnn", x)) <= 1e-5
+
+
+def test_three_dimensions(tmp_path: Path) -> None:
+    model, x = living(Solid(), 1, 8, 12, 10)
+    done = normswap.export(model, tmp_path / "net.param", inputs=x)
+    assert unfolded(done.nodes) == []
+    assert (done.figures.passed, done.figures.count) == (True, 3)
+
+
+def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
+    demo = checkpoint.open_model("demo")
+    normswap.export(demo, tmp_path / "demo.param")
+    exported = ExportedFile.find(str(tmp_path / "demo.param"))
+    assert exported is not None
+    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == ("ncnn", "demo", "fp32")
+    of_file, of_demo = (
+        evaluate(net, make_loader(net, "demo", samples=60, workers=0)) for net in (exported.network(), demo)
+    )
+    assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
+    assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"dynamic_batch": True}, "one image at a time"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"dtype": "bf16"}, "not written in bf16"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"dtype": "int8"}, "not written in int8"),
+        (Spectrum(nn.Conv2d(3, 4, 3)), {}, "no layer torch.fft.fft2"),
+    ],
+    ids=["any number", "bf16", "int8", "a layer"],
+)
+def test_what_it_cannot_hold_is_said(model: nn.Module, options: dict[str, bool], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(NormswapError, match=reason):
+        normswap.export(model.eval(), tmp_path / "net.param", input_size=(3, 8, 8), **options)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_pnnx_says_reaches_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pnnx.EXEC_PATH", "/bin/false")
+    with pytest.raises(RefusedError, match="pnnx cannot express the network: it ends with 1"):
+        normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.param", input_size=(3, 8, 8))

@@ -1,0 +1,181 @@
+"""Labels become outputs: by name, WordNet id or number; what partly matches is refused, what is chosen is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import MODEL, refused, run_json
+from PIL import Image
+from timm.data import ImageNetInfo
+from torch import nn
+
+from normswap.cli.app import main
+from normswap.errors import SourceError
+from normswap.images.datasets import make_loader, outputs_of
+from normswap.images.labels import Outputs, label_map
+
+CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+WORDNET = ImageNetInfo().label_names()
+
+
+def numbered(*names: str) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs", "expected", "note"),
+    [
+        (("cat", "dog"), Outputs(10, CIFAR), [3, 5], "labels by name: 2 of the network's 10 classes"),
+        (("Great_White-Shark", "hen"), Outputs(3, ("hen", "x", "great white shark")), [2, 0], "-> great white shark"),
+        ((WORDNET[7], WORDNET[2]), Outputs(1000), [7, 2], "labels by WordNet id: 2 of the network's 1000 classes"),
+        ((WORDNET[7],), Outputs(1000, tuple(f"LABEL_{i}" for i in range(1000))), [7], "WordNet id"),
+        (tuple(sorted(WORDNET, reverse=True)), Outputs(1000), list(range(999, -1, -1)), ""),
+        (("4", "7"), Outputs(10, CIFAR), [4, 7], "labels by number: 2 of the network's 10"),
+        (("10", "2"), Outputs(None), [10, 2], ""),
+        (("1", "2", "3"), Outputs(3), [0, 1, 2], ""),  # no outputs of these numbers
+        (("car", "plane"), Outputs(2, CIFAR[:2]), [0, 1], "in order: car -> airplane, plane -> automobile"),
+        (("",), Outputs(1), [0], ""),
+    ],
+)
+def test_outputs_of_labels(labels: tuple[str, ...], outputs: Outputs, expected: list[int], note: str) -> None:
+    found = label_map(numbered(*labels), outputs, "photos")
+    assert [found.outputs[number] for number in range(len(labels))] == expected
+    assert note in found.note
+    assert bool(note) == bool(found.note)
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs", "words"),
+    [
+        (("bird", "plane"), Outputs(2, CIFAR[:3]), ["1 of 2 labels are no classes", "(plane)", "airplane", "CSV"]),
+        (("", *CIFAR), Outputs(10, CIFAR), ["1 of 11 labels"]),
+        ((WORDNET[0], "n00000001"), Outputs(1000), ["1 of 2 labels are none of the 1000 WordNet ids", "n00000001"]),
+        ((WORDNET[0], "tench"), Outputs(1000), ["tench"]),
+        (("a", "b"), Outputs(3), ["photos has 2 classes (a, b)", "the network has 3"]),
+        (("",), Outputs(1000), ["no class folders", "CSV"]),
+        (("",), Outputs(None), ["no class folders"]),
+    ],
+)
+def test_refused(labels: tuple[str, ...], outputs: Outputs, words: list[str]) -> None:
+    with pytest.raises(SourceError) as caught:
+        label_map(numbered(*labels), outputs, "photos")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_network_that_says_nothing_is_asked_by_running_it() -> None:
+    bare = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    assert outputs_of(bare) == Outputs(4)
+    assert outputs_of(bare[:1]) == Outputs(None)
+
+
+# --- containers -------------------------------------------------------------------------------------------------------
+
+CONFIG = {"input_size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}
+CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "num_classes": 10, "label_names": list(CIFAR)}
+
+
+def photograph(file: Path, shade: int = 0) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((10, 10, 3), shade, dtype=np.uint8)).save(file)
+
+
+def labels_of(data: Path, **options: object) -> list[int]:
+    loader = make_loader(CONFIG, str(data), workers=0, **options)  # type: ignore[arg-type]
+    return torch.cat([labels for _, labels in loader]).tolist()
+
+
+@pytest.mark.parametrize("head", ["file,label\n", "path,size,class\n", ""])
+@pytest.mark.parametrize("words", [("horse", "bird"), ("7", "2")])
+def test_csv(tmp_path: Path, head: str, words: tuple[str, str]) -> None:
+    for i in range(2):
+        photograph(tmp_path / "flat" / f"{i}.png")
+    filler = "10," if "size" in head else ""
+    rows = "".join(f"flat/{i}.png,{filler}{word}\n" for i, word in enumerate(words))
+    (tmp_path / "labels.csv").write_text(head + rows)
+    assert labels_of(tmp_path / "labels.csv") == [7, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("file,label\nnone.png,cat\n", ["line 2", "none.png does not exist", "relative to the CSV"]),
+        ("file,label\n0.png\n", ["line 2 has 1 columns"]),
+        ("file,label\n0.png,tiger\n", ["no class"]),
+        ("file\n0.png\n", ["no class folders"]),
+        ("", ["is empty"]),
+        ("\xff", ["cannot be read"]),
+    ],
+)
+def test_bad_csv(tmp_path: Path, text: str, words: list[str]) -> None:
+    photograph(tmp_path / "0.png")
+    (tmp_path / "labels.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError) as caught:
+        labels_of(tmp_path / "labels.csv")
+    assert "labels.csv" in str(caught.value)
+    assert all(word in str(caught.value) for word in words) or "tiger" in text, str(caught.value)
+
+
+def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("test", 1)):
+        for i in range(count):
+            photograph(tmp_path / part / "cat" / f"{i}.png")
+    loader = make_loader(CONFIG, str(tmp_path), workers=0)
+    assert loader.count == 1  # not train and test together
+    assert loader.notes[0] == f"images of {tmp_path / 'test'}"
+    assert make_loader(CONFIG, str(tmp_path), workers=0, split="training").count == 3
+    assert "images of" not in str(make_loader(CONFIG, str(tmp_path / "test"), workers=0).notes)
+    with pytest.raises(SourceError, match="no part holdout"):
+        make_loader(CONFIG, str(tmp_path), split="holdout")
+
+
+def test_the_class_of_trains_is_no_part(tmp_path: Path) -> None:
+    for name in ("bus", "train"):
+        photograph(tmp_path / name / "0.png")
+    loader = make_loader({**CONFIG, "num_classes": 2, "label_names": []}, str(tmp_path), workers=0, split="train")
+    assert loader.count == 2
+
+
+def test_labels_are_not_asked_for_where_nothing_needs_them(tmp_path: Path) -> None:
+    photograph(tmp_path / "0.png")
+    assert labels_of(tmp_path, labelled=None) == [-1]
+    assert len(labels_of(tmp_path, labelled=False)) == 1
+    with pytest.raises(SourceError, match="no class folders"):
+        labels_of(tmp_path)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_say_how_labels_were_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("cat", "dog"):
+        photograph(tmp_path / "val" / name / "0.png")
+    assert main(["evaluate", MODEL, "--data", str(tmp_path), "--workers", "0"]) == 0
+    said = capfd.readouterr().err
+    assert f"note: images of {tmp_path / 'val'}" in said
+    assert "note: labels by name: 2 of the network's 10 classes" in said
+
+
+def test_commands_refuse_names_that_partly_match(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("bird", "plane"):
+        photograph(tmp_path / "photos" / name / "0.png")
+    data = ["--workers", "0", "--data", "photos"]
+    said = ("photos: 1 of 2 labels are no classes of the network (plane)",)
+    refused(("evaluate", MODEL, *data), said, tmp_path, capfd)
+    refused(("export", MODEL, *data, "-o", "net.onnx"), said, tmp_path, capfd)
+    assert main(["convert", MODEL, "--to", "folded", "-o", "folded"]) == 0
+    refused(("verify", "folded", *data), said, tmp_path, capfd)
+
+
+def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for i in range(8):
+        photograph(tmp_path / "photos" / f"{i}.png", 30 * i)
+    out = str(tmp_path / "out")
+    done = run_json(capfd, "convert", MODEL, "--to", "groupnorm", "--calibrate", str(tmp_path / "photos"), "-o", out)
+    assert done["steps"][0]["report"]["kept"]["count"] == 2
+    run_json(capfd, "recalibrate", MODEL, "--data", str(tmp_path / "photos"), "-o", out, "--force", "--workers", "0")

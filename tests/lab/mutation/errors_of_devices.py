@@ -1,0 +1,21 @@
+"""Planted errors: what only a device that is not the CPU shows."""
+
+from __future__ import annotations
+
+from planted_error import Planted
+
+DEVICE = ("tests/lab/device/test_second_device.py",)
+
+ERRORS = (
+    Planted("a scale stays on the CPU", "normswap/calibration/sequential_fit.py", "scale.to(s) * s", "scale * s", DEVICE),
+    Planted("a recording takes inputs as they lie", "normswap/graph/recording.py",
+            "batch.on(device) for batch", "batch for batch", DEVICE),
+    Planted("quantiles stay on the CPU", "normswap/diagnosis/weight_moments.py", "_POINTS.to(mean)", "_POINTS", DEVICE),
+    Planted("TF32 stays on", "normswap/models/modes.py", "setattr(holder, switch, off)", "getattr(holder, switch)", DEVICE),
+    Planted("the device's random numbers are moved", "normswap/layers/seeding.py",
+            "forks.enter_context(torch.random.fork_rng([device], device_type=device.type))", "pass", DEVICE),
+    Planted("a device without float64 is folded on", "normswap/surgery/conversion.py",
+            "if network.device_has_double:", "if True:", DEVICE),
+    Planted("a result stays on the CPU", "normswap/surgery/conversion.py", "module=done.model.to(network.device)",
+            "module=done.model", DEVICE),
+)  # fmt: skip

@@ -1,0 +1,159 @@
+"""What a network's record states of its images, what is assumed, and what the user says instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from normswap.cli.app import main
+from normswap.errors import OptionError
+from normswap.images import stem_statistics
+from normswap.models import zoo
+from normswap.models.preprocessing import Preprocessing, assumed, assumption, data_config, state
+
+FACTORY = """
+import torch
+from torch import nn
+
+def silent():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    return nn.Sequential(*layers).eval()
+"""
+
+
+def silent(channels: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+
+
+def test_stated_and_assumed() -> None:
+    model = zoo.open_source("resnet18", weights="random")
+    assert not assumed(model)
+    assert not assumption(model)
+    bare = silent()
+    assert assumed(bare) == ("mean", "std", "crop_pct", "interpolation")
+    assert "mean 0.485,0.456,0.406" in assumption(bare)
+    assert "crop-pct 0.875, interpolation bicubic" in assumption(bare)
+    assert assumed(zoo.for_size(bare, (3, 40, 40))) == assumed(bare)  # a size says nothing of the rest
+
+
+def test_the_user_states() -> None:
+    model = silent()
+    state(model, Preprocessing(mean=(0.5,), crop_pct=1.0))
+    assert assumed(model) == ("std", "interpolation")
+    assert list(data_config(model)["mean"]) == [0.5] * 3
+    state(model, Preprocessing(std=(0.1, 0.2, 0.3), interpolation="bilinear"))
+    assert not assumed(model)
+    assert list(data_config(model)["std"]) == [0.1, 0.2, 0.3]
+    trained = zoo.open_source("resnet18", weights="random")
+    before = data_config(trained)
+    assert data_config(state(trained, Preprocessing(crop_pct=1.0))) == before | {"crop_pct": 1.0}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        Preprocessing(mean=(0.5, 0.5)),
+        Preprocessing(std=(0.0,)),
+        Preprocessing(crop_pct=1.5),
+        Preprocessing(interpolation="cubic"),
+    ],
+)
+def test_impossible(values: Preprocessing) -> None:
+    with pytest.raises(OptionError):
+        state(silent(), values)
+
+
+# --- the first norm knows ---------------------------------------------------------------------------------------------
+
+
+def trained_on(model: nn.Sequential, pixels: torch.Tensor, mean: float, std: float) -> nn.Sequential:
+    with torch.no_grad():
+        model[1].momentum = None
+        model.train()(  # its statistics are those of these images
+            (pixels - mean) / std
+        )
+    return model.eval()
+
+
+def test_the_first_norm_tells_how_images_were_normalized() -> None:
+    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
+    for mean, std in ((0.5, 0.5), (0.0, 1.0), (0.0, 1 / 255)):
+        model = trained_on(silent(), pixels, mean, std)
+        config = data_config(model)
+        shape = (1, 3, 1, 1)
+        images = (pixels - torch.tensor(config["mean"]).reshape(shape)) / torch.tensor(config["std"]).reshape(shape)
+        found = stem_statistics.better(model, images)
+        assert found is not None
+        assert found[0].values == Preprocessing((mean,), (std,))
+        assert found[0].distance < 0.01 < found[1].distance
+        state(model, found[0].values)
+        assert stem_statistics.better(model, (pixels - mean) / std) is None
+
+
+def test_what_cannot_tell_says_nothing() -> None:
+    images = torch.rand(8, 3, 16, 16)
+    assert stem_statistics.better(silent(), images) is None  # a norm that has seen nothing
+    assert stem_statistics.better(nn.Sequential(nn.Conv2d(3, 8, 3)), images) is None
+    assert stem_statistics.better(silent(1), torch.rand(8, 1, 16, 16)) is None
+    assert not silent()[1]._forward_pre_hooks
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "says_nothing.py").write_text(FACTORY)
+    draw = np.random.default_rng(0)
+    for i in range(8):
+        file = tmp_path / "photos" / "ab"[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(file)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "says_nothing:silent"
+
+
+SIZE = ("--input-size", "3,16,16")
+STATED = ("--image-mean", "0.5", "--std", "0.25,0.25,0.25", "--crop-pct", "1", "--interpolation", "bilinear")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("evaluate", "--data", "photos", "--workers", "0"),
+        ("recalibrate", "--data", "photos", "--workers", "0", "-o", "new"),
+        ("convert", "--to", "groupnorm", "--calibrate", "photos", "-o", "new"),
+        ("export", "-o", "net.onnx", "--data", "photos"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_say_what_they_assume(command: tuple[str, ...], name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([command[0], name, *command[1:], *SIZE]) == 0
+    said = capfd.readouterr().err
+    assert "note: assumed, as the network does not say: mean 0.485,0.456,0.406" in said
+    assert "--image-mean, --image-std, --crop-pct and --interpolation" in said
+    assert main([command[0], name, *command[1:], *SIZE, *STATED, *(["--force"] if "-o" in command else [])]) == 0
+    assert "assumed" not in capfd.readouterr().err
+
+
+def test_what_is_stated_stays_with_the_network(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", name, "--to", "folded", "-o", "out", *SIZE, *STATED]) == 0
+    assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
+    said = json.loads(Path("out.onnx.preprocess.json").read_text())
+    assert said["normalize"] == {"mean": [0.5] * 3, "std": [0.25] * 3}
+    assert said["resize"]["interpolation"] == "bilinear"
+    assert said["assumed"] == []
+    assert main(["export", name, *SIZE, "-o", "bare.onnx"]) == 0
+    assert json.loads(Path("bare.onnx.preprocess.json").read_text())["assumed"] == list(assumed(silent()))
+    assert "assumed, as the network does not say" in capfd.readouterr().out
+    assert main(["verify", "out", "--trust-factory", "--data", "photos", "--workers", "0", "--mean", "0.1,0.2"]) == 2
+    assert "mean has 2 numbers" in capfd.readouterr().err

@@ -1,0 +1,86 @@
+"""Statistics go with the model: whatever a network was converted to, `inspect` knows the mean and std of every norm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from crossed import crossed
+from lived import batchnorms
+from narrow_networks import source as lived
+from scheme_rows import ROWS, Row
+from torch import nn
+
+import normswap
+from normswap.analysis import summary
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.inspection import inspect
+from normswap.surgery.network import Network
+
+SIZE = (3, 33, 33)
+
+
+def expected(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
+    """By path, the smallest and largest mean and deviation of a norm's output: beta and |gamma|."""
+    found = {}
+    for path in batchnorms(model):
+        norm: Any = model.get_submodule(path)
+        spans = [[float(v.min()), float(v.max())] for v in (norm.bias.detach(), norm.weight.detach().abs())]
+        found[path] = (spans[0], spans[1])
+    return found
+
+
+def seen(model: nn.Module) -> dict[str, tuple[list[float], list[float]]]:
+    sites = summary.of_network(Network(model), "x")["sites"]
+    return {site["path"].removesuffix(".inner").removesuffix(".then"): (site["mean"], site["std"]) for site in sites}
+
+
+@crossed("arch, row", ["resnet18", "resnetv2_18"], ROWS, every=2)
+def test_every_scheme(arch: str, row: Row) -> None:
+    model, x, _ = lived(arch)
+    done = normswap.convert(model, row.scheme, inputs=x, **row.options)
+    found, wanted = seen(done.model), expected(model)
+    assert found.keys() == wanted.keys()
+    for path, spans in wanted.items():
+        if row.scheme in ("batchnorm", "frozen-bn") or (row.scheme, arch) == ("tune", "resnetv2_18"):
+            assert torch.allclose(torch.tensor(found[path]), torch.tensor(spans), atol=1e-6)
+        else:
+            assert found[path] == spans
+
+
+def test_parts_of_a_chain_are_at_the_site_of_the_norm() -> None:
+    model, x, _ = lived("resnet18")
+    anatomy = inspect(normswap.convert(model, "folded", inputs=x).model, x)
+    for path in ("bn1", "layer1.0.bn2"):
+        assert {anatomy.original_path(f"{path}{end}") for end in ("", ".inner", ".then", ".inner.then")} == {path}
+    assert anatomy.original_path("inner") == ""
+
+
+def test_a_path_is_removed_when_the_plan_says_so() -> None:
+    model, x, _ = lived("resnet18")
+    builder = PlanBuilder(inspect(model, x))
+    builder.replace("bn1", "WeightNorm")
+    builder.remove("layer1.0.bn1")
+    assert [builder.removes(path) for path in ("bn1", "layer1.0.bn1", "layer1.0.bn2")] == [False, True, False]
+
+
+def test_a_long_way_and_the_disk(tmp_path: Path) -> None:
+    model, x, _ = lived("resnet18")
+    wanted, now = expected(model), model
+    for i, (to, purpose) in enumerate(
+        [("skipinit", "opacus"), ("folded", None), ("weightnorm", None), ("fixup", None)]
+    ):
+        done = normswap.convert(now, to, inputs=x, purpose=purpose)
+        now = normswap.load(normswap.save(done, tmp_path / str(i)))
+        assert seen(now) == wanted
+
+
+def test_a_part() -> None:
+    model, x, _ = lived("resnet18")
+    assert seen(normswap.convert(model, "folded", inputs=x, only="layer2").model) == expected(model)
+
+
+def test_what_was_never_known_is_not_shown() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)).eval()
+    assert seen(net) == {"1": (None, None)}

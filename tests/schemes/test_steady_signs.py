@@ -1,0 +1,193 @@
+"""The rescaling before norms with statistics per sample: what it is held to cost, the descent, plans, and going
+back."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo_networks
+from lived import distance, lived_in, run
+from torch import Tensor, nn
+
+from normswap import demo_files
+from normswap.calibration.natural_noise import leaves
+from normswap.graph.inspection import inspect
+from normswap.images.datasets import make_loader
+from normswap.layers import per_sample
+from normswap.plan import Step
+from normswap.schemes.parts import per_sample_norms, per_sample_rescaling, steady_signs
+from normswap.schemes.parts.steady_signs import Site
+from normswap.surgery import applying, conversion
+
+CHANNELS, GROUPS, EPS = 12, 2, 1e-2
+
+
+def maps(count: int = 40) -> Tensor:
+    """Channels that go together, and whose deviations differ a hundredfold; of mean 0 over all images."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(CHANNELS, CHANNELS, generator=generator, dtype=torch.float64)
+    level = torch.randn(count, CHANNELS, 1, generator=generator, dtype=torch.float64)
+    x = torch.einsum("ij,njp->nip", mixing, level + torch.randn(count, CHANNELS, 30, generator=generator).double())
+    x = x * torch.logspace(-1, 1, CHANNELS, dtype=torch.float64)[:, None]
+    return x - x.mean((0, 2), keepdim=True)
+
+
+def site(x: Tensor, effect: Tensor) -> Site:
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    return Site.of(x.mean(2), x.square().mean(2), norm, GROUPS, effect)
+
+
+def cost(x: Tensor, effect: Tensor, scale: Tensor, offset: Tensor) -> float:
+    """By torch's own GroupNorm: what is wrong with x when it has gone through the norm and back."""
+    given = scale.view(-1, 1) * x + offset.view(-1, 1)
+    parts = given.reshape(len(x), GROUPS, -1)
+    mean, var = parts.mean(2), parts.var(2, correction=0)
+    normed = F.group_norm(given, GROUPS, eps=EPS)
+    back = normed * (var.mean(0) + EPS).sqrt().repeat_interleave(CHANNELS // GROUPS)[:, None]
+    assert mean.mean(0).abs().max() < 1e-6 * var.max()
+    wrong = (back - given) / scale.view(-1, 1)
+    return float((wrong.square().mean((0, 2)) * effect).sum())
+
+
+@pytest.mark.parametrize("steady", [0.2, 0.9])
+def test_the_loss_is_what_a_groupnorm_gets_wrong(monkeypatch: pytest.MonkeyPatch, steady: float) -> None:
+    monkeypatch.setattr(steady_signs, "CHANCE", 0.0)
+    x, effect = maps(), torch.rand(CHANNELS, generator=torch.Generator().manual_seed(1)).double()
+    scale, offset = site(x, effect).steadied(steady)
+    for one in (scale, scale.abs(), torch.ones_like(scale)):
+        parts = site(x, effect).loss(one.float().view(GROUPS, -1), offset.float().view(GROUPS, -1))
+        assert float(parts.sum() * effect.max()) == pytest.approx(cost(x, effect, one, offset), rel=1e-3)
+
+
+@pytest.mark.parametrize("steady", [0.2, 0.5, 0.9])
+def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(steady: float) -> None:
+    """Its constants sum to 0 and make the share that was asked for; a group's mean variance stays."""
+    x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
+    place = site(x, effect)
+    scale, offset = place.steadied(steady)
+    groups = offset.view(GROUPS, -1)
+    var = x.square().mean((0, 2))
+    kept = (scale.square() * var).view(GROUPS, -1).mean(1)
+    assert torch.allclose(kept, var.view(GROUPS, -1).mean(1), rtol=1e-4)
+    assert groups.sum(1).abs().max() < 1e-4 * groups.abs().max()
+    share = groups.square().mean(1) / (groups.square().mean(1) + kept)
+    assert torch.allclose(share, torch.full_like(share, steady), rtol=1e-4)
+
+    def loss(scale: Tensor, offset: Tensor) -> float:
+        return float(place.loss(scale.float().view(GROUPS, -1), offset.float().view(GROUPS, -1)).sum())
+
+    best = loss(scale, offset)
+    assert best < 0.5 * loss(torch.ones_like(scale), offset), "factors count"
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        flips = torch.randint(0, 2, (CHANNELS,), generator=generator) * 2 - 1
+        lean = torch.randn(GROUPS, CHANNELS // GROUPS, generator=generator).double()
+        lean = lean - lean.mean(1, keepdim=True)
+        other = (lean * groups.norm(dim=1, keepdim=True) / lean.norm(dim=1, keepdim=True)).flatten()
+        assert loss(scale * flips, offset) > 0.9 * best
+        assert loss(scale, other) > 0.9 * best
+
+
+def test_independent_channels_get_the_fourth_root_of_what_they_cost() -> None:
+    """Of two numbers phi, with sum(phi^2) sum(a / phi^2): by hand phi^4 = a."""
+    var, effect = torch.tensor([1.0, 4.0, 100.0, 0.25]), torch.tensor([1.0, 4.0, 0.16, 1.0])
+    level = Site(torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), var[None], effect[None], torch.ones(1, 1))._level()[0]
+    wanted = (var * effect) ** 0.25
+    assert torch.allclose(level * var.sqrt(), wanted)
+    tried = torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    sums = tried.square().sum(1) * (var * effect / tried.square()).sum(1)
+    assert wanted.square().sum() * (var * effect / wanted.square()).sum() <= sums.min()
+
+
+@pytest.mark.parametrize("dead", [0.0, 1e-20])
+def test_channels_that_are_dead_or_cost_nothing_get_finite_scales(dead: float) -> None:
+    x, effect = maps(), torch.ones(CHANNELS, dtype=torch.float64)
+    x[:, :3] *= dead
+    effect[2:5] = dead
+    for part in (x, dead * x):
+        for value in site(part, effect).steadied(0.9):
+            assert bool(torch.isfinite(value).all())
+    assert bool((site(x, effect).steadied(0.9)[0] != 0).all())
+
+
+def test_a_channel_that_these_images_never_show_is_not_made_loud() -> None:
+    """One of other images would drown its group."""
+    x = maps()
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    x[:, 3] *= 1e-3
+    scale, _ = Site.of(x.mean(2), x.square().mean(2), norm, GROUPS).steadied(0.9)
+    level = (scale.abs() * norm.running_var.sqrt()).view(GROUPS, -1)
+    assert level[0, 3] < 4 * level[0].median()
+
+
+def test_letters_hold_a_number_to_an_eighth_of_an_octave() -> None:
+    numbers = torch.tensor([1.0, 0.011, 93.0, 2**0.5, 1e-9, 1e9], dtype=torch.float64)
+    letters = per_sample.letters_of(numbers)
+    read = per_sample._signed("+-+-+-", letters).abs()
+    assert float((read / numbers).log2()[:4].abs().max()) <= 0.125 + 1e-9
+    assert read[4:].tolist() == [float(2 ** (-31 / 4)), float(2 ** (30 / 4))]
+    assert per_sample._signed("+-", "").tolist() == [1.0, -1.0]
+
+
+def test_plans_without_factors_keep_their_meaning() -> None:
+    """As plans were saved before there were any: constants of one size, and no factors."""
+    torch.manual_seed(0)
+    net = lived_in(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)), torch.randn(4, 3, 9, 9))
+    step, _ = conversion.plan_step(inspect(net, torch.randn(2, 3, 9, 9).double()), "layernorm")
+    old = {"groups": 1, "steady": 0.5, "flips": "++-+--", "leans": "+-+-++"}
+    step = Step(step.scheme, step.options, tuple(replace(edit, args=dict(old)) for edit in step.edits))
+    made: Any = applying.apply_step(net, step)
+    norm: Any = net[1]
+    sign = torch.tensor([1.0, 1, -1, 1, -1, -1], dtype=torch.float64)
+    lean = torch.tensor([1.0, -1, 1, -1, 1, 1], dtype=torch.float64) - 1 / 3
+    offset = norm.running_var.mean().sqrt() * lean - sign * norm.running_mean
+    assert torch.allclose(made[0].bias, sign * net[0].bias + offset)
+    assert torch.allclose(made[0].weight, sign.view(-1, 1, 1, 1) * net[0].weight)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Tensor:
+    loader = make_loader(zoo_networks.PREPROCESSING, str(demo_files.FOLDER / "images.tar"), workers=0)
+    return torch.cat([x for x, _ in loader])[:100]
+
+
+@pytest.mark.parametrize("to", ["groupnorm", "layernorm"])
+@pytest.mark.parametrize("kind", ["depthwise", "dense"])
+def test_chosen_on_leaves_it_keeps_more_than_signs_alone(
+    kind: str, to: str, monkeypatch: pytest.MonkeyPatch, pictures: Tensor
+) -> None:
+    """On photographs: than the quietest signs and constants of one size, which were all that was chosen before."""
+    model = zoo_networks.trained(kind)
+
+    def wrong() -> float:
+        step, _ = conversion.plan_step(inspect(model, pictures[:2]), to)
+        return distance(run(model, pictures), run(applying.apply_step(model, step), pictures))
+
+    ours = wrong()
+    monkeypatch.setattr(Site, "descended", lambda _, scale, lean, __: (scale.sign(), lean))
+    assert ours < 0.8 * wrong()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None:
+    """Each channel's factor is given back, in float32 and float64, whatever is chosen on leaves or on images."""
+    torch.manual_seed(0)
+    model = zoo_networks.trained("depthwise").double()
+    x = leaves(32, (3, 32, 32), 5).double()
+    step, _ = conversion.plan_step(inspect(model, x[:2]), "groupnorm", groups=groups)
+    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    with torch.inference_mode():
+        wanted = model(x)
+        assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
+    before = copy.deepcopy(result.state_dict())
+    per_sample_rescaling.choose_rescaling(pattern, result, step, [x])
+    with torch.inference_mode():
+        assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
+    assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())

@@ -1,0 +1,158 @@
+"""What is no network, no size and no image is named with a remedy, before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import normswap
+from normswap.errors import NormswapError, OutputError, SourceError, command_line, spelled
+from normswap.models import zoo
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+
+
+def broken(tensor: str, value: float) -> nn.Sequential:
+    model = network()
+    model.state_dict()[tensor].view(-1)[0] = value
+    return model
+
+
+class WeightedQuantizedModule(nn.Linear):
+    """The name of the base of torch's int8 layers, which old and new versions keep in different places."""
+
+
+SIZE = (3, 16, 16)
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
+    "a name": (lambda: "resnet50", {}, ["not the text 'resnet50'", "timm.create_model"]),
+    "weights": (lambda: network().state_dict(), {}, ["not a dict of tensors", "load_state_dict"]),
+    "a class": (lambda: nn.Sequential, {}, ["Sequential is a class", "Give an instance"]),
+    "a number": (lambda: 3, {}, ["not something of type int"]),
+    "one side": (network, {"size": 64}, ["size=64", "(C, H, W)"]),
+    "a text": (network, {"size": "3,64,64"}, ["size='3,64,64'", "(C, H, W)"]),
+    "meta": (lambda: network().to("meta"), {"size": SIZE}, ["0.weight has no values", "meta device"]),
+    "NaN": (lambda: broken("0.weight", torch.nan), {"size": SIZE}, ["0.weight holds NaN", "weights again"]),
+    "infinite": (lambda: broken("0.weight", torch.inf), {"size": SIZE}, ["0.weight holds infinite", "weights again"]),
+    "mean": (lambda: broken("1.running_mean", torch.nan), {"size": SIZE}, ["statistics of 1 are broken"]),
+    "variance": (lambda: broken("1.running_var", -1), {"size": SIZE}, ["statistics of 1 are broken", "below zero"]),
+    "int8": (lambda: WeightedQuantizedModule(8, 8), {"size": (8,)}, ["is quantized", "as it was before"]),
+    "a seed": (network, {"size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_network(case: str) -> None:
+    make, options, words = CASES[case]
+    with pytest.raises(NormswapError) as caught:
+        normswap.convert(make(), "folded", **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+VERBS: dict[str, Callable[[Any], object]] = {
+    "inspect": normswap.inspect,
+    "export": lambda model: normswap.export(model, "net.onnx"),
+    "save": lambda model: normswap.save(model, "out"),
+    "verify": lambda model: normswap.verify(network(), model, size=SIZE),
+    "param_groups": normswap.param_groups,
+    "diagnose": normswap.diagnose,
+}
+
+
+OTHERS: dict[str, tuple[Callable[..., object], list[str]]] = {
+    "a recipe's name": (lambda: normswap.finetune(network(), cast(Any, "skipinit"), "run"), ["load_recipe"]),
+    "another option": (lambda: normswap.export(network(), "net.onnx", **cast(Any, {"precision": "fp16"})),
+                       ["no option precision", "dtype"]),
+    "no class": (lambda: normswap.register_norm(cast(Any, 3)), ["a class of norms is wanted, not 3"]),
+    "no plan": (lambda: normswap.Plan.from_json("[1]", "p.json"), ["p.json is no plan", "list"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_arguments_of_another_kind(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, words = OTHERS[case]
+    with pytest.raises(NormswapError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_asks_for_a_network(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="a network is wanted, not the text 'resnet50'"):
+        VERBS[verb]("resnet50")
+    assert not any(tmp_path.iterdir())
+
+
+PYTHON: list[tuple[Any, dict[str, Any], str]] = [
+    ("nf", {}, '`calibrate=DATA` .*`mean="keep"`'),
+    ("groupnorm", {"groups": 0}, "groups=0 is not"),
+    ("groupnorm", {"groups": 2, "group_size": 4}, "groups= and group_size="),
+    ("folded", {"only": "layer9"}, 'only="layer9" names no norm'),
+    ("opacus", {}, 'purpose="opacus"'),
+    ("skipinit", {"purpose": "privacy"}, "purpose=federated"),
+    ("skipinit", {}, '`to="folded"` works'),
+    ("skipnit", {}, "Did you mean skipinit"),
+    (None, {}, "unknown scheme None"),
+]
+
+
+@pytest.mark.parametrize(("to", "options", "message"), PYTHON, ids=[str(row[0]) for row in PYTHON])
+def test_options_are_spelled_as_the_reader_writes_them(to: str, options: dict[str, Any], message: str) -> None:
+    """In Python `calibrate=`; what the command line says, its own tests hold."""
+    with pytest.raises(NormswapError, match=message) as caught:
+        normswap.convert(network(), to, size=SIZE, **options)
+    assert "--" not in str(caught.value)
+    assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == ("calibrate=DATA", "force=True")
+    with command_line():
+        assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == ("--calibrate DATA", "--force")
+        assert (spelled("purpose", "opacus"), spelled("only", "a b")) == ("--for opacus", "--only 'a b'")
+
+
+def test_a_conversion_shows_its_report_first() -> None:
+    done = normswap.convert(network(), "folded", size=SIZE)
+    assert re.fullmatch(r"Conversion\(passed, exact, relative L2 \d\.\de-\d\d: Sequential -> folded\)", repr(done))
+
+
+def test_an_output_inside_a_network_is_refused(tmp_path: Path) -> None:
+    done = normswap.convert(network(), "folded", size=SIZE)
+    place = normswap.save(done, tmp_path / "out")
+    with pytest.raises(OutputError, match=r"lies in .*out: that is the directory of another network"):
+        normswap.save(done, place / "inner" / "deeper")
+    assert not (place / "inner").exists()
+
+
+def test_public_names_are_listed() -> None:
+    """An editor and `import *` read `__all__`; each name in it is there."""
+    assert sorted(normswap.__all__) == sorted({*normswap._HOMES, "__version__"})
+    assert all(getattr(normswap, name) for name in normswap.__all__)
+
+
+def test_pixels_as_bytes() -> None:
+    bytes_ = torch.zeros(4, *SIZE, dtype=torch.uint8)
+    with pytest.raises(NormswapError, match=r"of type Tensor, torch.uint8. Give them as the network takes them"):
+        normswap.convert(network(), "groupnorm", size=SIZE, calibrate=[bytes_])
+
+
+def test_a_missing_file_is_called_missing(tmp_path: Path) -> None:
+    model = network()
+    place = normswap.save(normswap.convert(model, "folded", size=SIZE), tmp_path / "out")
+    (place / "norms.safetensors").unlink()
+    with pytest.raises(NormswapError, match=r"norms.safetensors is missing"):
+        normswap.load(place, skeleton=model)
+
+
+def test_an_exported_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").write_bytes(b"")
+    with pytest.raises(NormswapError, match=r"net.onnx is an exported file"):
+        zoo.open_source(str(tmp_path / "net.onnx"))

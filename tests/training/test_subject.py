@@ -1,0 +1,98 @@
+"""The network of a run: its classifier, its teacher, what is said of it; and that one forward of it is recorded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from trained import network, recipe
+
+from normswap import provenance
+from normswap.errors import OptionError
+from normswap.graph import inspection
+from normswap.surgery.network import Network
+from normswap.training.optimizing import Optim, optimizer
+from normswap.training.recipe import Distill
+from normswap.training.subject import classifier, prepare
+
+
+class HeadFirst(nn.Module):
+    """A network of somebody's own, whose classifier is not its last parameter."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, classes)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        (HeadFirst(), "head"),
+        (timm.create_model("resnet18", num_classes=3, channels=(4, 4, 4, 4)), "fc"),
+        (timm.create_model("resnetv2_18", num_classes=3, channels=(4, 4, 4, 4), stem_chs=4), "head.fc"),
+    ],
+)
+def test_the_classifier_is_known_by_its_path(model: nn.Module, path: str) -> None:
+    assert classifier(Network(model.eval())) == path
+
+
+def test_a_network_without_a_classifier_is_refused() -> None:
+    with pytest.raises(OptionError, match="classifier of this network is not known"):
+        classifier(Network(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()))
+
+
+def test_one_forward_of_it_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For its classifier, and for the groups of the optimizer, which trains a copy."""
+    recorded: list[nn.Module] = []
+    inspect = inspection.inspect
+
+    def counted(model: nn.Module, inputs: object = None) -> inspection.Anatomy:
+        recorded.append(model)
+        return inspect(model, inputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inspection, "inspect", counted)
+    subject = prepare(HeadFirst().eval(), recipe(tmp_path), lambda text: None)
+    assert classifier(subject.network) == "head"
+    groups = optimizer(copy.deepcopy(subject.module), Optim(weight_decay=0.1), subject.network).param_groups
+    assert recorded == [subject.module]
+    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.1]
+
+
+def test_what_is_saved_says_whose_class_it_is(tmp_path: Path) -> None:
+    subject = prepare(HeadFirst().eval(), recipe(tmp_path), lambda text: None)
+    record = provenance.of(subject.blank())
+    assert record is not None
+    assert record.source == "HeadFirst"
+
+
+def test_an_unconverted_network_learns_from_a_copy_of_itself(tmp_path: Path) -> None:
+    model = network()
+    subject = prepare(model, recipe(tmp_path), lambda text: None)
+    teacher = subject.teacher(Distill())
+    assert teacher is not model
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(teacher(x), model(x))
+
+
+def test_what_the_recipe_converts_learns_from_what_it_was(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "train").mkdir()
+    subject = prepare(network(), recipe(tmp_path, convert={"to": "skipinit", "options": {"alpha": 0}}), said.append)
+    assert said[0] == "converting to skipinit"
+    assert any(isinstance(module, nn.BatchNorm2d) for module in subject.teacher(Distill()).modules())
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in subject.module.modules())
+
+
+def test_that_a_folded_network_trains_badly_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    prepare(network("folded"), recipe(tmp_path), said.append)
+    assert "fine-tunes badly" in said[0]
