@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.signature import Signature, alone
 from normswap.models.weight_files import quiet
+
+if TYPE_CHECKING:
+    from ai_edge_litert.schema_py_generated import BufferT, ModelT
+    from flatbuffers import Builder
 
 NAME = "litert"
 NEEDS = ("litert_torch", "ai_edge_litert")
@@ -116,11 +120,11 @@ def _named(content: bytes, signature: Signature, metadata: Mapping[str, str]) ->
     return bytes(builder.Output())
 
 
-def _aligned(buffer: Any, builder: Any) -> Any:
+def _aligned(buffer: BufferT, builder: Builder) -> int:
     """Pack a buffer where the schema wants it to begin."""
     if buffer.data is not None:
         builder.Prep(_ALIGNED, len(buffer.data))
-    return type(buffer).Pack(buffer, builder)
+    return int(type(buffer).Pack(buffer, builder))
 
 
 def open(file: Path) -> Runs:
@@ -166,7 +170,7 @@ def metadata(file: Path) -> dict[str, str]:
     return dict(json.loads(bytes(next(noted, b"{}"))))
 
 
-def _model(file: Path) -> Any:
+def _model(file: Path) -> ModelT:
     """A file, as records of LiteRT's schema."""
     from ai_edge_litert import schema_py_generated as schema
 
