@@ -334,6 +334,22 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
     assert capfd.readouterr().out.rstrip().endswith("passed")
 
 
+def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
+    file, shape = demo_files.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
+    shaped = [word for name, value in {**shape, "stem_width": 16}.items() for word in ("--arch-arg", f"{name}={value}")]
+    how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
+    assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)["passed"]
+    random = ("--against", "resnet18", *shaped, "--num-classes", "10", "--weights", "random")
+    assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
+
+
+def test_verify_says_what_to_do_without_the_source(here: Path, capfd: Capture) -> None:
+    shutil.copytree(demo_files.FOLDER, here / "source")
+    assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
+    shutil.rmtree(here / "source")
+    refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
+
+
 def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: Path) -> None:
     model = checkpoint.load(converted / "folded")
     with torch.no_grad():
