@@ -1,5 +1,5 @@
-"""One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; and
-no test is left out but for a reason that is known."""
+"""One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; lines of
+one width, whatever terminal pytest runs in; and no test is left out but for a reason that is known."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+os.environ["COLUMNS"] = "100"
 
 SKIPS = {
     r"not there: .*|no shared .* here": "../shared is not part of the repository",

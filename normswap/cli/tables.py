@@ -19,16 +19,16 @@ _FEW = 4  # of a list of values, in a table
 _NAME = 40  # so much of the first column stays on one line
 
 
-def _out() -> Console:
+def _out(least: int = 0) -> Console:
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else shutil.get_terminal_size((_WIDTH, 0)).columns
+    width = None if sys.stdout.isatty() else max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
-def _print(renderable: RenderableType) -> None:
-    """Print it; in a pipe without the blanks that fill its lines up."""
-    console = _out()
+def _print(renderable: RenderableType, least: int = 0) -> None:
+    """Print it; in a pipe without the blanks that fill its lines up, and at least so wide."""
+    console = _out(least)
     if sys.stdout.isatty():
         console.print(renderable)
         return
@@ -74,17 +74,18 @@ def table(
 
 
 def facts(*pairs: tuple[str, object]) -> None:
-    """Names and what goes with them; those without are left out."""
+    """Names and what goes with them; those without are left out. In a pipe a path is never cut."""
     from rich.table import Table
     from rich.text import Text
 
+    shown = [(name, cell(value)) for name, value in pairs if value not in (None, "")]
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
-    for name, value in pairs:
-        if value not in (None, ""):
-            made.add_row(Text(name), Text(cell(value)))
-    _print(made)
+    for name, text in shown:
+        made.add_row(Text(name), Text(text))
+    names = max((len(name) for name, _ in shown), default=0)
+    _print(made, names + 2 + max((len(word) for _, text in shown for word in text.split()), default=0))
 
 
 def entry(name: str, lines: Iterable[str]) -> None:

@@ -61,7 +61,7 @@ def label_map(labels: Mapping[str, int], outputs: Outputs, origin: str) -> Label
     """
     if set(labels) == {""} and outputs.count != 1:
         raise SourceError(
-            f"{origin} has no class folders: the network has 3", _expected(outputs), "Every class is a folder of images, or "
+            f"{origin} has no class folders", _expected(outputs), "Every class is a folder of images, or "
             "give a CSV of files and labels"
         )  # fmt: skip
     listed = _by_name(labels, outputs, origin) or _by_wordnet(labels, outputs, origin) or _by_number(labels, outputs)

@@ -67,6 +67,9 @@ class Scheme:
         needs_data: whether it cannot do without.
         fitting_target: fitting_target(step): the step after which the source has the result's rescaling, to be fitted
             to.
+        settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
+            (and so is exact though it has a `fit`): sets the rest, in place, so that the function is kept. Made-up
+            images are refused.
         starts_from: the scheme that a network without norms must be brought to first.
         on_branches: it puts something at the end of residual branches, which must not end in a factor of their own.
         may_do_nothing: a plan without edits is one, too.
@@ -84,6 +87,7 @@ class Scheme:
     fit: FitFunction | None = None
     needs_data: bool | Callable[[Options], bool] = False
     fitting_target: Callable[[Step], Step] | None = None
+    settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
     starts_from: str | None = None
     on_branches: bool = False
     may_do_nothing: bool = False
@@ -132,7 +136,12 @@ class Chosen:
     @property
     def fits(self) -> bool:
         """Whether values are fitted to data, if there are some."""
-        return self.scheme.fit is not None and not self.exact
+        return self.scheme.fit is not None and (self.measures or not self.exact)
+
+    @property
+    def measures(self) -> bool:
+        """Whether its data give what the function does not depend on."""
+        return self.scheme.settle is not None
 
     @property
     def requires_data(self) -> bool:

@@ -3,7 +3,9 @@
 A network that has BatchNorm keeps it. One that was converted from such a network gets it back, from the statistics it
 carries: mean = beta, std = |gamma|, and gamma, beta so that the norm computes what stands there now. In eval mode
 nothing changes; in training mode batch statistics are used again. Unlike `unfold` it needs no source architecture, and
-the convolutions keep their values. Ghost batches: Hoffer et al. 2017, arXiv:1705.08741, algorithm 1.
+the convolutions keep their values. A network that never had any gets some after its convolutions, with statistics
+measured on the images of `--calibrate` (`steps/measured_batchnorm.py`). Ghost batches: Hoffer et al. 2017,
+arXiv:1705.08741, algorithm 1.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_insertion import insert_norms
 
 
-def plan(anatomy: Anatomy, *, ghost_batch: int) -> PlanBuilder:
-    """Plan a BatchNorm wherever a norm stands or stood."""
+def plan(anatomy: Anatomy, *, where: str, ghost_batch: int) -> PlanBuilder:
+    """Plan a BatchNorm wherever a norm stands or stood; those that `where` asks for, a step before this one adds."""
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
     def keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:

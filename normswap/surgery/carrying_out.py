@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from normswap import provenance, schemes
+from normswap import copying, provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
@@ -73,10 +73,10 @@ def carry_out(network: Network, step: Step) -> Conversion:
     chosen = schemes.of(step)
     images = fitting.images_for(chosen, network)
     result = applied(network, step)
-    precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
     if not chosen.exact:
         _check_runs(result, network.examples[0].first(1), step.scheme)
     notes, dealt = ((), None) if images is None else fitting.fit(chosen.scheme, network, result, step, images)
+    precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
     if dealt and dealt.held:
         kept = kept_accuracy.measured(network.module, result, dealt.held, dealt.others)
@@ -93,7 +93,16 @@ def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Prec
     def parts(example: Example) -> running.Outputs | None:
         return running.by_parts(result, example, *applying.doubles(network.module, result, step))
 
-    return comparison.compare_double(network, lambda: applying.in_double(network.module, [step]), parts)
+    settle = schemes.of(step).scheme.settle
+    if settle is None:
+        return comparison.compare_double(network, lambda: applying.in_double(network.module, [step]), parts)
+
+    def settled() -> nn.Module:
+        double = copying.to_double(result)
+        settle(network.module, double, step)
+        return double
+
+    return comparison.compare_double(network, settled)
 
 
 def applied(network: Network, step: Step) -> nn.Module:

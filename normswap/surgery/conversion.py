@@ -137,6 +137,8 @@ def _on_cpu(network: Network, to: str, options: Options) -> Conversion:
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
     steps = scheme_path.steps(source.anatomy, to, options, measured=source.calibrate is not None)
+    for chosen in steps:
+        fitting.require_taken_images(chosen, source)
     images = source.images
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)

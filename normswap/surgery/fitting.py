@@ -17,7 +17,7 @@ from normswap.plan import Step
 from normswap.schemes import Chosen, Scheme
 from normswap.surgery import applying
 from normswap.surgery.held_out import Dealt
-from normswap.surgery.made_images import Batches, MadeImages
+from normswap.surgery.made_images import Batches, ImageMaker, MadeImages, named
 from normswap.surgery.network import Network
 
 
@@ -25,10 +25,14 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """The images that the values of a step are fitted to; None where nothing in it is fitted, or there are no images.
 
     Raises:
-        OptionError: the scheme needs data and there are none.
+        OptionError: the scheme needs data and there are none, or they are made up and may not be.
     """
     if not chosen.fits:
         return None
+    require_taken_images(chosen, network)
+    if network.images is None and chosen.measures:
+        remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
+        raise OptionError(f"{chosen.scheme.name} measures statistics on images", "there are none", remedy)
     if network.images is None and chosen.requires_data:
         images, made = spelled("calibrate", metavar="DATA"), spelled("calibrate", "synthetic")
         remedy = f"Give `{images}` (images, no labels needed), or `{made}`, which makes some"
@@ -36,6 +40,20 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
             remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
     return network.images
+
+
+def require_taken_images(chosen: Chosen, network: Network) -> None:
+    """Check that images were not made up for a step that measures statistics of them.
+
+    Raises:
+        OptionError: they were.
+    """
+    if chosen.measures and isinstance(named(network.calibrate), ImageMaker | MadeImages):
+        raise OptionError(
+            f"{chosen.scheme.name} measures statistics, on images alone",
+            "those of noise, or of images made up, are other than the network's own: training would begin from them",
+            f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)",
+        )
 
 
 def require_use(chosen: Chosen, network: Network) -> None:

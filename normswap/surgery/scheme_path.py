@@ -15,8 +15,8 @@ def steps(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> lis
 
     Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a
     target that needs BatchNorms, where they are lost, they come back from the statistics that the network carries.
-    For one that puts scalars on branches, a normalizer-free block gives up its own first. After it: what the purpose
-    needs.
+    To become `batchnorm` a network that never had a norm gets some (`_adds_norms`). For a target that puts scalars on
+    branches, a normalizer-free block gives up its own first. After it: what the purpose needs.
 
     Raises:
         OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
@@ -36,9 +36,24 @@ def steps(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> lis
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):
         before.append(target.scheme.starts_from)
+    if _adds_norms(target, known=alive or lost or averaged, measured=measured):
+        where = target.options["where"]
+        adding = schemes.chosen("measured-batchnorm", {**part, "where": "activation" if where == "norms" else where})
+        return _with_purpose([adding, *([target] if target.options["ghost_batch"] else [])], purpose)
     there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
     way = [schemes.chosen(name, part) for name in before] + ([] if there else [target])
+    return _with_purpose(way, purpose)
+
+
+def _with_purpose(way: list[Chosen], purpose: str | None) -> list[Chosen]:
     return way if purpose is None else [*way, schemes.chosen(purpose, {})]
+
+
+def _adds_norms(target: Chosen, *, known: bool, measured: bool) -> bool:
+    """Whether BatchNorms are put where there were none: asked for, or there are images and no norm is known."""
+    if target.scheme.name != "batchnorm":
+        return False
+    return target.options["where"] != "norms" or (measured and not known)
 
 
 def _ends_in_a_factor(seen: Anatomy, block: Block) -> bool:

@@ -435,7 +435,7 @@ def test_several_sweeps_in_one_figure_and_one_table(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["resnet18"], "no --lr: which learning rates?"),
+        (["resnet18"], "no --lr: it says which learning rates"),
         (["resnet18", "--lr", "2^3..2^1"], "--lr 2^3..2^1 is empty"),
         (["--lr", "0.1"], "nothing to train"),
         (["resnet18", "resnet34", "--lr", "0.1"], "'resnet34' is neither the MODEL (that is resnet18) nor KEY=VALUE"),

@@ -49,7 +49,7 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
         raise RefusedError(
             "no statistics are known",
             "the network has no BatchNorm, and was not converted from one that had",
-            f"Of norms with statistics per sample '{spelled('calibrate', metavar='DATA')}' measures some, on images",
+            f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}' measures some, on images",
         )
     for path in lost:
         _restore(builder, path, layer, args)

@@ -127,6 +127,9 @@ _FILTER_MEANS = (
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "batchnorm": (
+        Option("where", str, "norms", "`norms`: where they stand, or stood; of a network that never had any, with "
+               "--calibrate, as `activation`: after each convolution whose values reach an activation next; `conv`: "
+               "after each that another layer reads", choices=("norms", "activation", "conv")),
         Option("ghost_batch", int, 0, "how many samples share their statistics in training; 0: the whole batch", "N",
                range=Range(0)),
     ),

@@ -1,0 +1,94 @@
+"""Mean and variance per channel of what reaches some layers, streamed over batches of images of any size.
+
+Sums are merged batch by batch (Chan, Golub & LeVeque 1979, the parallel algorithm), in float64: the variance does not
+cancel where a mean is large. Memory holds two numbers per channel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.calibration.checked_batches import checked, misfit
+from normswap.errors import SourceError, VerificationError
+from normswap.models.modes import Progress, evaluating, hooked
+
+
+@dataclass
+class Moments:
+    """How many values a channel has, their mean, and the sum of the squared distances from it; float64 (C,)."""
+
+    count: int
+    mean: Tensor
+    square: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased, as the running variance of a BatchNorm is."""
+        return self.square / (self.count - 1)
+
+    def add(self, values: Tensor) -> None:
+        """Add values (C, N)."""
+        count = self.count + values.shape[1]
+        mean = values.mean(1)
+        apart = mean - self.mean
+        self.square += (values - mean[:, None]).square().sum(1) + apart.square() * self.count * values.shape[1] / count
+        self.mean += apart * values.shape[1] / count
+        self.count = count
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The moments of each layer's input by its path, and how many images they were measured on."""
+
+    moments: dict[str, Moments]
+    images: int
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[object], progress: Progress | None = None
+) -> Measured:
+    """Run `model` in eval mode, and measure the input (N, C, ...) of each of `layers`; nothing is changed.
+
+    Args:
+        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
+        progress: called after each batch with the batches done and their total (0 when unknown).
+
+    Raises:
+        SourceError: unusable images, or none.
+        VerificationError: what reaches a layer is not finite.
+    """
+    moments: dict[str, Moments] = {}
+    total, images = operator.length_hint(batches), 0
+    handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
+    with evaluating(model), hooked(handles):
+        for done, example in enumerate(checked(model, batches), 1):
+            try:
+                example.call(model)
+            except Exception as error:  # whatever the network raises
+                raise misfit(error) from None
+            images += example.count
+            if progress is not None:
+                progress(done, total)
+    if not images:
+        raise SourceError("0 calibration images", "at least 1 is needed")
+    for path, seen in moments.items():
+        if seen.count < 2:
+            raise SourceError(f"{path} sees one value per channel", "its variance is not defined", "Give more images")
+        if not bool(torch.isfinite(seen.mean).all() and torch.isfinite(seen.square).all()):
+            raise VerificationError(f"what reaches {path} is not finite on these images")
+    return Measured(moments, images)
+
+
+def _adding(moments: dict[str, Moments], path: str) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        values = args[0].detach().double().transpose(0, 1).flatten(1)
+        zeros = torch.zeros_like(values[:, 0])
+        moments.setdefault(path, Moments(0, zeros, zeros.clone())).add(values)
+
+    return hook

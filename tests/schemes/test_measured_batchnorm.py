@@ -1,0 +1,200 @@
+"""BatchNorms in a network that never had any: exact in eval mode, alive in training, foldable again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import batchnorms
+from narrow_networks import source as lived
+from timm.utils.model import reparameterize_model
+from torch import Tensor, nn
+
+import normswap
+from normswap import provenance
+from normswap.calibration.channel_moments import measure
+from normswap.errors import OptionError, RefusedError, VerificationError
+from normswap.layers import measured_norm
+from normswap.surgery.conversion import plan_steps
+from normswap.surgery.network import Network
+
+LIMIT = 1e-10
+
+
+class Small(nn.Module):
+    """A stem, a residual block whose second convolution is summed before its ReLU, a gate, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.one, self.two = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 1)
+        self.gate = nn.Conv2d(8, 8, 1)
+        self.linear, self.head = nn.Conv2d(8, 6, 1), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = (x + self.two(nn.functional.silu(self.one(x)))).relu()
+        x = x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid()
+        return self.head(self.linear(x)).mean((2, 3))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Small().double().eval()
+
+
+def images(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, 12, 12, dtype=torch.float64, generator=generator) * 2 + 1 for _ in range(count)]
+
+
+def apart(a: nn.Module, b: nn.Module, x: Tensor) -> float:
+    with torch.no_grad():
+        return float((a(x) - b(x)).norm() / a(x).norm())
+
+
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [({}, ["stem", "one", "two"]), ({"where": "conv"}, ["stem", "one", "two", "linear"]), ({"only": "one"}, ["one"]),
+     ({"skip": "stem"}, ["one", "two"])],
+)  # fmt: skip
+def test_where_they_are_put(options: dict[str, Any], places: list[str]) -> None:
+    net, batches = network(), images()
+    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, **options)
+    assert list(batchnorms(done.model)) == [f"{path}.then" for path in places]
+    assert apart(net, done.model, torch.cat(images(2))) < LIMIT
+    assert done.report.exact
+
+
+def test_statistics_are_those_of_the_images() -> None:
+    net, batches = network(), images()
+    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=[*batches, images(1)[0][:1]])
+    norm: Any = done.model.get_submodule("stem.then")
+    values = net.get_submodule("stem")(torch.cat([*batches, images(1)[0][:1]])).transpose(0, 1).flatten(1)
+    bias: Any = net.get_submodule("stem").bias
+    assert torch.allclose(norm.running_mean + bias, values.mean(1), atol=1e-12)
+    assert torch.allclose(norm.running_var, values.var(1), rtol=1e-12)
+    assert done.model.get_submodule("stem.inner").bias is None  # no training would move it
+
+
+def test_moments_do_not_cancel_where_the_mean_is_large() -> None:
+    layer, x = nn.Identity(), torch.randn(40, 2, 3, 3, dtype=torch.float64) + 1e6
+    model = nn.Sequential(layer, nn.Conv2d(2, 1, 1).double())
+    seen = measure(model, {"0": layer}, x.split(7)).moments["0"]
+    assert torch.allclose(seen.variance, x.transpose(0, 1).flatten(1).var(1), rtol=1e-9)
+
+
+def test_float32_is_proved_in_float64() -> None:
+    net, batches = network().float(), [batch.float() for batch in images()]
+    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches)
+    errors = {error.precision: error.relative_l2 for error in done.report.logits}
+    assert errors["float64"] < 1e-14
+    assert errors["float32"] < 1e-6
+
+
+def test_the_proof_sees_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = measured_norm.settle
+
+    def wrong(source: Any, conv: Any, norm: Any) -> None:
+        right(source, conv, norm)
+        norm.bias.data[0] += 1e-3 * norm.running_mean[0]  # 0 until something is measured
+
+    monkeypatch.setattr(measured_norm, "settle", wrong)
+    with pytest.raises(VerificationError, match="measured-batchnorm is wrong"):
+        normswap.convert(network(), "batchnorm", inputs=images()[0], calibrate=images())
+
+
+def test_they_learn_and_fold_again() -> None:
+    net, batches = network(), images()
+    model = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches).model
+    folded = normswap.convert(model, "folded", inputs=batches[0]).model
+    assert not list(batchnorms(folded))
+    assert apart(net, folded, batches[1]) < LIMIT
+    trained = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        trained(batch).square().mean().backward()
+        optimizer.step()
+    trained.eval()
+    for path in batchnorms(model):
+        old: Any = model.get_submodule(path)
+        new: Any = trained.get_submodule(path)
+        assert not torch.equal(old.running_mean, new.running_mean)
+        assert not torch.equal(old.weight, new.weight)
+        assert int(new.num_batches_tracked) == len(batches)
+    again = normswap.convert(trained, "folded", inputs=batches[0]).model
+    assert apart(trained, again, batches[1]) < LIMIT
+
+
+def test_ghost_batches_come_after(tmp_path: Path) -> None:
+    net, batches = network(), images()
+    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, ghost_batch=2)
+    norm: Any = done.model.get_submodule("one.then")
+    assert norm.ghost == 2
+    assert done.steps == 2
+    again = normswap.load(normswap.save(done, tmp_path / "net"), skeleton=network())
+    assert apart(done.model, again.double(), batches[0]) == 0
+
+
+def test_a_fused_network_whose_record_is_lost() -> None:
+    model, x, _ = lived("resnet18")
+    fused = normswap.convert(model, "folded", inputs=x).model
+    provenance.attach(fused, provenance.Provenance())
+    done = normswap.convert(fused, "batchnorm", inputs=x, calibrate=[x])
+    assert len(list(batchnorms(done.model))) == len(list(batchnorms(model)))
+    assert apart(model, done.model, x) < LIMIT
+
+
+def test_images_that_nobody_took_are_refused() -> None:
+    net, batches = network(), images()
+    for word in ("noise", "synthetic"):
+        with pytest.raises(OptionError, match="training would begin from them"):
+            normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=word)
+    with pytest.raises(OptionError, match="there are none"):
+        normswap.convert(net, "batchnorm", inputs=batches[0], where="conv")
+    with pytest.raises(RefusedError, match="calibrate=DATA"):
+        normswap.convert(net, "batchnorm", inputs=batches[0])
+
+
+def test_the_plan_is_made_without_running_on_images() -> None:
+    net, batches = network(), images()
+    ((step, builder),) = plan_steps(Network(net, inputs=batches[0]), "batchnorm", measured=True)
+    assert [edit.path for edit in step.edits] == ["stem", "one", "two"]
+    assert not builder.notes
+
+
+def test_a_network_without_a_place_is_refused() -> None:
+    with pytest.raises(RefusedError, match="there is no place for a BatchNorm"):
+        normswap.convert(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), "batchnorm", calibrate=[torch.zeros(2, 3, 4, 4)])
+
+
+def test_a_convolution_that_is_called_twice_gets_none() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.shared = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x).relu()
+            return self.shared(self.shared(x).relu()).relu().mean((2, 3))
+
+    done = normswap.convert(Twice().double().eval(), "batchnorm", inputs=images()[0], calibrate=images())
+    assert list(batchnorms(done.model)) == ["stem.then"]
+    assert any("shared gets no norm: it is called more than once" in note for note in done.notes)
+
+
+@pytest.mark.slow
+def test_repvgg_in_deploy_form() -> None:
+    torch.manual_seed(0)
+    net = reparameterize_model(timm.create_model("repvgg_a0", num_classes=10).eval()).double()
+    x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
+    done = normswap.convert(net, "batchnorm", inputs=x, calibrate=[x, x.flip(3)])
+    assert len(list(batchnorms(done.model))) == 22
+    assert apart(net, done.model, x) < LIMIT
+    back = normswap.convert(done.model, "folded", inputs=x).model
+    assert apart(net, back, x) < LIMIT
