@@ -19,7 +19,7 @@ from normswap.models.modes import Progress, evaluating, hooked
 
 
 @dataclass
-class Moments:
+class ChannelMoments:
     """How many values a channel has, their mean, and the sum of the squared distances from it; float64 (C,)."""
 
     count: int
@@ -45,7 +45,7 @@ class Moments:
 class Measured:
     """The moments of each layer's input by its path, and how many images they were measured on."""
 
-    moments: dict[str, Moments]
+    moments: dict[str, ChannelMoments]
     images: int
 
 
@@ -63,7 +63,7 @@ def measure(
         SourceError: unusable images, or none.
         VerificationError: what reaches a layer is not finite.
     """
-    moments: dict[str, Moments] = {}
+    moments: dict[str, ChannelMoments] = {}
     total, images = operator.length_hint(batches), 0
     handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
     with evaluating(model), hooked(handles):
@@ -85,10 +85,10 @@ def measure(
     return Measured(moments, images)
 
 
-def _adding(moments: dict[str, Moments], path: str) -> Callable[..., None]:
+def _adding(moments: dict[str, ChannelMoments], path: str) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         values = args[0].detach().double().transpose(0, 1).flatten(1)
         zeros = torch.zeros_like(values[:, 0])
-        moments.setdefault(path, Moments(0, zeros, zeros.clone())).add(values)
+        moments.setdefault(path, ChannelMoments(0, zeros, zeros.clone())).add(values)
 
     return hook

@@ -21,8 +21,8 @@ from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_insertion import insert_norms
 
 
-def plan(anatomy: Anatomy, *, where: str, ghost_batch: int) -> PlanBuilder:
-    """Plan a BatchNorm wherever a norm stands or stood; those that `where` asks for, a step before this one adds."""
+def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
+    """Plan a BatchNorm wherever a norm stands or stood; what `where` and `like` ask for is done elsewhere."""
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
     def keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:

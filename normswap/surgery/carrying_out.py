@@ -47,7 +47,7 @@ class Conversion:
         worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
         passed = "passed" if self.report.passed else "FAILED"
-        return f"Conversion({passed}, {kept}, {worst}: {type(self.model).__name__} -> {steps or 'unfold'})"
+        return f"Conversion({passed}, {kept}, {worst}: {type(self.model).__name__} -> {steps or 'norms of its own'})"
 
     @property
     def model(self) -> nn.Module:

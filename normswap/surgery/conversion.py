@@ -9,7 +9,7 @@ from torch import nn
 
 from normswap import copying, schemes
 from normswap.calibration import norm_estimate
-from normswap.errors import OptionError, RefusedError
+from normswap.errors import OptionError, RefusedError, spelled
 from normswap.folding.outcomes import counts
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder
@@ -20,7 +20,7 @@ from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
-from normswap.surgery import applying, carrying_out, comparison, fitting, scheme_path, unfolding
+from normswap.surgery import applying, carrying_out, comparison, fitting, likeness, scheme_path, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.made_images import Batches
 from normswap.surgery.network import Network
@@ -124,6 +124,8 @@ def convert(
     """
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress)
     schemes.check_target(to)
+    if to == "batchnorm" and options.get("like"):
+        return _alike(network, options)
     if network.device_has_double:
         return _unfolded(network, options) if to == "unfold" else _converted(network, to, options)
     return _on_cpu(network, to, options)
@@ -153,6 +155,21 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         done.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
     return done[0] if len(done) == 1 else _joined(source, done)
+
+
+def _alike(network: Network, options: Options) -> Conversion:
+    """BatchNorm back in the class of an architecture."""
+    like = options["like"]
+    chosen = schemes.chosen("measured-batchnorm", {})
+    others = [name for name, value in schemes.changed("batchnorm", options).items() if name != "like" and value]
+    if others:
+        pair = " cannot go with ".join(spelled(name, options[name]) for name in (others[0], "like"))
+        raise OptionError(pair, "the architecture says where norms stand, and which")
+    if not isinstance(like, str | nn.Module):
+        raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
+    images = fitting.images_for(chosen, network)
+    assert images is not None
+    return likeness.batchnorm_like(network, like, fitting.calls_of(images, network))
 
 
 def _joined(source: Network, done: list[Conversion]) -> Conversion:

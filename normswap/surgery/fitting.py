@@ -89,6 +89,12 @@ class _Calls:
         return cls(batches, form)
 
 
+def calls_of(images: Batches, network: Network) -> Iterable[Example]:
+    """Images as calls of the network; read once, where they can be read only once."""
+    calls = _Calls.of(images, network.form)
+    return iter(calls) if isinstance(calls.batches, Iterator) else calls
+
+
 def fit(
     scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches
 ) -> tuple[tuple[str, ...], Dealt | None]:
@@ -106,8 +112,7 @@ def fit(
     telling = True
     if isinstance(images, MadeImages):
         notes, telling, images = (images.note,), images.telling, images.batches
-    calls = _Calls.of(images, network.form)
-    batches: Iterable[Example] = iter(calls) if isinstance(calls.batches, Iterator) else calls
+    batches = calls_of(images, network)
     if telling and scheme.fitting_target is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
     source = network.module

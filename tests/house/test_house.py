@@ -25,6 +25,7 @@ TERMINAL = {"typer", "rich", "click"}
 # From the ground up. Each room may import those before it; those of one line know nothing of each other.
 FACE = {"", "__main__"}  # the public names, and the door
 GROWING = {
+    "ChannelMoments",
     "Contender",
     "PlanBuilder",
     "Folds",

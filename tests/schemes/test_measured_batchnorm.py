@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import batchnorms
+from lived import batchnorms, lived_in
+from narrow_networks import skeleton
 from narrow_networks import source as lived
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
 from normswap.layers import measured_norm
+from normswap.storage.checkpoint import open_model
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
@@ -142,12 +144,63 @@ def test_ghost_batches_come_after(tmp_path: Path) -> None:
 
 
 def test_a_fused_network_whose_record_is_lost() -> None:
-    model, x, _ = lived("resnet18")
-    fused = normswap.convert(model, "folded", inputs=x).model
-    provenance.attach(fused, provenance.Provenance())
-    done = normswap.convert(fused, "batchnorm", inputs=x, calibrate=[x])
+    (net, x), model = fused(), lived("resnet18")[0]
+    done = normswap.convert(net, "batchnorm", inputs=x, calibrate=[x])
     assert len(list(batchnorms(done.model))) == len(list(batchnorms(model)))
     assert apart(model, done.model, x) < LIMIT
+
+
+def fused() -> tuple[nn.Module, Tensor]:
+    """A folded network that nobody knows the norms of."""
+    model, x, _ = lived("resnet18")
+    return provenance.attach(normswap.convert(model, "folded", inputs=x).model, provenance.Provenance()), x
+
+
+def test_like_an_architecture_it_is_of_that_class() -> None:
+    net, x = fused()
+    like = skeleton("resnet18")
+    done = normswap.convert(net, "batchnorm", inputs=x, calibrate=[x], like=like)
+    assert type(done.model) is type(like)
+    assert not any(type(module).__module__.startswith("normswap") for module in done.model.modules())
+    assert apart(net, done.model, x) < LIMIT
+    like.load_state_dict(done.model.state_dict())
+    seen: list[Tensor] = []
+    with like.get_submodule("bn1").register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        assert apart(net, like, x) < LIMIT
+    norm: Any = like.get_submodule("bn1")
+    assert torch.allclose(norm.running_mean, seen[0].transpose(0, 1).flatten(1).mean(1), atol=1e-12)
+    assert torch.allclose(norm.running_var, seen[0].transpose(0, 1).flatten(1).var(1), rtol=1e-12)
+
+
+def test_like_an_architecture_whose_names_are_others() -> None:
+    """Then the order of the forward pass says which convolution is which."""
+    net, batches = network(), images()
+    like = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, eps=1e-3), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    net = nn.Sequential(nn.Identity(), nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1)).double().eval()
+    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, like=like.eval())
+    norm: Any = done.model.get_submodule("1")
+    assert norm.eps == 1e-3
+    assert apart(net, done.model, batches[0]) < LIMIT
+
+
+def test_like_another_architecture_is_refused() -> None:
+    net, x = fused()
+    wider = skeleton("resnet18", channels=(8, 16, 24, 48))
+    ask: dict[str, Any] = {"inputs": x, "calibrate": [x]}
+    with pytest.raises(RefusedError, match="has a weight of"):
+        normswap.convert(net, "batchnorm", like=wider, **ask)
+    with pytest.raises(RefusedError, match="linear layers"):
+        normswap.convert(net, "batchnorm", like=skeleton("resnet26d"), **ask)
+    twisted = skeleton("resnet18")
+    twisted.get_submodule("layer1.0").drop_path = nn.SiLU()
+    with pytest.raises(RefusedError, match="computes something else"):
+        normswap.convert(net, "batchnorm", like=twisted, **ask)
+    with pytest.raises(OptionError, match="cannot go with"):
+        normswap.convert(net, "batchnorm", like=skeleton("resnet18"), only="layer1", **ask)
+    with pytest.raises(OptionError, match="there are none"):
+        normswap.convert(net, "batchnorm", inputs=x, like=skeleton("resnet18"))
+    with pytest.raises(OptionError, match="neither an architecture nor a network"):
+        normswap.convert(net, "batchnorm", like=3, **ask)
 
 
 def test_images_that_nobody_took_are_refused() -> None:
@@ -198,3 +251,17 @@ def test_repvgg_in_deploy_form() -> None:
     assert apart(net, done.model, x) < LIMIT
     back = normswap.convert(done.model, "folded", inputs=x).model
     assert apart(net, back, x) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["mobilenetv2_050", "torchvision:resnet18"])
+def test_like_a_name(arch: str, tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
+    own = lived_in(open_model(arch, weights="random", num_classes=7), x).float()
+    net = provenance.attach(normswap.convert(own, "folded", size=(3, 64, 64)).model, provenance.Provenance())
+    done = normswap.convert(net, "batchnorm", size=(3, 64, 64), calibrate=[x.float()], like=arch)
+    own.load_state_dict(done.model.state_dict())
+    assert next(error for error in done.report.logits if error.precision == "float64").relative_l2 < LIMIT
+    again = normswap.load(normswap.save(done, tmp_path / "net"))
+    assert type(again) is type(own)
+    assert apart(done.model, again, x.float()) == 0

@@ -130,6 +130,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("where", str, "norms", "`norms`: where they stand, or stood; of a network that never had any, with "
                "--calibrate, as `activation`: after each convolution whose values reach an activation next; `conv`: "
                "after each that another layer reads", choices=("norms", "activation", "conv")),
+        Option("like", str, "", "instead: an architecture (named as MODEL is) whose norms' places are taken and whose "
+               "own class, without normswap's layers, holds the result", "ARCH"),
         Option("ghost_batch", int, 0, "how many samples share their statistics in training; 0: the whole batch", "N",
                range=Range(0)),
     ),

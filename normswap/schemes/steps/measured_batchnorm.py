@@ -63,6 +63,9 @@ def fit(
         stored.running_var.copy_(moments.variance)
         if not bool(torch.isfinite(stored.running_var).all()):
             raise VerificationError(f"the variance after {path} is more than {stored.running_var.dtype} holds")
+        norm.train(
+            source.training
+        )  # a convolution that was merged from branches may say of itself that it is in training
     settle(source, result, step)
     return (f"the statistics of {len(norms)} norms were measured on {seen.images} images",)
 
