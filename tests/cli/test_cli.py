@@ -315,6 +315,14 @@ def test_default_output_is_named_after_the_source(
     assert last_part(source) == name
 
 
+def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> None:
+    assert main(["convert", MODEL, "--to", "groupnorm", "--calibrate", IMAGES, "--samples", "2", "-o", "out"]) == 0
+    out = capfd.readouterr().out
+    assert "not known: too few calibration images" in out
+    assert "give --calibrate" not in out
+    assert "was not measured: too few calibration images" in (here / "out" / "README.md").read_text()
+
+
 # --- verify and evaluate ----------------------------------------------------------------------------------------------
 
 
