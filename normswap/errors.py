@@ -66,6 +66,11 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     return f"{flag(name)} {shown}".rstrip()
 
 
+def counted(count: int, one: str, more: str) -> str:
+    """A number of things: `1 class`, `2 classes`."""
+    return f"{count} {one if count == 1 else more}"
+
+
 def first_line(error: BaseException) -> str:
     """The error's message cut to one line, or its class when it has none."""
     text = str(error)
