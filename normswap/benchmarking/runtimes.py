@@ -277,9 +277,9 @@ def _litert(file: Path, kind: str, mode: str, settings: Settings, images: np.nda
         raise OptionError("a LiteRT file takes one image at a time", remedy="Time it with a batch of 1")
     engine = Interpreter(str(file), num_threads=settings.threads)
     engine.allocate_tensors()
-    (taken,), given = engine.get_input_details(), engine.get_output_details()[0]
-    engine.set_tensor(taken["index"], images)
-    return Session(engine, engine.invoke, lambda: engine.get_tensor(given["index"]).astype(np.float32))
+    engine.set_tensor(engine.get_input_details()[0]["index"], images)
+    answer = engine.get_output_details()[0]["index"]
+    return Session(engine, engine.invoke, lambda: engine.get_tensor(answer).astype(np.float32))
 
 
 _MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's; the latter two use CUDA graphs
