@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.errors import OptionError
+from normswap.errors import OptionError, flag
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -75,6 +75,12 @@ class Opening:
     def weights_of(self, name: str) -> str:
         """Which weights that MODEL gets."""
         return self.weights
+
+    def asked(self) -> list[str]:
+        """The options, as flags, that ask for something of the network itself."""
+        names = ("arch", "arch_arg", "num_classes", "in_chans", "input_size")
+        weights = [flag("weights")] if self.weights != "pretrained" else []
+        return weights + [flag(name) for name in names if getattr(self, name) is not None]
 
     def said(self, name: str) -> str:
         """MODEL and what opens it so, as words of a command line."""

@@ -23,6 +23,8 @@ def verdict(body: Body, *, fits: bool = False) -> str:
         return f"{'kept exactly' if kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
     if body.get("kept"):
         return f"kept: {said_of_kept(body['kept'])}"
+    if body["unmeasured"]:
+        return f"not known: {body['unmeasured']}"
     return "not known: give --calibrate DATA, 25 images of anything; it fits and measures" if fits else "not known"
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
-from normswap.errors import SourceError
+from normswap.errors import SourceError, counted
 from normswap.models.building import near
 from normswap.models.weight_files import some
 
@@ -61,7 +61,7 @@ def label_map(labels: Mapping[str, int], outputs: Outputs, origin: str) -> Label
     """
     if set(labels) == {""} and outputs.count != 1:
         raise SourceError(
-            f"{origin} has 1 classes (no class folders)", _expected(outputs), "Every class is a folder of images, or "
+            f"{origin} has no class folders", _expected(outputs), "Every class is a folder of images, or "
             "give a CSV of files and labels"
         )  # fmt: skip
     listed = _by_name(labels, outputs, origin) or _by_wordnet(labels, outputs, origin) or _by_number(labels, outputs)
@@ -126,7 +126,7 @@ def _by_number(labels: Mapping[str, int], outputs: Outputs) -> LabelMap | None:
 
 def _by_order(labels: Mapping[str, int], outputs: Outputs, origin: str) -> LabelMap:
     if outputs.count is not None and len(labels) != outputs.count:
-        what = f"{origin} has {len(labels)} classes ({some(sorted(labels))})"
+        what = f"{origin} has {counted(len(labels), 'class', 'classes')} ({some(sorted(labels))})"
         raise SourceError(what, f"the network has {outputs.count}", "Every class is a folder of images.")
     chosen = {number: number for number in labels.values()}
     if not outputs.names:

@@ -83,7 +83,7 @@ def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
         on = f"expected, by the source's own probabilities on {kept.count} held-out {kept.of}"
         yield "accuracy kept", share(kept.right), on
     if not report.exact and not kept and not known:
-        yield "accuracy kept", "?", "not measured: give images"
+        yield "accuracy kept", "?", report.unmeasured or "not measured: give images"
 
 
 def _provenance(facts: Facts) -> list[tuple[str, str]]:

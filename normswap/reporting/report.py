@@ -41,8 +41,9 @@ def check_writable(file: Path, *, force: bool) -> None:
     """See, before any work, that `file` may be written.
 
     Raises:
-        OutputError: it is a directory, exists (without `force`), or is no page of HTML.
+        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is no page of HTML.
     """
+    checkpoint.check_beside(file)
     atomic_write.check_writable(file, force=force)
     if not file.exists():
         return

@@ -182,10 +182,7 @@ def check_writable(place: Path, *, force: bool) -> None:
     Raises:
         OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
-    for parent in place.absolute().parents:
-        if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
-            remedy = "Name a directory beside it"
-            raise OutputError(f"{place} lies in {parent}", "that is the directory of another network", remedy)
+    check_beside(place)
     if not place.exists():
         return
     if not place.is_dir():
@@ -198,6 +195,18 @@ def check_writable(place: Path, *, force: bool) -> None:
         )
     if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
         raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
+
+
+def check_beside(place: Path) -> None:
+    """See that `place` does not lie in the directory of a network, which is replaced as a whole.
+
+    Raises:
+        OutputError: it does.
+    """
+    for parent in place.absolute().parents:
+        if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
+            remedy = "Name a place beside it"
+            raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
 
 
 def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> None:

@@ -130,7 +130,8 @@ def _share(value: float | None) -> str:
 def _kept(report: Report) -> list[str]:
     kept = report.kept
     if kept is None:
-        return [] if report.exact else ["How much of the accuracy this keeps was not measured.", ""]
+        why = f": {report.unmeasured}" if report.unmeasured else ""
+        return [] if report.exact else [f"How much of the accuracy this keeps was not measured{why}.", ""]
     same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
     right = "" if kept.right is None else f"{kept.right:.1%} of the source's accuracy expected as a classifier, "
     return [f"On {kept.count} of the {kept.of}, to which nothing was fitted: {same}{right}"

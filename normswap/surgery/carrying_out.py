@@ -15,7 +15,7 @@ from normswap.models.calling import Example
 from normswap.models.modes import evaluating, full_precision, hooked
 from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, kept_accuracy, running
+from normswap.surgery import applying, comparison, fitting, held_out, kept_accuracy, running
 from normswap.surgery.made_images import MadeImages
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report, require_passed
@@ -81,6 +81,8 @@ def carry_out(network: Network, step: Step) -> Conversion:
     if dealt and dealt.held:
         kept = kept_accuracy.measured(network.module, result, dealt.held, dealt.others)
         report = replace(report, kept=kept and kept.of_made() if isinstance(images, MadeImages) else kept)
+    elif images is not None:
+        report = replace(report, unmeasured=held_out.TOO_FEW if dealt else held_out.NONE)
     require_passed(report, step.scheme)
     applying.check_gone(network.module, result, step)
     renames = tuple(applying.renames(network.module, step))

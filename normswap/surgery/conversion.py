@@ -181,8 +181,11 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
     if exact:
         precise = comparison.compare_double(source, lambda: applying.in_double(source.module, steps))
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
-    fitted = [one.report.kept for one in done if not one.report.exact]
-    report = replace(report, kept=fitted[0] if len(fitted) == 1 else None)  # the exact ones add nothing to it
+    fitted = [one.report for one in done if not one.report.exact]
+    if len(fitted) == 1:  # the exact ones add nothing to it
+        report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
+    elif fitted and source.calibrate is not None:
+        report = replace(report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself")
     require_passed(report, " and ".join(step.scheme for step in steps))
     outcomes = {path: outcome for one in done for path, outcome in one.outcomes.items()}
     renames: dict[str, str] = {}

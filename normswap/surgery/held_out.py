@@ -15,6 +15,8 @@ from normswap.models.calling import Example
 EVERY = 4  # every fourth image is held out
 MOST = 512  # so many are kept in memory
 OTHERS = 192  # and so many of the rest, for their margins: three to one if there are 256
+TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
+NONE = "no calibration image was held out to measure on"
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Report:
         vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
         accuracy: top-1 in percent of source and result on labelled data, where given.
         kept: of an approximate result, what held-out images of the user's say.
+        unmeasured: why they say nothing, although there were images.
     """
 
     exact: bool
@@ -54,6 +55,7 @@ class Report:
     vacuous: tuple[str, ...] = ()
     accuracy: dict[str, float] = field(default_factory=dict)
     kept: Kept | None = None
+    unmeasured: str = ""
 
     @property
     def worst(self) -> Error:

@@ -83,12 +83,12 @@ class Task:
     """All that the training loop moves.
 
     Args:
-        subject: the network as training begins.
+        subject: the network as training begins; images: what it is trained on.
         recipe: what to do.
         engine: Accelerate's view of the machine.
     """
 
-    def __init__(self, subject: Subject, recipe: Recipe, engine: Accelerator) -> None:
+    def __init__(self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator) -> None:
         train = recipe.train
         self.recipe, self.engine = recipe, engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
@@ -96,12 +96,11 @@ class Task:
         if (recipe.data.augment.mixup or recipe.data.augment.cutmix) and micro % 2:
             raise OptionError(f"mixup needs an even number of images per process, not {micro}")
         record = subject.preprocessing(recipe.data.input_size)
-        labelled = recipe.distill is None or recipe.distill.weight < 1
-        self.images = TrainingImages(record, recipe.data, train.seed, labelled=labelled)
+        self.images = images
         self.per_epoch = self.images.updates_per_epoch
         self.updates = max(round(train.epochs * self.per_epoch), 1)
         self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
-        self.classes: int | None = getattr(subject.module, "num_classes", None) if labelled else None
+        self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = copy.deepcopy(subject.module).to(engine.device).to(memory_format=self.layout)

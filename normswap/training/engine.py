@@ -25,14 +25,9 @@ from normswap.training.assembly import Task
 from normswap.training.progress_records import FIRST_FAILED, GONE, Result, TrainingProgress, decline
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
-from normswap.training.subject import prepare
-from normswap.training.training_images import image_notes, key
+from normswap.training.subject import begin, converted
+from normswap.training.training_images import UNMEASURED, image_notes, key
 from normswap.training.validating import measure, precise, score
-
-_UNMEASURED = (
-    "there are no validation images: top-1 is not measured, and best/ is the network with the lowest training loss. "
-    "Give data.validation=PATH, or data.root=PATH that holds train and val"
-)
 
 
 def finetune(
@@ -75,13 +70,17 @@ def finetune(
 
     before = torch.get_rng_state()
     try:
-        subject = prepare(model, recipe, log)
-        task = Task(subject, recipe, engine)
-        for note in filter(None, [assumption(subject.module), *image_notes(recipe.data, task.images, task.validation)]):
+        subject = begin(model, recipe)
+        images = subject.images(recipe)  # what is wrong with them is said before anything is converted for them
+        folder = Folder(Path(out), identify(subject.given, recipe, images.digest))
+        if resume is None and engine.num_processes == 1 and not launching.restarted():  # others would wait for it
+            folder.check_new()
+        subject = converted(subject, recipe, log)
+        task = Task(subject, images, recipe, engine)
+        for note in filter(None, [assumption(subject.module), *image_notes(recipe.data, images, task.validation)]):
             remark(note)
         if task.validation is None:
-            log(_UNMEASURED)
-        folder = Folder(Path(out), identify(subject.given, recipe, task.images.digest))
+            log(UNMEASURED)
         run = TrainingRun(task, folder, subject.blank(), progress if engine.is_main_process else None, log)
         run.open(resume)
         with stopping.on_request() as stop:

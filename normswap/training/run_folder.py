@@ -78,11 +78,11 @@ class Folder:
         self.place, self.identity = place, dict(identity)
         self.best, self.last, self.state = place / "best", place / "last", place / "state" / "run.pt"
 
-    def begin(self, recipe: Recipe) -> None:
-        """Make the folder.
+    def check_new(self) -> None:
+        """See, before any work, that a run can begin here.
 
         Raises:
-            OutputError: it cannot be made, or holds something else.
+            OutputError: the folder holds a run, or something else.
         """
         if self.state.is_file():
             raise OutputError(
@@ -90,6 +90,14 @@ class Folder:
             )
         if self.place.is_file() or (self.place.is_dir() and set(self._names()) - {"recipe.yaml", "state"}):
             raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another folder")
+
+    def begin(self, recipe: Recipe) -> None:
+        """Make the folder.
+
+        Raises:
+            OutputError: it cannot be made, or holds something else.
+        """
+        self.check_new()
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

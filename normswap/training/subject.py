@@ -20,7 +20,7 @@ from normswap.storage import checkpoint
 from normswap.surgery import conversion, reverification, unfolding
 from normswap.surgery.network import Network
 from normswap.training.recipe import Distill, Recipe
-from normswap.training.training_images import drawn_by, places
+from normswap.training.training_images import TrainingImages, drawn_by, places
 
 _FOLDED = (
     "a folded network fine-tunes badly (arXiv:2305.11624): its weights have absorbed the norms' scales. "
@@ -63,6 +63,16 @@ class Subject:
             config["input_size"] = (config["input_size"][0], side, side)
         return config
 
+    def images(self, recipe: Recipe) -> TrainingImages:
+        """Find the training images of the recipe, as the network wants them.
+
+        Raises:
+            SourceError, OptionError: as `TrainingImages`.
+        """
+        labelled = recipe.distill is None or recipe.distill.weight < 1
+        record = self.preprocessing(recipe.data.input_size)
+        return TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
+
     def teacher(self, part: Distill) -> nn.Module:
         """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
 
@@ -84,25 +94,33 @@ class Subject:
         return source
 
 
-def prepare(model: nn.Module | None, recipe: Recipe, say: Callable[[str], None]) -> Subject:
-    """Open the recipe's network if none is given, and convert it if the recipe says so; `model` is not changed.
+def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
+    """Open the recipe's network if none is given.
+
+    Raises:
+        NormswapError: whatever opening raises; OptionError: there is no network.
+    """
+    model = _opened(recipe) if model is None else model
+    return Subject(Network.of(model), model)
+
+
+def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
+    """Convert the network if the recipe says so; it is not changed itself.
 
     Args:
         say: called with what the user should know.
 
     Raises:
-        NormswapError: whatever opening and converting raise; OptionError: there is no network.
+        NormswapError: whatever converting raises.
     """
-    model = _opened(recipe) if model is None else model
-    network = Network.of(model)
+    network, model = subject.network, subject.given
     if recipe.convert is not None:
-        places(recipe.data)  # that none are named is said before anything is converted
         say(f"converting to {recipe.convert.to}")
         images = _calibration_images(model, recipe) if recipe.convert.calibrate else None
-        converted = conversion.convert(network, recipe.convert.to, calibrate=images, **recipe.convert.options)
-        for note in converted.notes:
+        done = conversion.convert(network, recipe.convert.to, calibrate=images, **recipe.convert.options)
+        for note in done.notes:
             say(note)
-        network = converted.network
+        network = done.network
     steps = network.provenance.plan.steps
     if steps and steps[-1].scheme == "folded":
         say(_FOLDED)

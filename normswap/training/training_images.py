@@ -30,6 +30,10 @@ from normswap.training.augmenting import transform
 from normswap.training.recipe import Data as DataPart
 
 Example = tuple[Tensor, int]
+UNMEASURED = (
+    "there are no validation images: top-1 is not measured, and best/ is the network with the lowest training loss. "
+    "Give data.validation=PATH, or data.root=PATH that holds train and val"
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class TrainingImages:
     """
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
-        self.place, self.data, self.seed = places(data)[0], data, seed
+        self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
         images = open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
         if isinstance(images, IterableDataset):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")

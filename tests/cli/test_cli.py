@@ -315,6 +315,14 @@ def test_default_output_is_named_after_the_source(
     assert last_part(source) == name
 
 
+def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> None:
+    assert main(["convert", MODEL, "--to", "groupnorm", "--calibrate", IMAGES, "--samples", "2", "-o", "out"]) == 0
+    out = capfd.readouterr().out
+    assert "not known: too few calibration images" in out
+    assert "give --calibrate" not in out
+    assert "was not measured: too few calibration images" in (here / "out" / "README.md").read_text()
+
+
 # --- verify and evaluate ----------------------------------------------------------------------------------------------
 
 
@@ -332,6 +340,22 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
     folded, other = str(converted / "folded"), str(converted / "skipinit")
     assert main(["verify", folded, "--against", other]) == 0
     assert capfd.readouterr().out.rstrip().endswith("passed")
+
+
+def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
+    file, shape = demo_files.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
+    shaped = [word for name, value in {**shape, "stem_width": 16}.items() for word in ("--arch-arg", f"{name}={value}")]
+    how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
+    assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)["passed"]
+    random = ("--against", "resnet18", *shaped, "--num-classes", "10", "--weights", "random")
+    assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
+
+
+def test_verify_says_what_to_do_without_the_source(here: Path, capfd: Capture) -> None:
+    shutil.copytree(demo_files.FOLDER, here / "source")
+    assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
+    shutil.rmtree(here / "source")
+    refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
 def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from commands import Capture, refused
 from PIL import Image
 
+from normswap import demo_files
 from normswap.plan import VERSION
 
 CONVERT = ("convert", "demo", "--to", "skipinit", "-o", "out")
@@ -59,6 +61,11 @@ def empty(here: Path) -> None:
 
 FIT = ("convert", "demo", "--to", "groupnorm", "-o", "out", "--calibrate")
 TRAIN = ("finetune", "demo", "-o", "run", "--recipe")
+
+
+def network(here: Path) -> None:
+    """Lay a converted network."""
+    shutil.copytree(demo_files.FOLDER, here / "net", ignore=shutil.ignore_patterns("images*"))
 
 
 # what is wrong; what is laid there; the arguments; what the line says
@@ -126,6 +133,13 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("decay above one", None, ("decay", "demo", "--layer-decay", "2"), ("--layer-decay 2",)),
     ("average of nothing", None, ("doctor", "demo", "--beside", "nope"), ("--beside nope", "no such file")),
     ("no such name on the hub", empty, ("push", "empty", "x"), ("owner/name",)),
+    ("a report into a network", network, ("report", "net", "-o", "net/r.html"), ("lies in", "place beside it")),
+    ("a classifier of one class", images(a="RGB"), ("evaluate", "demo", "--data", "images"), ("has 1 class (a)",)),
+    ("nothing to train on", empty, (*TRAIN, "finetune_imagenet_skipinit", "--data", "empty"), ("empty is not a",)),
+    ("a run into a folder of something", text("run", b""),
+     (*TRAIN, "finetune_imagenet_skipinit", "--data", "demo"), ("run exists",)),
+    ("options of no source", None, ("verify", "demo", "--weights", "random", "--arch", "x"),
+     ("--weights and --arch without --against",)),
     ("unknown command", None, ("inspct", "demo"), ("Did you mean",)),
 ]  # fmt: skip
 

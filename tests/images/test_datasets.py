@@ -181,8 +181,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "empty image": (lambda f: _spoilt(f, 0), ["bee/2.png cannot be read"]),
     "cut image": (lambda f: _spoilt(f, 400), ["bee/2.png cannot be read"]),
     "cut image in tar": (lambda f: pack(_spoilt(f, 400), "i.tar"), ["bee/2.png cannot be read"]),
-    "one class": (lambda f: f / "ant", ["has 1 classes", "the network has 3"]),
-    "no class folders": (_flat, ["has 1 classes (no class folders)"]),
+    "one class": (lambda f: f / "ant", ["has no class folders", "the network has 3"]),
+    "no class folders": (_flat, ["has no class folders"]),
     "no torch data": (lambda f: f"torch/cifar10:{f}", ["cannot be opened"]),
     "no such torch data": (lambda f: f"torch/cifar11:{f}", ["cannot be opened", "cifar11"]),
 }

@@ -127,7 +127,7 @@ def test_a_conversion_shows_its_report_first() -> None:
 def test_an_output_inside_a_network_is_refused(tmp_path: Path) -> None:
     done = normswap.convert(network(), "folded", size=SIZE)
     place = normswap.save(done, tmp_path / "out")
-    with pytest.raises(OutputError, match=r"lies in .*out: that is the directory of another network"):
+    with pytest.raises(OutputError, match=r"lies in .*out: that is the directory of a network"):
         normswap.save(done, place / "inner" / "deeper")
     assert not (place / "inner").exists()
 

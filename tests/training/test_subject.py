@@ -17,7 +17,7 @@ from normswap.graph import inspection
 from normswap.surgery.network import Network
 from normswap.training.optimizing import Optim, optimizer
 from normswap.training.recipe import Distill
-from normswap.training.subject import classifier, prepare
+from normswap.training.subject import begin, classifier, converted
 
 
 class HeadFirst(nn.Module):
@@ -59,7 +59,7 @@ def test_one_forward_of_it_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path
         return inspect(model, inputs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(inspection, "inspect", counted)
-    subject = prepare(HeadFirst().eval(), recipe(tmp_path), lambda text: None)
+    subject = begin(HeadFirst().eval(), recipe(tmp_path))
     assert classifier(subject.network) == "head"
     groups = optimizer(copy.deepcopy(subject.module), Optim(weight_decay=0.1), subject.network).param_groups
     assert recorded == [subject.module]
@@ -67,7 +67,7 @@ def test_one_forward_of_it_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_what_is_saved_says_whose_class_it_is(tmp_path: Path) -> None:
-    subject = prepare(HeadFirst().eval(), recipe(tmp_path), lambda text: None)
+    subject = begin(HeadFirst().eval(), recipe(tmp_path))
     record = provenance.of(subject.blank())
     assert record is not None
     assert record.source == "HeadFirst"
@@ -75,7 +75,7 @@ def test_what_is_saved_says_whose_class_it_is(tmp_path: Path) -> None:
 
 def test_an_unconverted_network_learns_from_a_copy_of_itself(tmp_path: Path) -> None:
     model = network()
-    subject = prepare(model, recipe(tmp_path), lambda text: None)
+    subject = begin(model, recipe(tmp_path))
     teacher = subject.teacher(Distill())
     assert teacher is not model
     x = torch.randn(2, 3, 32, 32)
@@ -85,8 +85,8 @@ def test_an_unconverted_network_learns_from_a_copy_of_itself(tmp_path: Path) -> 
 
 def test_what_the_recipe_converts_learns_from_what_it_was(tmp_path: Path) -> None:
     said: list[str] = []
-    (tmp_path / "train").mkdir()
-    subject = prepare(network(), recipe(tmp_path, convert={"to": "skipinit", "options": {"alpha": 0}}), said.append)
+    asked = recipe(tmp_path, convert={"to": "skipinit", "options": {"alpha": 0}})
+    subject = converted(begin(network(), asked), asked, said.append)
     assert said[0] == "converting to skipinit"
     assert any(isinstance(module, nn.BatchNorm2d) for module in subject.teacher(Distill()).modules())
     assert not any(isinstance(module, nn.BatchNorm2d) for module in subject.module.modules())
@@ -94,5 +94,6 @@ def test_what_the_recipe_converts_learns_from_what_it_was(tmp_path: Path) -> Non
 
 def test_that_a_folded_network_trains_badly_is_said(tmp_path: Path) -> None:
     said: list[str] = []
-    prepare(network("folded"), recipe(tmp_path), said.append)
+    asked = recipe(tmp_path)
+    converted(begin(network("folded"), asked), asked, said.append)
     assert "fine-tunes badly" in said[0]

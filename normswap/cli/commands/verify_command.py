@@ -11,14 +11,16 @@ import typer
 from normswap.cli import file_table, progress
 from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json, Stated, Trust, exported_file, open_model
+from normswap.cli.options import ImageOpening, Images, Json, exported_file, open_model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof, verdict
 from normswap.cli.tables import facts, line, small
-from normswap.errors import OptionError
+from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from torch import nn
+
     from normswap.exporting.exported_file import ExportedFile
 
 ORDER = 30
@@ -40,8 +42,7 @@ def run(
         str | None, typer.Option(metavar="MODEL", help="Compare with this network [default: the recorded source].")
     ] = None,
     images: Images,
-    stated: Stated,
-    trust_factory: Trust = False,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Compare a converted network or exported file with its source.
@@ -52,10 +53,12 @@ def run(
     of source and result in percent, agreement and count). Of a file: directory, against, passed and figures (as in
     `export`).
     """
+    if against is None and (stray := opening.asked()):
+        raise OptionError(f"{' and '.join(stray)} without --against", "it says how that MODEL is opened")
     with progress.working(f"loading {directory}"):
         file = exported_file(str(directory))
     if file is not None:
-        body = _of_file(file, against, images, stated, trust_factory=trust_factory)
+        body = _of_file(file, against, images, opening)
         show(body, json, _print_file)
         return 0 if body["passed"] else 1
     with progress.working(f"loading {directory}"):
@@ -67,14 +70,15 @@ def run(
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), images.device)
+        result = devices.place(checkpoint.load(directory, trust_factory=opening.trust_factory), images.device)
     name = against or reverification.recorded(result, directory)
-    source = devices.place(open_model(name, **({} if against else reverification.how(result))), images.device)
+    opened = opening.open(name) if against else _recorded(name, reverification.how(result))
+    source = devices.place(opened, images.device)
     with progress.working("comparing"):
         report = reverification.again(Network(source), result)
     data = None
     if images.data is not None:
-        loader = images.loader(stated.state(result))
+        loader = images.loader(opening.state(result))
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(source, result, loader, advance)
     unchanged = None if against else reverification.unchanged(source, result)
@@ -84,7 +88,16 @@ def run(
     return 0 if report.passed else 1
 
 
-def _of_file(file: ExportedFile, against: str | None, images: Images, stated: Stated, *, trust_factory: bool) -> Body:
+def _recorded(name: str, how: Body) -> nn.Module:
+    """The source that a directory names, opened as it was then."""
+    try:
+        return open_model(name, **how)
+    except SourceError as error:
+        remedy = "Name the source where it is now, or what is to stand for it: '--against MODEL'"
+        raise SourceError(f"the source cannot be opened: {error.what}", error.why, remedy) from None
+
+
+def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
     """An exported file beside the network that it is to be."""
     from normswap.exporting import exported_file
     from normswap.models import devices
@@ -92,8 +105,7 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, stated: St
 
     if against is None:
         raise OptionError(f"{file.file} does not hold its source", remedy="Name it: '--against MODEL'")
-    opened = devices.place(open_model(against, trust_factory=trust_factory), images.device)
-    source = for_size(stated.state(opened), file.shape[1])
+    source = for_size(devices.place(opening.open(against), images.device), file.shape[1])
     loader = None if images.data is None else images.loader(source, labelled=None)
     with progress.working("comparing"):
         figures = exported_file.verify(file, source, loader)
