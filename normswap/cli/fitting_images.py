@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Fitting:
     """The images that values are fitted to."""
 
+    GROUP: ClassVar[str] = "Images to fit values to"
     calibrate: Annotated[
         str | None,
         typer.Option(

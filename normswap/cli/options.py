@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -57,6 +57,7 @@ Value = bool | int | float | str | None
 class Opening:
     """How a MODEL is opened."""
 
+    GROUP: ClassVar[str] = "How MODEL is opened"
     weights: Weights = "pretrained"
     arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="MODEL that a weights file is of.")] = None
     arch_arg: Annotated[
@@ -113,6 +114,7 @@ class Opening:
 class Stated:
     """How a network wants its images, where it does not say so itself, or says something else."""
 
+    GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
     image_mean: Annotated[
         str | None,
         typer.Option("--image-mean", "--mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
@@ -253,6 +255,7 @@ def _one(text: str) -> Value:
 class Drawn:
     """Where a picture and a table go, if anywhere."""
 
+    GROUP: ClassVar[str] = "Files to write"
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
     ] = None
@@ -285,6 +288,7 @@ class Drawn:
 class Images:
     """Labelled images, perhaps, and how to load them."""
 
+    GROUP: ClassVar[str] = "Images"
     data: Annotated[
         str | None,
         typer.Option(
