@@ -73,7 +73,10 @@ def counted(count: int, one: str, more: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """The error's message cut to one line, or its class when it has none."""
-    lines = str(error).strip().splitlines()
+    text = str(error)
+    if isinstance(error, KeyError) and "\\n" in text:  # torch adds lines of its own, and a KeyError spells them out
+        text = str(error.args[0])
+    lines = text.strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 

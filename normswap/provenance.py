@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from normswap.plan import Arch, Body, Plan, Step
+from normswap.plan import AbsorbMode, Arch, Body, Plan, Step
 
 _KEY = "_normswap_provenance"
 
@@ -40,9 +40,25 @@ class Provenance:
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:
-        """Where norms stood before the network was converted, in the order of the record."""
+        """Where norms stood before the network was converted, in the order of the record.
+
+        Those of branches that were merged are left out: nothing in the network has their statistics any more.
+        """
         suffix = ".running_mean"
-        return tuple(name.removesuffix(suffix) for name in self.norms if name.endswith(suffix))
+        paths = (name.removesuffix(suffix) for name in self.norms if name.endswith(suffix))
+        return tuple(path for path in paths if path not in self.merged_paths)
+
+    @functools.cached_property
+    def merged_paths(self) -> frozenset[str]:
+        """The modules that were merged with branches beside them, and what these had absorbed before."""
+        edits = [edit for step in self.plan.steps for edit in step.edits]
+        merged = {
+            path
+            for edit in edits
+            if any(absorption.way is AbsorbMode.SUM for absorption in edit.takes)
+            for path in (edit.path, *edit.reads)
+        }
+        return frozenset(merged | {read for edit in edits if edit.path in merged for read in edit.reads})
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
         """The record one step later.

@@ -20,6 +20,7 @@ _BLOCKED = {
     "pt2 in int8": [*_OURS, "onnx", "onnxruntime", "torchao"],
     "torchscript": [*_OURS, "onnx", "onnxruntime"],
     "executorch": [*_OURS, "onnx", "onnxruntime"],
+    "litert": [*_OURS, "torch", "onnx", "onnxruntime", "litert_torch", "jax"],
     "ncnn": [*_OURS, "torch", "onnx", "onnxruntime", "pnnx"],
     "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
 }
@@ -39,6 +40,8 @@ _RUN = {
     "executorch": "import torch\nfrom executorch.runtime import Runtime\n"
     "m = Runtime.get().load_program(file).load_method('forward')\n"
     "run = lambda x: m.execute([torch.from_numpy(x)])[0].numpy().copy()",
+    "litert": "from ai_edge_litert.interpreter import Interpreter\n"
+    "m = Interpreter(file, num_threads=1).get_signature_runner()\nrun = lambda x: m(images=x)['{output}']",
     "ncnn": "import ncnn\nnet = ncnn.Net()\n"
     "net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False\n"
     "assert net.load_param(file) == 0 and net.load_model(file[:-6] + '.bin') == 0\n"

@@ -21,7 +21,7 @@ SKIPS = {
     r"chromium is not installed": "a browser is no Python package",
     r"only Linux says|reads /proc": "/proc is Linux's",
     r"OpenVINO takes no more threads than there are cores": "a machine with one core",
-    r"could not import '(einops|executorch|ncnn|pnnx|flwr|monai|open_clip|ultralytics)'": "not in the test extra",
+    r"not import .(einops|executorch|litert_torch|ncnn|pnnx|flwr|monai|open_clip|ultralytics)": "in another extra",
     r"npm is not installed|npm cannot fetch onnxruntime-web": "a browser's runtime is no Python package",
     r"this torch has no devices in Python": "they came with torch 2.13",
     r"ultralytics.* is not installed": "AGPL, and in no extra",

@@ -71,7 +71,7 @@ class Runtime:
 
     Args:
         opens: the kinds of file it takes, the preferred one first: `directory` (that `checkpoint.save` wrote), `onnx`,
-            `openvino`, `pt2`, `torchscript`, `ncnn` or `executorch`.
+            `openvino`, `pt2`, `torchscript`, `ncnn`, `executorch` or `litert`.
         start: opens a file of such a kind.
         needs: packages beyond torch.
         modes: the words that may follow the name after a colon.
@@ -269,6 +269,19 @@ def _executorch(file: Path, kind: str, mode: str, settings: Settings, images: np
     return Session(forward, run, lambda: outputs[0].float().numpy().copy())
 
 
+def _litert(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
+    """Open it in LiteRT, whose files take one image at a time."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    if len(images) != 1:
+        raise OptionError("a LiteRT file takes one image at a time", remedy="Time it with a batch of 1")
+    engine = Interpreter(str(file), num_threads=settings.threads)
+    engine.allocate_tensors()
+    engine.set_tensor(engine.get_input_details()[0]["index"], images)
+    answer = engine.get_output_details()[0]["index"]
+    return Session(engine, engine.invoke, lambda: engine.get_tensor(answer).astype(np.float32))
+
+
 _MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's; the latter two use CUDA graphs
 RUNTIMES = {
     "eager": Runtime(("directory", "pt2"), _torch(lambda model, mode: model)),
@@ -279,4 +292,5 @@ RUNTIMES = {
     "openvino": Runtime(("openvino", "onnx"), _openvino, needs=("openvino",), devices=("cpu",)),
     "executorch": Runtime(("executorch",), _executorch, needs=("executorch",), devices=("cpu",)),
     "ncnn": Runtime(("ncnn",), _ncnn, needs=("ncnn",), devices=("cpu",)),
+    "litert": Runtime(("litert",), _litert, needs=("ai_edge_litert",), devices=("cpu",)),
 }

@@ -83,6 +83,7 @@ _FORMATS = {
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
     "ncnn": _Row("ncnn_file", (".param",), extra="ncnn"),
     "executorch": _Row("executorch_file", (".pte",), extra="executorch"),
+    "litert": _Row("litert_file", (".tflite",), extra="litert"),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
 }
 _ENDINGS = {ending: name for name, row in reversed(_FORMATS.items()) for ending in row.endings}  # the first has it

@@ -36,7 +36,7 @@ __all__ = [
 # files that run by themselves, by the endings of their names
 EXPORTED = {
     ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript",
-    ".param": "ncnn", ".pte": "executorch",
+    ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
 }  # fmt: skip
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 

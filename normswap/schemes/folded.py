@@ -4,7 +4,8 @@ W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s. Befo
 |s| moves on into the next convolutions and a shift per channel stays; elsewhere a scale and shift stay. Nothing is
 lost but the statistics, which the checkpoint keeps beside the weights (`--to unfold` brings them back).
 Of LayerNorms the standardization stays; gamma and beta go into the linear layers that read it, where that is exact; a
-LayerScale goes into the linear layer that it follows.
+LayerScale goes into the linear layer that it follows. Parallel branches whose sum one convolution computes become that
+convolution (`steps/merged_branches.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy) -> PlanBuilder:
-    """Plan the canonical form."""
+def plan(anatomy: Anatomy, *, branches: str) -> PlanBuilder:
+    """Plan the canonical form; a step after this one merges the `branches`."""
     builder = fold_norms(anatomy)
     norm_affine.move(builder)
     layer_scale.move(builder)

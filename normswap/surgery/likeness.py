@@ -103,10 +103,10 @@ def _built(network: Network, like: str) -> nn.Module:
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
-    theirs, ours = (_classes(seen) for seen in (Network(module, size=network.input_size).anatomy, network.anatomy))
-    if theirs == ours or not (theirs and ours):
+    target, source = (_classes(seen) for seen in (Network(module, size=network.input_size).anatomy, network.anatomy))
+    if target == source or not (target and source):
         return module
-    return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=ours)
+    return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=source)
 
 
 def _classes(seen: Anatomy) -> int | None:
@@ -144,17 +144,17 @@ def _fill(network: Network, skeleton: Network) -> _Filled:
     return _Filled(module, shifts)
 
 
-def _pairs(ours: Anatomy, theirs: Anatomy) -> dict[str, Any]:
+def _pairs(source: Anatomy, target: Anatomy) -> dict[str, Any]:
     """The network's linear layers by the paths that they have in the architecture."""
-    mine, wanted = _linears(ours), _linears(theirs)
+    mine, wanted = _linears(source), _linears(target)
     if all(path in mine and _shape(mine[path]) == _shape(layer) for path, layer in wanted.items()):
         return {path: mine[path] for path in wanted}
     if len(mine) != len(wanted):
         why = f"it has {len(wanted)} linear layers, and the network {len(mine)}"
         raise RefusedError(_ANOTHER, why)
-    for (path, layer), (here, own) in zip(wanted.items(), mine.items(), strict=True):
-        if _shape(layer) != _shape(own):
-            why = f"{path} has a weight of {_shape(layer)}, and {here} one of {_shape(own)}"
+    for (path, layer), (here, layer_here) in zip(wanted.items(), mine.items(), strict=True):
+        if _shape(layer) != _shape(layer_here):
+            why = f"{path} has a weight of {_shape(layer)}, and {here} one of {_shape(layer_here)}"
             raise RefusedError(_ANOTHER, why)
     return dict(zip(wanted, mine.values(), strict=True))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from timm.models.nfnet import NormFreeBlock
 
 from normswap import schemes
+from normswap.folding import branches
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
 from normswap.schemes import Chosen, Options
@@ -42,6 +44,8 @@ def steps(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> lis
         return _with_purpose([adding, *([target] if target.options["ghost_batch"] else [])], purpose)
     there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
     way = [schemes.chosen(name, part) for name in before] + ([] if there else [target])
+    if to == "folded" and target.options["branches"] == "merge" and branches.find(PlanBuilder(anatomy)):
+        way.append(schemes.chosen("merged-branches", part))
     return _with_purpose(way, purpose)
 
 

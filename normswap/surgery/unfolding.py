@@ -42,6 +42,12 @@ def unfold(network: Network) -> Network:
     record = network.provenance
     if not record.plan.steps:
         raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
+    if record.merged_paths:
+        raise RefusedError(
+            "cannot unfold",
+            "branches were merged into one convolution, which does not say what each of them was",
+            f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`",
+        )
     source = _skeleton(network)
     canonical = _canonical(network)
     state, tensors = source.module.state_dict(), _tensors(canonical)

@@ -175,6 +175,7 @@ def pictures() -> Tensor:
     return torch.cat([x for x, _ in loader])[:100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "least"), [("groupnorm", [0.7, 0.9]), ("nf", [0.2])])
 def test_a_trained_network_fitted_to_them_is_near_its_source(
     to: str, least: list[float], pictures: Tensor, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ import timm
 import torch
 from alone import run_alone
 from commands import as_documented
-from crossed import sampled
+from crossed import quick, sampled
 from lived import distance, lived_in, run
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from safetensors.torch import load_file
@@ -37,7 +37,8 @@ from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 
-FORMATS = [name for name in formats.names() if name not in ("ncnn", "executorch")]  # they have tests of their own
+OTHERS = ("executorch", "litert", "ncnn")  # they have tests of their own
+FORMATS = [name for name in formats.names() if name not in OTHERS]
 ENDINGS = {
     "onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",
     "safetensors": "safetensors",
@@ -255,7 +256,7 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
     {}, {"normalize": True}, {"dtype": "bf16"}, {"dtype": "int8"},
     {"dtype": "int8", "int8": normswap.Int8Settings(per_channel=False)},
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["resnet10t", "resnetv2_18"])
+@pytest.mark.parametrize("name", quick(["resnet10t", "resnetv2_18"], ["resnet10t"]))
 def test_a_network_is_recorded_once(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from alone import run_alone
 from commands import environment
+from crossed import quick
 from lived import distance
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from timm.layers import Conv2dSame
@@ -99,7 +100,7 @@ def largest(file: Path) -> set[int]:
     return {int(abs(values.astype(int)).max()) for values in found}
 
 
-@pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
+@pytest.mark.parametrize("ending", quick(["onnx", "xml", "pt2"], ["onnx"]))
 @pytest.mark.parametrize(("bits", "levels"), [(7, {63, 64}), (8, {127})])
 def test_weights_have_the_bits_that_are_asked_for(ending: str, bits: int, levels: set[int], tmp_path: Path) -> None:
     done = made(tmp_path / f"net.{ending}", weight_bits=bits)
@@ -123,7 +124,7 @@ def held(file: Path) -> dict[str, Tensor]:
     return {name: value for name, value in pt2.load(file).state_dict.items() if value.ndim > 1}
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", quick([1, 7, 64], [7]))
 def test_a_small_network_in_pt2(batch: int, once: Path) -> None:
     """The file, run by torch alone in a process without torchao, against the network in float64."""
     x = pictures(64, 2)
@@ -258,6 +259,7 @@ def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_torchao_says_nothing(tmp_path: Path) -> None:
     """It logs and warns as it is imported, which is when it is needed."""
     program = "import sys, test_int8 as t; from pathlib import Path\nassert 'torchao' not in sys.modules\n"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo_networks
+from crossed import quick
 from torch import Tensor, nn
 
 from normswap import demo_files
@@ -41,7 +42,7 @@ def top1(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
 @pytest.mark.parametrize(
     ("to", "poor", "good"),
     [
-        ("groupnorm", {"steady": 0}, {"steady": 0.75}),
+        pytest.param("groupnorm", {"steady": 0}, {"steady": 0.75}, marks=pytest.mark.slow),
         pytest.param("centered-weightnorm", {"depthwise": "fit"}, {}, marks=pytest.mark.slow),
     ],
 )
@@ -66,7 +67,7 @@ def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tupl
     assert told.right == pytest.approx(better, abs=0.05)  # of some hundred labels, a standard error of 0.02
 
 
-@pytest.mark.parametrize("to", ["groupnorm", "layernorm"])
+@pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
 def test_most_of_a_groups_variance_is_constants_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
     """Without images that keeps more than half of constants does (kinds.md)."""
     model = zoo_networks.trained("depthwise")

@@ -176,12 +176,12 @@ def measured_again(network: Network) -> None:
     reverification.again(network, normswap.convert(network, "folded").model)
 
 
-X = torch.randn(64, *SIZE)
+X = torch.randn(16, *SIZE)
 WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "an exact step": lambda net, _: normswap.convert(net, "skipinit", size=SIZE),
     "an approximate one, of images": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=[X]),
     "of none": lambda net, _: normswap.convert(net, "dyt", size=SIZE),
-    "of noise": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=made_images.Noise(64)),
+    "of noise": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=made_images.Noise(16)),
     "several steps": lambda net, _: normswap.convert(net, "skipinit", size=SIZE, purpose="opacus"),
     "several, of images": lambda net, _: normswap.convert(
         normswap.convert(net, "groupnorm", size=SIZE), "nf", mean="fit", size=SIZE, calibrate=[X]

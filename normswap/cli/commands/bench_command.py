@@ -51,7 +51,8 @@ class Setting:
     runtime: Annotated[
         str,
         typer.Option(
-            metavar="NAME,...", help="Also fuse, torchscript, ncnn, executorch, compile:reduce-overhead|max-autotune."
+            metavar="NAME,...",
+            help="Also fuse, torchscript, ncnn, executorch, litert, compile:reduce-overhead|max-autotune.",
         ),
     ] = "eager,compile,onnxruntime,openvino"
     device: Annotated[str, typer.Option(metavar="cpu|cuda|mps")] = "cpu"

@@ -139,6 +139,9 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "dyt": (_BEND,),
     "fixup": (Option("init", str, "keep", "`keep` the weights, or `fixup`, the paper's reset",
                      choices=("keep", "fixup")),),
+    "folded": (Option("branches", str, "merge", "`merge` branches whose sum one convolution computes (RepVGG, "
+                      "MobileOne, RepViT, FastViT), or `keep` them, so that `unfold` finds the way back",
+                      choices=("merge", "keep")),),
     "groupnorm": (_GROUPS, _GROUP_SIZE, _STEADY),
     "layernorm": (_STEADY,),
     "nf": _FILTER_MEANS,

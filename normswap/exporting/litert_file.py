@@ -1,0 +1,194 @@
+"""LiteRT: a .tflite file for phones and boards, which litert-torch makes of a network, once called TensorFlow Lite.
+
+Its convolutions want channels last: the first operator turns the images round. The metadata are one entry of the
+file's own, called `normswap`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normswap.errors import RefusedError, VerificationError, first_line, spelled
+from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.formats import Runs, reason
+from normswap.exporting.signature import Signature, alone
+from normswap.models.weight_files import quiet
+
+if TYPE_CHECKING:
+    from ai_edge_litert.schema_py_generated import BufferT, ModelT
+    from flatbuffers import Builder
+
+NAME = "litert"
+NEEDS = ("litert_torch", "ai_edge_litert")
+GRAPH = True
+PARTS = ()
+NOTES: Mapping[str, str] = {
+    "fp16": "weights only: LiteRT computes in what the device is fast in, and here it was checked in fp32"
+}
+_METADATA = "normswap"
+_ALIGNED = 16  # bytes, as the schema asks of every buffer; the writer in Python leaves that out
+
+
+def write(contents: FileContents, file: Path) -> None:
+    """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
+    network = contents.network
+    if network.stored == torch.bfloat16:
+        raise RefusedError("LiteRT is not written in bf16", remedy="Its files are fp32 or fp16")
+    if contents.dynamic:  # XNNPACK takes a network with a transposed convolution for one number only
+        raise RefusedError(
+            "a LiteRT file takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
+        )
+    if any(tensor.dtype != torch.float32 for tensor in contents.example):
+        raise RefusedError("a LiteRT file takes floating-point inputs", remedy="Try onnx")
+    half = network.dtype == torch.float16
+    if half:
+        network = network.around(network.network.float())
+    content = converted(replace(contents, network=network))
+    if half:
+        content = _halved(content)
+    file.write_bytes(_named(content, network.signature, contents.metadata))
+
+
+def converted(contents: FileContents) -> bytes:
+    """The file that litert-torch makes of a network in float32.
+
+    Raises:
+        RefusedError: it cannot read the network.
+    """
+    try:
+        with _unheard(), torch.no_grad():
+            import litert_torch
+
+            made = litert_torch.convert(as_convolutions(contents.network), contents.example)
+            return bytes(made.model_content())
+    except Exception as error:  # whatever it and torch meet on their way
+        raise RefusedError("LiteRT cannot express the network", reason(error)) from None
+
+
+def _halved(content: bytes) -> bytes:
+    """The same with the weights of convolutions and products in fp16; a cast to fp32 follows each."""
+    with _unheard():
+        from ai_edge_quantizer import qtyping, quantizer
+
+        weights = qtyping.TensorQuantizationConfig(num_bits=16, dtype=qtyping.TensorDataType.FLOAT)
+        how = qtyping.OpQuantizationConfig(
+            weight_tensor_config=weights, compute_precision=qtyping.ComputePrecision.FLOAT, explicit_dequantize=True
+        )
+        halving = quantizer.Quantizer(bytearray(content))
+        for kind in ("CONV_2D", "DEPTHWISE_CONV_2D", "CONV_2D_TRANSPOSE", "FULLY_CONNECTED"):
+            halving.update_quantization_recipe(".*", qtyping.TFLOperationName[kind], how, algorithm_key="float_casting")
+        return bytes(halving.quantize().quantized_model)
+
+
+def _named(content: bytes, signature: Signature, metadata: Mapping[str, str]) -> bytes:
+    """The same file, whose inputs and outputs have the signature's names and order, with the metadata."""
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    model = schema.ModelT.InitFromPackedBuf(bytearray(content))
+    graph, called = model.subgraphs[0], model.signatureDefs[0]
+    for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
+        maps.sort(key=lambda one: int(one.name.rpartition(b"_")[2]))  # args_0, args_1 ...
+        for one, name in zip(maps, names, strict=True):
+            one.name = graph.tensors[one.tensorIndex].name = name
+    graph.inputs = [one.tensorIndex for one in called.inputs]
+    graph.outputs = [one.tensorIndex for one in called.outputs]
+    noted = schema.MetadataT(name=_METADATA, buffer=len(model.buffers))
+    model.metadata = [*(model.metadata or []), noted]
+    text = json.dumps(dict(metadata)).encode()
+    model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
+    for buffer in model.buffers:
+        if buffer.offset:  # the quantizer puts large ones behind the graph
+            buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
+            buffer.offset = buffer.size = 0
+        buffer.Pack = functools.partial(_aligned, buffer)
+    builder = flatbuffers.Builder(len(content))
+    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
+    return bytes(builder.Output())
+
+
+def _aligned(buffer: BufferT, builder: Builder) -> int:
+    """Pack a buffer where the schema wants it to begin."""
+    if buffer.data is not None:
+        builder.Prep(_ALIGNED, len(buffer.data))
+    return int(type(buffer).Pack(buffer, builder))
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator."""
+    try:
+        with _unheard():
+            from ai_edge_litert.interpreter import Interpreter
+
+            engine = Interpreter(str(file), num_threads=torch.get_num_threads())
+            engine.allocate_tensors()
+    except Exception as error:  # its own exceptions derive from nothing else
+        raise VerificationError("LiteRT cannot run it", first_line(error)) from None
+    inputs, outputs = (
+        [one["index"] for one in ends] for ends in (engine.get_input_details(), engine.get_output_details())
+    )
+
+    def runs(*tensors: Tensor) -> object:
+        for place, x in zip(inputs, tensors, strict=True):
+            engine.set_tensor(place, x.numpy())
+        engine.invoke()
+        return alone(torch.from_numpy(engine.get_tensor(place)) for place in outputs)
+
+    return runs
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    kinds = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
+    model = _model(file)
+    called = [
+        one.customCode.decode() if one.customCode else kinds[max(one.builtinCode, one.deprecatedBuiltinCode)]
+        for one in model.operatorCodes
+    ]
+    return dict(Counter(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators).most_common())
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    model = _model(file)
+    noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
+    return dict(json.loads(bytes(next(noted, b"{}"))))
+
+
+def _model(file: Path) -> ModelT:
+    """A file, as records of LiteRT's schema."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    content = file.read_bytes()
+    if content[4:8] != b"TFL3":
+        raise ValueError("it does not begin as such files do")
+    return schema.ModelT.InitFromPackedBuf(bytearray(content))
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Keep off the terminal what LiteRT says there, by Python and by C++."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

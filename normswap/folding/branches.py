@@ -1,0 +1,208 @@
+"""Parallel branches that are summed: which of them one convolution can compute, and what that convolution is.
+
+y = conv(x) + conv'(x) + s x + t, as RepVGG (Ding et al. 2021, arXiv:2101.03697, section 3.3), MobileOne, RepViT,
+FastViT and their kin are trained, is one convolution: kernels of one centre, stride and groups are added, and a scale
+per channel is a kernel of one tap. All is read from the graph; no class is known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import cast
+
+from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.tracing import inputs, is_add
+from normswap.layers import affine, reparametrized
+from normswap.layers.merged import offsets
+from normswap.layers.own import OwnLayer
+from normswap.layers.placeholders import Vacant
+
+_SAME = ("stride", "groups", "in_channels", "out_channels")
+_FORWARDS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Summed branches that become one convolution.
+
+    Args:
+        main: the path of the convolution that stays, whose kernel has room for the others.
+        others: paths of the convolutions, and of scales and shifts, that it absorbs.
+        skips: how often the sum has the branches' input itself as a term, too.
+        after: the path of a scale and shift of the sum, which `main` absorbs as well.
+    """
+
+    main: str
+    others: tuple[str, ...]
+    skips: int = 0
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """A term of a sum: the module that makes it (none: the source itself), what that reads, what it passes through."""
+
+    path: str | None
+    source: fx.Node
+    barrier: fx.Node | None
+
+
+def find(builder: PlanBuilder) -> list[Branches]:
+    """All the sums of the network's part of which at least two terms become one convolution.
+
+    Norms count as the scales and shifts that they become, so that the answer before folding says whether there may be
+    something to merge afterwards.
+    """
+    traced = builder.anatomy.traced
+    inner: set[fx.Node] = set()
+    merges: list[Branches] = []
+    for node in reversed(traced.nodes):
+        if node in inner or not _is_sum(node):
+            continue
+        arms = [*_terms(builder, node, None, inner)]
+        for source in dict.fromkeys(arm.source for arm in arms):
+            merged = _merged(builder, [arm for arm in arms if arm.source is source])
+            if merged is not None:
+                merges.append(_with_scale_after(builder, node, merged, whole=all(arm.source is source for arm in arms)))
+    return merges[::-1]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return is_add(node) and all(arg in inputs(node) for arg in node.args[:2]) and not node.kwargs
+
+
+def _adds_nothing(node: fx.Node) -> bool:
+    """Whether it adds the number 0, which stands where a branch was."""
+    numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
+    return len(inputs(node)) == 1 and len(node.args) == 2 and numbers in ([0], [0.0]) and _adds(node)
+
+
+def _adds(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", str(node.target)).strip("_") in ("add", "iadd", "radd")
+
+
+def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]) -> Iterator[_Arm]:
+    """The terms of a sum, through sums in it that nothing else reads."""
+    traced = builder.anatomy.traced
+    for term in inputs(node):
+        behind, end = barrier, term
+        while _passes(builder, end) and len(traced.users[end]) == 1:
+            if not isinstance(traced.module(end), nn.Identity | Vacant | None):
+                behind = end  # a DropPath: a number 0 could not pass it in training
+            (end,) = inputs(end)
+        if _is_sum(end) and len(traced.users[end]) == 1:
+            inner.add(end)
+            yield from _terms(builder, end, behind, inner)
+        else:
+            yield _arm(builder, end, behind)
+
+
+def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
+    return (builder.is_identity(node) or _adds_nothing(node)) and len(inputs(node)) == 1
+
+
+def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
+    """The term that ends in a node: a convolution, with norms after it, or a scale and shift; else it is the source."""
+    traced = builder.anatomy.traced
+    node, scale = end, None
+    while len(traced.users[node]) == 1:
+        module, path = traced.module(node), str(node.target)
+        if isinstance(module, _ConvNd) and _may_join(builder, node):
+            return _Arm(path, _source(builder, node), barrier)
+        if _is_scale(module) and _may_join(builder, node):
+            scale = scale or node
+            if isinstance(module, OwnLayer):
+                break  # no norm, which folds into a convolution before it
+        elif not _passes(builder, node):
+            break
+        (node,) = inputs(node)
+    if scale is None:
+        return _Arm(None, end, barrier)
+    return _Arm(str(scale.target), _source(builder, scale), barrier)
+
+
+def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
+    (above,) = inputs(node)
+    while _passes(builder, above):
+        (above,) = inputs(above)
+    return above
+
+
+def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
+    """Whether a module is called once, and nobody but it reads its tensors."""
+    traced, path = builder.anatomy.traced, str(node.target)
+    module = traced.module(node)
+    assert module is not None
+    if traced.calls[id(module)] != [node] or not builder.anatomy.takes_part(path) or len(inputs(node)) != 1:
+        return False
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    shared = any(traced.owners[id(tensor)] > 1 for tensor in module.parameters(recurse=False))
+    return not hooks and not shared and traced.read_directly(module) is None
+
+
+def _is_scale(module: nn.Module | None) -> bool:
+    """Whether it is, or becomes by folding, s x + t per channel, and nothing more."""
+    if module is None or not affine.is_affine(module) or affine.activation(module) is not None:
+        return False
+    return affine.refusal(module) is None and (not isinstance(module, OwnLayer) or module.PER_CHANNEL)
+
+
+def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
+    """The terms of one source as one convolution, as many of them as go."""
+    modules = builder.anatomy.traced.modules
+    barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
+    arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
+    convs = [arm for arm in arms if arm.path is not None and _is_plain(modules[arm.path])]
+    first = [arm for arm in convs if not barriers or arm.barrier is barriers[0]]
+    if not first:
+        return None
+    main = max(first, key=lambda arm: len([*product(*offsets(cast(_ConvNd, modules[str(arm.path)])))]))
+    conv = cast(_ConvNd, modules[str(main.path)])
+    absorbed = [
+        str(arm.path) for arm in arms if arm.path is not None and arm is not main and _fits(conv, modules[arm.path])
+    ]
+    skips = sum(arm.path is None for arm in arms) if _fits(conv, None) else 0
+    return Branches(str(main.path), tuple(absorbed), skips) if absorbed else None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer is a convolution that pads with zeros as its numbers say."""
+    if not isinstance(module, _ConvNd) or type(module).forward not in _FORWARDS or "forward" in vars(module):
+        return False
+    plain = not reparametrized.is_reparametrized(module) and not isinstance(module.padding, str)
+    return plain and module.padding_mode == "zeros"
+
+
+def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
+    """Whether a convolution, a scale per channel, or (None) the input itself has its place in the kernel of `main`."""
+    taps = offsets(main)
+    if isinstance(other, _ConvNd):
+        alike = all(getattr(main, name) == getattr(other, name) for name in _SAME)
+        if not (_is_plain(other) and alike and type(main).forward is type(other).forward):
+            return False
+        return all(a[0] + a[-1] == b[0] + b[-1] and set(b) <= set(a) for a, b in zip(taps, offsets(other), strict=True))
+    square = main.in_channels == main.out_channels and set(main.stride) == {1}
+    centred = all(0 in side and side[0] == -side[-1] for side in taps)  # maps keep their size
+    return square and centred and (other is None or affine.channels(other) == main.out_channels)
+
+
+def _with_scale_after(builder: PlanBuilder, total: fx.Node, merged: Branches, *, whole: bool) -> Branches:
+    """The same with a scale and shift of the whole sum: x itself, as a term, is then scaled by the convolution, too."""
+    traced = builder.anatomy.traced
+    node = total
+    while len(traced.users[node]) == 1:
+        (node,) = traced.users[node]
+        module = traced.module(node)
+        if isinstance(module, OwnLayer) and _is_scale(module) and _may_join(builder, node):
+            centred = not merged.skips or _fits(cast(_ConvNd, traced.modules[merged.main]), None)
+            if whole and centred:
+                return Branches(merged.main, merged.others, merged.skips, str(node.target))
+            break
+        if not _passes(builder, node):
+            break
+    return merged

@@ -1,0 +1,45 @@
+"""Parallel branches of convolutions, and of scales per channel, that are summed become one convolution.
+
+W' = sum of W_i at their taps, b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697,
+section 3.3). It follows `folded`, which has left convolutions, scales and shifts.
+"""
+
+from __future__ import annotations
+
+from normswap.folding import branches
+from normswap.folding.branches import Branches
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.inspection import Anatomy
+from normswap.layers import affine
+from normswap.plan import AbsorbMode, Absorption, Edit, Outcome
+from normswap.schemes import Scheme
+
+
+def plan(anatomy: Anatomy) -> PlanBuilder:
+    """Plan one convolution in place of branches whose sum one computes."""
+    builder = PlanBuilder(anatomy)
+    for merge in branches.find(builder):
+        _merge(builder, merge)
+    return builder
+
+
+def _merge(builder: PlanBuilder, merge: Branches) -> None:
+    reads, takes = list(merge.others), [Absorption(AbsorbMode.SUM)] * len(merge.others)
+    if merge.after is not None:
+        reads, takes = [*reads, merge.after], [*takes, Absorption(AbsorbMode.AFTER)]
+        builder.remove(merge.after)
+    args = {"skips": merge.skips} if merge.after is not None and merge.skips else {}
+    builder.replacements[merge.main] = Edit(merge.main, "Merged", args, tuple(reads), tuple(takes))
+    for path in merge.others:
+        builder.replace(path, "Zero")
+    merged = Outcome("merged with branches", f"merges into {merge.main}, with the branches beside it")
+    for path in reads:
+        if affine.is_affine(builder.anatomy.traced.modules[path]):
+            builder.settle(path, merged)
+
+
+SCHEME = Scheme(
+    plan,
+    paper="Ding et al. 2021, arXiv:2101.03697, section 3.3",
+    may_do_nothing=True,
+)

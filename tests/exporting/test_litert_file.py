@@ -1,0 +1,176 @@
+"""LiteRT: a folded network runs in a process that has its interpreter alone; what it cannot hold is said in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from alone import run_alone
+from lived import calm, distance, lived_in, run
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import NormswapError, VerificationError
+from normswap.exporting import exported_file, litert_file
+from normswap.exporting.exported_file import ExportedFile
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
+from normswap.storage import checkpoint
+
+pytest.importorskip("litert_torch")
+SMALL = {"channels": [8, 16, 32, 64], "stem_width": 4, "num_classes": 10}
+ARITHMETIC = ("ADD", "SUB", "MUL", "DIV")  # what a norm that stays becomes
+
+
+class UNet(nn.Module):
+    """Transposed convolutions whose norms come after them, and one after the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.BatchNorm2d(8))
+        self.deep = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.up = nn.Sequential(nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.out = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.down(x)
+        return self.out(torch.cat([down, self.up(self.deep(down))], 1))
+
+
+class Two(nn.Module):
+    """Two inputs, two outputs, in an order that is not the alphabet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, view: Tensor, other: Tensor) -> dict[str, Tensor]:
+        x = self.norm(self.conv(view))
+        return {"wide": x, "narrow": (x * other).mean((2, 3))}
+
+
+class Spectrum(nn.Sequential):
+    """LiteRT's converter has no complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft2(super().forward(x)).real.mean((2, 3))
+
+
+def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(3, *shape)
+    return lived_in(model, x).float(), x
+
+
+def arithmetic(nodes: dict[str, int]) -> dict[str, int]:
+    return {kind: count for kind, count in nodes.items() if kind in ARITHMETIC}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(("name", "args"), [("resnet10t", SMALL), ("mobilenetv2_035", {"num_classes": 10})])
+def test_a_network_alone(name: str, args: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 64, 64)
+    model = calm(timm.create_model(name, **args), x).float()
+    done = normswap.export(model, tmp_path / "net.tflite", dtype=dtype, input_size=(3, 64, 64))
+    assert (done.format, set(arithmetic(done.nodes))) == ("litert", {"ADD"})  # of the branches
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert done.bytes < weights * {"fp32": 4, "fp16": 2}[dtype] + 150_000
+    assert distance(run(model, x), run_alone(done.file, "litert", x)) <= {"fp32": 1e-5, "fp16": 2e-3}[dtype]
+
+
+@pytest.mark.slow
+def test_a_unet_has_no_norm_left_where_plain_litert_leaves_two(tmp_path: Path) -> None:
+    model, x = living(UNet(), 3, 16, 16)
+    done = normswap.export(model, tmp_path / "net.tflite", images=x, input_size=(3, 16, 16), count_plain=True)
+    assert done.plain_nodes is not None
+    assert arithmetic(done.nodes) == {}
+    assert sum(arithmetic(done.plain_nodes).values()) == 4  # a product and a sum for each norm
+    assert distance(run(model, x), run_alone(done.file, "litert", x)) <= 1e-5
+
+
+@pytest.mark.slow
+def test_three_dimensions(tmp_path: Path) -> None:
+    layers = (nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 6, 3), nn.BatchNorm3d(6))
+    model, x = living(nn.Sequential(*layers), 1, 6, 8, 7)
+    done = normswap.export(model, tmp_path / "net.tflite", inputs=x, count_plain=True)
+    assert done.plain_nodes is not None
+    assert (done.figures.passed, done.figures.count) == (True, 3)
+    assert (arithmetic(done.nodes), done.plain_nodes["MUL"]) == ({"ADD": 2}, 2)  # its 3-D convolution has no bias
+
+
+def test_inputs_and_outputs_have_their_names(tmp_path: Path) -> None:
+    model = Two().eval()
+    inputs = (torch.randn(1, 3, 8, 8), torch.randn(1, 4, 6, 6))
+    done = normswap.export(model, tmp_path / "net.tflite", inputs=inputs)
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(str(done.file), num_threads=1).get_signature_runner()
+    found = runner(view=inputs[0].numpy(), other=inputs[1].numpy())
+    wanted = run(model, *inputs)
+    assert set(found) == {"wide", "narrow"}
+    for name, value in found.items():
+        assert np.abs(value - wanted[name].numpy()).max() < 1e-5
+
+
+def test_weights_begin_where_processors_want_them(tmp_path: Path) -> None:
+    model, x = living(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)), 3, 8, 8)
+    done = normswap.export(model, tmp_path / "net.tflite", images=x, input_size=(3, 8, 8))
+    from ai_edge_litert import schema_py_generated as schema
+
+    content = np.fromfile(done.file, np.uint8)
+    held = schema.Model.GetRootAs(content)
+    buffers = [held.Buffers(i).DataAsNumpy() for i in range(held.BuffersLength()) if held.Buffers(i).DataLength()]
+    assert len(buffers) > 3
+    assert {(one.ctypes.data - content.ctypes.data) % 16 for one in buffers} == {0}
+
+
+@pytest.mark.slow
+def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
+    demo = checkpoint.open_model("demo")
+    normswap.export(demo, tmp_path / "demo.tflite")
+    exported = ExportedFile.find(str(tmp_path / "demo.tflite"))
+    assert exported is not None
+    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == ("litert", "demo", "fp32")
+    of_file, of_demo = (
+        evaluate(net, make_loader(net, "demo", samples=60, workers=0)) for net in (exported.network(), demo)
+    )
+    assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
+    assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
+    assert exported_file.verify(exported, demo, make_loader(demo, "demo", samples=8, workers=0)).passed
+    assert exported.described()["nodes"]["CONV_2D"] == 22
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (nn.Conv2d(3, 4, 3), {"dynamic_batch": True}, "one image at a time"),
+        (nn.Conv2d(3, 4, 3), {"dtype": "bf16"}, "not written in bf16"),
+        (nn.Conv2d(3, 4, 3), {"dtype": "int8"}, "not written in int8"),
+        (Spectrum(nn.Conv2d(3, 4, 3)), {}, "LiteRT cannot express the network: torch.complex64"),
+    ],
+    ids=["any number", "bf16", "int8", "complex"],
+)
+def test_what_it_cannot_hold_is_said(model: nn.Module, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(NormswapError, match=reason):
+        normswap.export(model.eval(), tmp_path / "net.tflite", input_size=(3, 8, 8), **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "net.tflite"
+    file.write_bytes(b"\0\0\0\0nothing at all")
+    with pytest.raises(NormswapError, match="no readable litert file: it does not begin as such files do"):
+        ExportedFile.find(str(file))
+    with pytest.raises(VerificationError, match="LiteRT cannot run it"):
+        litert_file.open(file)
+
+
+def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.tflite", input_size=(3, 8, 8))
+    assert capfd.readouterr() == ("", "")

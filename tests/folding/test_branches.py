@@ -1,0 +1,190 @@
+"""Branches that are summed become one convolution under `folded`: exact, and as many as timm's own result has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lived import lived_in
+from timm.layers import DropPath
+from timm.utils.model import reparameterize_model
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import RefusedError
+from normswap.folding import branches
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.inspection import inspect
+
+
+class ConvNorm(nn.Sequential):
+    def __init__(self, kernel: int, **how: Any) -> None:
+        how = {"padding": kernel // 2, "bias": False, "groups": 1, "out": 4, **how}
+        super().__init__(nn.Conv2d(4, how.pop("out"), kernel, **how), nn.BatchNorm2d(4))
+
+
+class Summed(nn.Module):
+    """x + conv(x) + ..., what follows it, and an activation."""
+
+    def __init__(self, *arms: nn.Module, skips: int = 0, then: nn.Module | None = None) -> None:
+        super().__init__()
+        self.stem, self.arms, self.skips = nn.Conv2d(3, 4, 1), nn.ModuleList(arms), skips
+        self.then = nn.Identity() if then is None else then
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        total: Any = 0
+        for arm in self.arms:
+            total += arm(x)  # in place, as MobileOne does
+        for _ in range(self.skips):
+            total = total + x
+        return self.then(total).relu().mean((2, 3))
+
+
+def images() -> Tensor:
+    return torch.randn(3, 3, 9, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def built(net: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.reset_parameters()
+    return lived_in(net, images())
+
+
+def convolutions(net: nn.Module) -> int:
+    return sum(isinstance(module, nn.modules.conv._ConvNd) for module in net.modules())
+
+
+def apart(a: nn.Module, b: nn.Module) -> float:
+    with torch.no_grad():
+        return float((a(images()) - b(images())).norm() / a(images()).norm())
+
+
+MERGED = {
+    "repvgg": lambda: Summed(ConvNorm(1), ConvNorm(3), nn.BatchNorm2d(4)),
+    "many of one size": lambda: Summed(*(ConvNorm(3) for _ in range(3)), ConvNorm(1)),
+    "groups": lambda: Summed(ConvNorm(3, groups=2), ConvNorm(1, groups=2), nn.BatchNorm2d(4)),
+    "depthwise": lambda: Summed(ConvNorm(5, groups=4), ConvNorm(3, groups=4), nn.BatchNorm2d(4)),
+    "strided": lambda: Summed(ConvNorm(3, stride=2), ConvNorm(1, stride=2)),
+    "dilated": lambda: Summed(ConvNorm(5), ConvNorm(3, dilation=2, padding=2)),
+    "not square": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, (1, 3), padding=(0, 1)), nn.Conv2d(4, 4, 1, bias=False)),
+    "repvit": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=1, then=nn.BatchNorm2d(4)),
+    "twice itself": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=2, then=nn.BatchNorm2d(4)),
+    "a norm of the sum": lambda: Summed(nn.Conv2d(4, 4, 3, padding=1), ConvNorm(1), then=nn.BatchNorm2d(4)),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_one_convolution(case: str, tmp_path: Path) -> None:
+    net = built(MERGED[case]())
+    done = normswap.convert(net, "folded", inputs=images())
+    assert [step.scheme for step in done.plan.steps] == ["folded", "merged-branches"]
+    used = [module for module in done.model.modules() if isinstance(module, nn.Conv2d)]
+    assert len(used) == 2  # the stem's, and that of all branches
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
+    assert done.report.exact
+    assert apart(net, done.model) < 1e-12
+    if case == "repvgg":
+        again = normswap.load(normswap.save(done, tmp_path / "net"), skeleton=MERGED[case]())
+        assert apart(done.model, again) == 0
+
+
+@pytest.mark.parametrize("case", ["repvit", "twice itself", "a norm of the sum"])
+def test_the_norm_of_the_sum_goes_into_the_convolution(case: str) -> None:
+    done = normswap.convert(built(MERGED[case]()), "folded", inputs=images())
+    assert not any(type(module).__name__ == "ChannelAffine" for module in done.model.modules())
+
+
+class ReadElsewhere(Summed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        one = self.arms[0](x)
+        return torch.cat([one, (one + self.arms[1](x)).relu()], 1).mean((2, 3))
+
+
+class TwoSources(Summed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return (self.arms[0](x) + self.arms[1](x.tanh())).relu().mean((2, 3))
+
+
+class Activated(Summed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return (self.arms[0](x).relu() + self.arms[1](x)).relu().mean((2, 3))
+
+
+class CalledTwice(Summed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return self.arms[0]((self.arms[0](x) + self.arms[1](x)).relu()).mean((2, 3))
+
+
+KEPT = {
+    "read elsewhere": lambda: ReadElsewhere(ConvNorm(3), ConvNorm(1)),
+    "two sources": lambda: TwoSources(ConvNorm(3), ConvNorm(1)),
+    "an activation": lambda: Activated(ConvNorm(3), ConvNorm(1)),
+    "called twice": lambda: CalledTwice(ConvNorm(3), ConvNorm(1)),
+    "other groups": lambda: Summed(ConvNorm(3), ConvNorm(1, groups=2)),
+    "taps between the taps": lambda: Summed(ConvNorm(3, dilation=2, padding=2), ConvNorm(3)),
+    "reflected": lambda: Summed(ConvNorm(3, padding_mode="reflect"), ConvNorm(1)),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_is_no_one_convolution_stays(case: str) -> None:
+    net = built(KEPT[case]())
+    done = normswap.convert(net, "folded", inputs=images())
+    assert convolutions(done.model) == 3
+    assert apart(net, done.model) < 1e-12
+
+
+def test_a_number_does_not_pass_a_drop_path_in_training() -> None:
+    class Dropped(Summed):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x).relu()
+            return (self.arms[0](x) + self.then(self.arms[1](x) + self.arms[2](x))).relu().mean((2, 3))
+
+    net = built(Dropped(ConvNorm(5), ConvNorm(3), ConvNorm(1), then=DropPath(0.5)))
+    done = normswap.convert(net, "folded", inputs=images())
+    assert apart(net, done.model) < 1e-12
+    done.model.train()(images())
+
+
+def test_they_can_be_kept_and_a_merged_one_says_why_it_cannot_go_back() -> None:
+    net = built(MERGED["repvgg"]())
+    kept = normswap.convert(net, "folded", inputs=images(), branches="keep")
+    assert convolutions(kept.model) == 3
+    merged = normswap.convert(net, "folded", inputs=images())
+    with pytest.raises(RefusedError, match="branches were merged"):
+        normswap.convert(merged, "unfold")
+    with pytest.raises(RefusedError, match="no statistics are known"):
+        normswap.convert(merged, "batchnorm")
+    again = normswap.convert(merged, "batchnorm", calibrate=[images()])
+    assert apart(net, again.model) < 1e-12
+
+
+def test_part_of_a_network() -> None:
+    net = built(MERGED["many of one size"]())
+    done = normswap.convert(net, "folded", inputs=images(), skip="arms.0")
+    assert convolutions(done.model) == 3
+    assert any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
+    assert apart(net, done.model) < 1e-12
+    assert not branches.find(PlanBuilder(inspect(nn.Sequential(nn.Conv2d(3, 4, 1)).double().eval(), images())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["repvgg_a0", "mobileone_s0", "repvit_m0_9", "fastvit_t8", "repghostnet_050"])
+def test_as_many_as_timm_leaves(arch: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    net = lived_in(timm.create_model(arch, num_classes=10).eval(), x)
+    done = normswap.convert(net, "folded", inputs=x)
+    assert convolutions(done.model) == convolutions(reparameterize_model(net))
+    with torch.no_grad():
+        assert (net(x) - done.model(x)).norm() < 1e-9 * net(x).norm()
