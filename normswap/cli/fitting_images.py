@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from normswap.cli.options import Device, remark_on_images
+from normswap.cli.image_options import remark_on_images
+from normswap.cli.options import Device
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter
-from typing import Annotated, Any
+from typing import Annotated
 
 Command = Callable[..., int]
 
@@ -66,11 +66,12 @@ def _group(kind: type, name: str) -> str | None:
     return getattr(adds, "GROUP", None)
 
 
-def _under(group: str | None, hint: Any) -> object:
-    """What typer is to know of an option, with its heading."""
+def _under(group: str | None, hint: object) -> object:
+    """The type of an option, for typer, with its heading."""
     if group is None:
         return hint
-    kind, info = hint.__origin__, copy.copy(hint.__metadata__[0])
+    kind, info = typing.get_args(hint)
+    info = copy.copy(info)
     info.rich_help_panel = group
     return Annotated[kind, info]
 

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import typer.core
 
 Keys = Mapping[str, str]
-"""What --json prints: each key, and what is to be said of it."""
+"""The keys that --json prints, and what is to be said of each."""
+Clicks = Any
+"""Objects of click's, which newer versions of typer hide."""
 
 
 class _Page:
@@ -21,7 +23,7 @@ class _Page:
     keys: ClassVar[Mapping[str, Keys]] = {}
     examples: ClassVar[tuple[str, ...]] = ()
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # click's, which newer versions of typer hide
+    def format_epilog(self, ctx: Clicks, formatter: Clicks) -> None:
         """Write it."""
         with formatter.section("Examples"):
             for example in self.examples:
@@ -34,7 +36,7 @@ class _Page:
 class _Command(_Page, typer.core.TyperCommand):
     """A command; options that name a group stand under its name, after the others."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: Clicks, formatter: Clicks) -> None:
         """Write arguments and options."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
@@ -48,7 +50,7 @@ class _Command(_Page, typer.core.TyperCommand):
                 formatter.write_dl(groups[name])
 
 
-def _without_old_names(parameter: Any) -> Any:
+def _without_old_names(parameter: Clicks) -> Clicks:
     """The same option with its first long name only; the others are what it was called."""
     long = [name for name in parameter.opts if name.startswith("--")]
     shown = copy.copy(parameter)
@@ -56,7 +58,7 @@ def _without_old_names(parameter: Any) -> Any:
     return shown
 
 
-class _Group(_Page, typer.core.TyperGroup):
+class _CommandGroup(_Page, typer.core.TyperGroup):
     """A command that has commands."""
 
 
@@ -69,9 +71,9 @@ def page(keys: Keys, *examples: str, **others: Keys) -> type[_Command]:
     return type("Command", (_Command,), _filled(keys, examples, others))
 
 
-def group_page(keys: Keys, *examples: str) -> type[_Group]:
+def group_page(keys: Keys, *examples: str) -> type[_CommandGroup]:
     """The same of a command that has commands."""
-    return type("Group", (_Group,), _filled(keys, examples, {}))
+    return type("Group", (_CommandGroup,), _filled(keys, examples, {}))
 
 
 def _filled(keys: Keys, examples: tuple[str, ...], others: Mapping[str, Keys]) -> dict[str, object]:

@@ -16,8 +16,9 @@ from normswap.cli import conversion_table, progress
 from normswap.cli.fitting_images import Fitting
 from normswap.cli.grouped_options import Made, spread
 from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
-from normswap.cli.options import ImageOpening, Json, Model
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step

@@ -10,7 +10,8 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
-from normswap.cli.options import ImageOpening, Images, Json, ModelOrFile
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, ModelOrFile
 from normswap.cli.printing import show
 from normswap.cli.tables import facts
 from normswap.plan import Body

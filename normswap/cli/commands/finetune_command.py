@@ -13,8 +13,9 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
-from normswap.cli.options import Device, ImageOpening, Json
+from normswap.cli.options import Device, Json
 from normswap.cli.printing import show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body

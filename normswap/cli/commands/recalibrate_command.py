@@ -11,8 +11,9 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
-from normswap.cli.options import ImageOpening, Images, Json, Model
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line

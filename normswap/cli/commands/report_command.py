@@ -11,7 +11,8 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
-from normswap.cli.options import Images, Json, Trust
+from normswap.cli.image_options import Images
+from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.errors import require_packages
 

@@ -12,8 +12,9 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import Images
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Drawn, Images, Json, Opening
+from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import table, written
 from normswap.errors import OptionError

@@ -11,7 +11,8 @@ import typer
 from normswap.cli import file_table, progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
-from normswap.cli.options import ImageOpening, Images, Json, exported_file, open_model
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, exported_file, open_model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof, verdict
 from normswap.cli.tables import facts, line, small
