@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from normswap.errors import OptionError, first_line, require_packages, spelled
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
     from normswap.exporting.exported_module import FileContents
     from normswap.exporting.settings import Quantization
 
+T = TypeVar("T")
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
@@ -102,9 +104,13 @@ def get(name: str) -> Format:
     """
     if name not in _FORMATS:
         raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
-    form = cast(Format, importlib.import_module(f"normswap.exporting.{_FORMATS[name].module}"))
+    form = _module(_FORMATS[name])
     require_packages(name, form.NEEDS, _FORMATS[name].extra)
     return form
+
+
+def _module(row: _Row) -> Format:
+    return cast(Format, importlib.import_module(f"normswap.exporting.{row.module}"))
 
 
 def quantizer(name: str) -> Quantizer:
@@ -149,6 +155,32 @@ def of_file(file: Path) -> Format:
     forms = [get(name) for name in alike] or [choose(file, None)]
     whole = (form for form in forms if form.PARTS and all(file.with_suffix(part).is_file() for part in form.PARTS))
     return next(whole, forms[0])
+
+
+def owner(part: Path, form: Format) -> Path | None:
+    """The file of another format that has `part` already, which a file of this format would have, if there is one."""
+    for row in _FORMATS.values() if part.is_file() else ():
+        other = _module(row)
+        if other.NAME == form.NAME or not any(part.name.endswith(ending) for ending in other.PARTS):
+            continue
+        if file := next(filter(Path.is_file, map(part.with_suffix, row.endings)), None):
+            return file
+    return None
+
+
+def once(read: Callable[[Path], T]) -> Callable[[Path], T]:
+    """The same function, which reads a file again only when that has changed; for little that is read out of much."""
+
+    @functools.lru_cache(maxsize=4)
+    def kept(file: Path, written: int, size: int) -> T:
+        return read(file)
+
+    @functools.wraps(read)
+    def reads(file: Path) -> T:
+        found = file.stat()
+        return kept(file, found.st_mtime_ns, found.st_size)
+
+    return reads
 
 
 def extra_files(file: Path) -> dict[str, str]:

@@ -73,6 +73,22 @@ def test_every_format_with_a_graph_is_found_by_its_ending() -> None:
     assert endings == zoo.EXPORTED
 
 
+def test_a_file_is_read_once_to_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    model, read, file = nn.Conv2d(3, 4, 3).eval(), list[Path](), tmp_path / "a.onnx"
+    load = onnx.load
+    monkeypatch.setattr(onnx, "load", lambda file, **options: read.append(file) or load(file, **options))
+    for size, operators in ((8, {"Conv": 1}), (9, {"Conv": 1, "Softmax": 1})):
+        normswap.export(model, file, input_size=(3, size, size), softmax=size > 8, force=True)
+        read.clear()
+        exported = ExportedFile.find(str(file))
+        assert exported is not None
+        assert exported.described()["nodes"] == operators
+        assert json.loads(exported.metadata["preprocess"])["input"]["size"] == [3, size, size]
+        assert read == [file]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
 def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> None:

@@ -457,6 +457,16 @@ def test_weights_lie_beside_the_graph(tmp_path: Path) -> None:
     check(model, tmp_path / "elsewhere" / "net.onnx", x)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_path: Path) -> None:
+    """OpenVINO and ncnn both put weights into FILE.bin."""
+    for name in ("net.param", "net.bin"):
+        (tmp_path / name).write_text("ncnn's")
+    with pytest.raises(OutputError, match=r"net\.bin belongs to .*net\.param\. Give net\.xml another name"):
+        normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"net.param": "ncnn's", "net.bin": "ncnn's"}
+
+
 def test_all_that_belongs_to_a_file_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights and what is to be done first, too: the old graph goes before them, the new one comes after them."""
     model, _ = network()
