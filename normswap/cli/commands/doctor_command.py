@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import entry, facts, few, listing
@@ -18,11 +18,18 @@ from normswap.errors import OptionError
 from normswap.plan import Body
 
 ORDER = 98
+KEYS: Keys = {
+    "source": "",
+    "norms": "how many",
+    "faults": "how many",
+    "notes": "",
+    "findings": "name, paths, evidence, certainty, cost, mend, fault; the root of the trouble first",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("doctor", epilog=examples("doctor demo", "doctor resnet50 --weights ema.pth --beside last.pth"))(
+    app.command("doctor", cls=page(KEYS, "doctor demo", "doctor resnet50 --weights ema.pth --beside last.pth"))(
         spread(run)
     )
 
@@ -41,8 +48,7 @@ def run(
 ) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
-    Exit code 1 where something is wrong. The keys of --json: source, norms (how many), faults (how many), notes and
-    findings (name, paths, evidence, certainty, cost, mend, fault), the root of the trouble first.
+    Exit code 1 where something is wrong.
     """
     from normswap.diagnosis.doctor import body_of, diagnose
 
