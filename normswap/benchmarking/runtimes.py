@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -86,6 +86,10 @@ class Runtime:
     devices: tuple[str, ...] = DEVICES
     once: Callable[[str], None] = lambda device: None
 
+    def takes(self, kinds: Collection[str]) -> bool:
+        """Tell whether it opens a file of one of these kinds."""
+        return any(kind in kinds for kind in self.opens)
+
     def prepare(self, device: str) -> None:
         """Do what is not timed: import the packages, build what is built once per machine."""
         for package in self.needs:
@@ -112,6 +116,11 @@ def find(name: str) -> tuple[Runtime, str]:
         known = f"there are {', '.join(f'{base}:{one}' for one in modes)}" if modes else "it has none"
         raise OptionError(f"{base} has no mode '{mode}'", known)
     return RUNTIMES[base], mode
+
+
+def own(kinds: Collection[str]) -> list[str]:
+    """Name the first runtime that opens a file of one of these kinds; none for a network, which all of torch's open."""
+    return [] if "directory" in kinds else [name for name, runtime in RUNTIMES.items() if runtime.takes(kinds)][:1]
 
 
 def _torch(prepare: Callable[[nn.Module, str], Callable[[torch.Tensor], object]]) -> Start:
@@ -232,12 +241,16 @@ def _openvino(file: Path, kind: str, mode: str, settings: Settings, images: np.n
     return Session(compiled, request.infer, lambda: np.array(request.get_output_tensor(0).data, np.float32))
 
 
+def _require_one(images: np.ndarray, taker: str) -> None:
+    if len(images) != 1:
+        raise OptionError(f"{taker} takes one image at a time", remedy="Time it with a batch of 1")
+
+
 def _ncnn(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
     """Open it in ncnn, which takes one image at a time."""
     import ncnn
 
-    if len(images) != 1:
-        raise OptionError("ncnn takes one image at a time", remedy="Time it with a batch of 1")
+    _require_one(images, "ncnn")
     net = ncnn.Net()
     net.opt.num_threads = settings.threads
     net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = settings.dtype == "fp16"
@@ -260,6 +273,7 @@ def _executorch(file: Path, kind: str, mode: str, settings: Settings, images: np
     import torch
     from executorch.runtime import Runtime as Engine
 
+    _require_one(images, "an ExecuTorch file")
     forward = Engine.get().load_program(file).load_method("forward")
     x, outputs = torch.from_numpy(images), list[torch.Tensor]()
 
@@ -273,8 +287,7 @@ def _litert(file: Path, kind: str, mode: str, settings: Settings, images: np.nda
     """Open it in LiteRT, whose files take one image at a time."""
     from ai_edge_litert.interpreter import Interpreter
 
-    if len(images) != 1:
-        raise OptionError("a LiteRT file takes one image at a time", remedy="Time it with a batch of 1")
+    _require_one(images, "a LiteRT file")
     engine = Interpreter(str(file), num_threads=settings.threads)
     engine.allocate_tensors()
     engine.set_tensor(engine.get_input_details()[0]["index"], images)

@@ -155,13 +155,15 @@ class Benchmark:
         return rows
 
     def _pairs(self, group: Group) -> Iterator[tuple[Form, str]]:
-        """Give each form in each runtime that opens some file of it."""
+        """Give each form in each runtime that opens some file of it; a file that none opens, in its own."""
         for i, form in enumerate(group.forms):
-            for name in dict.fromkeys((*(["eager"] if i == 0 else []), *self.wanted)):
-                runtime, _ = runtimes.find(name)
-                useful = form.foldable or name != "fuse"
-                if useful and any(kind in form.make for kind in runtime.opens):
-                    yield form, name
+            named = dict.fromkeys((*(["eager"] if i == 0 else []), *self.wanted))
+            able = [
+                name for name in named
+                if (form.foldable or name != "fuse") and runtimes.find(name)[0].takes(form.make)
+            ]  # fmt: skip
+            for name in able or runtimes.own(form.make):
+                yield form, name
 
     def start(self, group: Group, batch: int, form: Form, name: str, stack: ExitStack) -> Contender:
         """Make the file, start the process, wait for its answer; `stack` ends the process."""

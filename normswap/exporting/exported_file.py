@@ -25,6 +25,7 @@ from normswap.models.preprocessing import for_size
 from normswap.models.zoo import EXPORTED
 from normswap.plan import Body
 from normswap.provenance import Provenance
+from normswap.storage import atomic_write
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class ExportedFile:
             SourceError: it cannot be read.
         """
         file = Path(name)
-        if file.suffix.lower() not in EXPORTED or not file.is_file():
+        if file.suffix.lower() not in EXPORTED:
+            return None
+        atomic_write.finish(file)
+        if not file.is_file():
             return None
         form = formats.of_file(file)
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError
+from normswap.errors import OptionError, OutputError
 from normswap.exporting import (
     checks,
     export_folding,
@@ -147,6 +147,8 @@ def export(
             measured = {**asdict(figures), "lost": lost}
             body["quantization"] = {**asdict(quantized), "measured": measured, "notes": prepared.notes}
         noise_only = request.on_noise(images)
+        for tool, builder in formats.builders(form.NAME).items():
+            body[tool] = builder.build(file, contents, settings.dtype)
         body["checked"] = {**asdict(figures), "noise_only": noise_only}
         nodes = form.nodes(aside)
         sidecar.write(aside, body)
@@ -163,13 +165,16 @@ def check_writable(file: Path, settings: FileSettings) -> None:
 
     Raises:
         OptionError: the format or dtype is not known or do not go together, or a package is not installed.
-        OutputError: the file, or its sidecar, exists, or its folder does not.
+        OutputError: the file, or its sidecar, exists, or its folder does not; or a part belongs to another file.
     """
     form = formats.choose(file, settings.format)
     if settings.dtype not in _STORED:
         raise OptionError(f"unknown dtype '{settings.dtype}'", f"there are {', '.join(_STORED)}")
     if settings.dtype == "int8":
         formats.quantizer(form.NAME)
+    for part in _parts(file, form):
+        if other := formats.owner(part, form):
+            raise OutputError(f"{part} belongs to {other}", remedy=f"Give {file.name} another name")
     for each in (file, *_parts(file, form), sidecar.place(file)):
         atomic_write.check_writable(each, force=settings.force)
 

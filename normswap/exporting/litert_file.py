@@ -23,12 +23,12 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line, spelled
 from normswap.exporting.exported_module import FileContents, as_convolutions
-from normswap.exporting.formats import Runs, reason
+from normswap.exporting.formats import Runs, once, reason
 from normswap.exporting.signature import Signature, alone
 from normswap.models.weight_files import quiet
 
 if TYPE_CHECKING:
-    from ai_edge_litert.schema_py_generated import BufferT, ModelT
+    from ai_edge_litert.schema_py_generated import BufferT
     from flatbuffers import Builder
 
 NAME = "litert"
@@ -152,32 +152,31 @@ def open(file: Path) -> Runs:
 
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
-    from ai_edge_litert import schema_py_generated as schema
-
-    kinds = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
-    model = _model(file)
-    called = [
-        one.customCode.decode() if one.customCode else kinds[max(one.builtinCode, one.deprecatedBuiltinCode)]
-        for one in model.operatorCodes
-    ]
-    return dict(Counter(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators).most_common())
+    return dict(_described(file)[0])
 
 
 def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
-    model = _model(file)
-    noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
-    return dict(json.loads(bytes(next(noted, b"{}"))))
+    return dict(_described(file)[1])
 
 
-def _model(file: Path) -> ModelT:
-    """A file, as records of LiteRT's schema."""
+@once
+def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """The operators and the metadata of a file."""
     from ai_edge_litert import schema_py_generated as schema
 
     content = file.read_bytes()
     if content[4:8] != b"TFL3":
         raise ValueError("it does not begin as such files do")
-    return schema.ModelT.InitFromPackedBuf(bytearray(content))
+    model = schema.ModelT.InitFromPackedBuf(bytearray(content))
+    kinds = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
+    called = [
+        one.customCode.decode() if one.customCode else kinds[max(one.builtinCode, one.deprecatedBuiltinCode)]
+        for one in model.operatorCodes
+    ]
+    counted = Counter(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators)
+    noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
+    return dict(counted.most_common()), json.loads(bytes(next(noted, b"{}")))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ layer of FILE.param; the metadata stand below.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -69,13 +70,15 @@ def _converted(contents: FileContents, folder: Path, *, half: bool) -> Path:
     import pnnx
 
     traced, place = folder / "network.pt", folder / "network.ncnn.param"
+    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     try:
         with quiet(), torch.no_grad():
             torch.jit.save(
-                torch.jit.trace(as_convolutions(contents.network), contents.example, check_trace=False), traced
+                torch.jit.trace(as_convolutions(contents.network), contents.example, check_trace=False), held
             )
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
+    traced.write_bytes(held.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode or not (place.is_file() and place.with_suffix(PARTS[0]).is_file()):

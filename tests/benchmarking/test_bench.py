@@ -381,6 +381,21 @@ def test_runtimes_are_found_by_name() -> None:
     assert opened == {"directory", *zoo.EXPORTED.values()}
 
 
+def test_a_file_that_no_wanted_runtime_opens_is_timed_in_its_own(here: Path) -> None:
+    of_file = Form("a.ts", {"torchscript": lambda: here / "a.ts"})
+    network = Form("original", {"directory": lambda: here, "onnx": lambda: here / "a.onnx"}, foldable=True)
+    asked = Benchmark(Settings(), here, ["onnxruntime", "openvino"])
+    pairs = [(form.name, name) for form, name in asked._pairs(Group("x", [network, of_file], (3, 8, 8)))]
+    assert pairs == [
+        ("original", "eager"), ("original", "onnxruntime"), ("original", "openvino"), ("a.ts", "torchscript"),
+    ]  # fmt: skip
+    own = {kind: runtimes.own({kind}) for kind in ("directory", *zoo.EXPORTED.values())}
+    assert own == {
+        "directory": [], "onnx": ["onnxruntime"], "openvino": ["openvino"], "pt2": ["eager"],
+        "torchscript": ["torchscript"], "ncnn": ["ncnn"], "executorch": ["executorch"], "litert": ["litert"],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("dtype", "wanted"), [("fp16", ["eager"]), ("bf16", ["eager", "torchscript"])])
 def test_half_precision(here: Path, dtype: str, wanted: list[str]) -> None:
     settings = Settings(dtype=dtype, channels_last=True, rounds=1, seconds=0.01)

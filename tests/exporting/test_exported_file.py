@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import as_documented
 from crossed import quick
 from torch import nn
 
@@ -72,6 +73,22 @@ def test_every_format_with_a_graph_is_found_by_its_ending() -> None:
     assert endings == zoo.EXPORTED
 
 
+def test_a_file_is_read_once_to_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    model, read, file = nn.Conv2d(3, 4, 3).eval(), list[Path](), tmp_path / "a.onnx"
+    load = onnx.load
+    monkeypatch.setattr(onnx, "load", lambda file, **options: read.append(file) or load(file, **options))
+    for size, operators in ((8, {"Conv": 1}), (9, {"Conv": 1, "Softmax": 1})):
+        normswap.export(model, file, input_size=(3, size, size), softmax=size > 8, force=True)
+        read.clear()
+        exported = ExportedFile.find(str(file))
+        assert exported is not None
+        assert exported.described()["nodes"] == operators
+        assert json.loads(exported.metadata["preprocess"])["input"]["size"] == [3, size, size]
+        assert read == [file]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
 def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> None:
@@ -97,7 +114,7 @@ def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[s
     file = tmp_path / "a.ts"
     normswap.export(demo(), file)
     sidecar.place(file).unlink()  # the same stands inside
-    shown = json.loads(printed("inspect", str(file), "--json"))
+    shown = as_documented(printed("inspect", str(file), "--json"), "inspect")
     assert (shown["format"], shown["metadata"]["source"], shown["nodes"]["_convolution"]) == ("torchscript", "demo", 22)
     assert shown["sidecar"]["input"]["size"] == [3, 64, 64]
     assert "images: 1 x 3x64x64 in float32" in printed("inspect", str(file))

@@ -20,6 +20,7 @@ import pytest
 import timm
 import torch
 from alone import run_alone
+from commands import as_documented
 from crossed import quick, sampled
 from lived import distance, lived_in, run
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
@@ -456,6 +457,16 @@ def test_weights_lie_beside_the_graph(tmp_path: Path) -> None:
     check(model, tmp_path / "elsewhere" / "net.onnx", x)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_path: Path) -> None:
+    """OpenVINO and ncnn both put weights into FILE.bin."""
+    for name in ("net.param", "net.bin"):
+        (tmp_path / name).write_text("ncnn's")
+    with pytest.raises(OutputError, match=r"net\.bin belongs to .*net\.param\. Give net\.xml another name"):
+        normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"net.param": "ncnn's", "net.bin": "ncnn's"}
+
+
 def test_all_that_belongs_to_a_file_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights and what is to be done first, too: the old graph goes before them, the new one comes after them."""
     model, _ = network()
@@ -553,7 +564,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "same answer  20 of 20 (given images)" in out
     assert "plain export" in out
     assert main([*common, "--force", "--normalize", "--json", "--input-size", "3,64,64"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "export")
     assert body["input_size"] == [3, 64, 64]
     assert body["figures"]["count"] == 20
     assert body["parts"] == []

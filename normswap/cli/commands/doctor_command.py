@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import entry, facts, few, listing
@@ -19,15 +19,20 @@ from normswap.plan import Body
 
 ORDER = 98
 _SAMPLES = 256  # images, unless --samples says more
+KEYS: Keys = {
+    "source": "",
+    "norms": "how many",
+    "faults": "how many",
+    "notes": "",
+    "findings": "name, paths, evidence, certainty, cost, mend, fault; the root of the trouble first",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "doctor",
-        epilog=examples(
-            "doctor demo", "doctor demo --data demo", "doctor resnet50 --weights ema.pth --beside last.pth"
-        ),
+        cls=page(KEYS, "doctor demo", "doctor demo --data demo", "doctor resnet50 --weights ema.pth --beside last.pth"),
     )(spread(run))
 
 
@@ -49,8 +54,7 @@ def run(
     With --data also what images show: whether they are prepared as in training, whether statistics fit them (drift,
     beside its sampling error), whether another eps does, and from which batch size on eval and train mode agree.
 
-    Exit code 1 where something is wrong. The keys of --json: source, norms (how many), faults (how many), notes and
-    findings (name, paths, evidence, certainty, cost, mend, fault), the root of the trouble first.
+    Exit code 1 where something is wrong.
     """
     from normswap.diagnosis.doctor import body_of, diagnose
     from normswap.models import devices
