@@ -80,7 +80,7 @@ def diagnose(
 
 
 def _on_images(case: Case) -> list[Finding]:
-    """What images show of a network in which nothing else is wrong: one fault, and how far the modes agree."""
+    """Look at images with a network in which nothing else is wrong: one fault, and how far the modes agree."""
     if case.images is None or not case.sites:
         return []
     faults = next((findings for check in ON_IMAGES if (findings := [*check(case)])), [])
