@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from normswap.diagnosis import contradiction, placement, settings, stored_numbers
 from normswap.diagnosis.findings import Case, Check, Diagnosis, StoredNorm, anatomy_of, sites_of
 from normswap.models.calling import Inputs
+from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import evaluating, hooked
 from normswap.plan import Body
 from normswap.surgery.network import HasModel, Network, module_of
@@ -38,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+@cpu_by_default()
 def diagnose(
     model: nn.Module | Network | HasModel,
     *,
