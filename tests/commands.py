@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from normswap import demo_files
-from normswap.cli.app import main
+from normswap.cli.app import app, main
 
 MODEL = str(demo_files.FOLDER)
 
@@ -26,12 +28,28 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
-    """Run with --json: stdout is JSON and nothing else, stderr is empty."""
+    """Run with --json: stdout is JSON of the keys that --help lists, and nothing else; stderr is empty."""
     capfd.readouterr()
     assert main([*arguments, "--json"]) == code
     out, err = capfd.readouterr()
     assert err == ""
-    return json.loads(out, parse_constant=pytest.fail)
+    return as_documented(out, *arguments)
+
+
+def as_documented(text: str, *arguments: str) -> Any:
+    """What these arguments have printed with --json: it has the keys that --help lists."""
+    body = json.loads(text, parse_constant=pytest.fail)
+    for one in body if isinstance(body, list) else [body]:
+        assert {*one} in documented(arguments)
+    return body
+
+
+def documented(arguments: Sequence[str]) -> list[set[str]]:
+    """The keys of --json that the --help of this command lists: of each form that its answer has."""
+    found: Any = typer.main.get_command(app)
+    for word in arguments:
+        found = getattr(found, "commands", {}).get(word, found)
+    return [{*keys} for keys in found.keys.values()]
 
 
 def files(folder: Path) -> dict[str, bytes | None]:

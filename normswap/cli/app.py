@@ -15,13 +15,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import typer.core
 
 import normswap
 from normswap.cli import commands
+from normswap.cli.help_page import Clicks
 from normswap.errors import NormswapError, OptionError, command_line
 
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
@@ -31,7 +32,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
 class _Group(typer.core.TyperGroup):
     """Of a --help that is not given typer finds out by pydantic that it is false; that takes 0.1 s to import."""
 
-    def get_help_option(self, ctx: Any) -> Any:  # click's, which newer versions of typer hide
+    def get_help_option(self, ctx: Clicks) -> Clicks:
         option = super().get_help_option(ctx)
         if option is not None:
             option.default = False

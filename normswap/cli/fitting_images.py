@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from normswap.cli.options import Device, remark_on_images
+from normswap.cli.image_options import remark_on_images
+from normswap.cli.options import Device
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 class Fitting:
     """The images that values are fitted to."""
 
+    GROUP: ClassVar[str] = "Images to fit values to"
     calibrate: Annotated[
         str | None,
         typer.Option(

@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 import pytest
+from commands import as_documented
 from small import small
 from torch import nn
 
@@ -73,7 +74,7 @@ def test_bad_questions() -> None:
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", str(demo_files.FOLDER), "--batch-size", "4", "--json"]) == 0
-    body = json.loads(capfd.readouterr().out)
+    body = as_documented(capfd.readouterr().out, "advise")
     assert body["choose"]["scheme"] == "skipinit"
     assert body.keys() == {"source", "batch_size", "private", "deploy", "choose", "others", "refused"}
     exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import as_documented
 from crossed import quick
 from torch import nn
 
@@ -113,7 +114,7 @@ def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[s
     file = tmp_path / "a.ts"
     normswap.export(demo(), file)
     sidecar.place(file).unlink()  # the same stands inside
-    shown = json.loads(printed("inspect", str(file), "--json"))
+    shown = as_documented(printed("inspect", str(file), "--json"), "inspect")
     assert (shown["format"], shown["metadata"]["source"], shown["nodes"]["_convolution"]) == ("torchscript", "demo", 22)
     assert shown["sidecar"]["input"]["size"] == [3, 64, 64]
     assert "images: 1 x 3x64x64 in float32" in printed("inspect", str(file))

@@ -20,6 +20,7 @@ import pytest
 import timm
 import torch
 from alone import run_alone
+from commands import as_documented
 from crossed import quick, sampled
 from lived import distance, lived_in, run
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
@@ -563,7 +564,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "same answer  20 of 20 (given images)" in out
     assert "plain export" in out
     assert main([*common, "--force", "--normalize", "--json", "--input-size", "3,64,64"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "export")
     assert body["input_size"] == [3, 64, 64]
     assert body["figures"]["count"] == 20
     assert body["parts"] == []

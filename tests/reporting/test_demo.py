@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import as_documented
 from torch import nn
 
 from normswap import demo_files, provenance
@@ -77,7 +78,7 @@ def test_command(result: demo.Demo, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert main(["demo", "--json"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert json.loads(out) == json.loads(json.dumps(plain(dataclasses.asdict(result))))
+    assert as_documented(out, "demo") == json.loads(json.dumps(plain(dataclasses.asdict(result))))
     assert main(["demo"]) == 0
     out, err = capfd.readouterr()
     assert err == ""

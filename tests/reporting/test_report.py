@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import as_documented
 from PIL import Image
 from reports import NETWORKS, check, source
 from safetensors.torch import load_file
@@ -264,7 +264,7 @@ def test_command(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert main(["report", folder]) == 2
     assert "exists" in capsys.readouterr().err
     assert main(["report", folder, "--force", "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "report")
     assert body["digest"] == made["v1-skipinit"][2].digest
     assert [p.name for p in tmp_path.iterdir()] == ["v1-skipinit.html"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from commands import as_documented
 from hub_server import hub_server, use_hub
 from lived import lived_in
 from torch import nn
@@ -50,7 +50,7 @@ def test_there_and_back(
     normswap.save(done, tmp_path / "out")
     (tmp_path / "out" / "private-notes.txt").write_text("stays here")
     assert main(["push", "out", "me/small", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = as_documented(capsys.readouterr().out, "push")
     assert not said["alone"]
     assert sorted(path.name for path in hub["me/small"].iterdir()) == sorted(said["files"]) == [
         "README.md", "config.json", "model.safetensors", "norms.safetensors"]  # fmt: skip

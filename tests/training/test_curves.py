@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import as_documented
 from PIL import Image
 
 from normswap.cli.app import main
@@ -64,7 +64,7 @@ def test_the_command_draws_and_writes_a_table(tmp_path: Path, capsys: pytest.Cap
     a, b = run(tmp_path / "a"), run(tmp_path / "b", ROWS[0], "1,78,0.02,nan,10,50,,1000,20,inf")
     picture, table = tmp_path / "plot.png", tmp_path / "table.csv"
     assert main(["curves", str(a), str(b), "-o", str(picture), "--csv", str(table), "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "curves")
     assert body["files"] == [str(picture), str(table)]
     assert [one["best"] for one in body["runs"]] == [{"epoch": 2.0, "top1": 80.25}, {"epoch": 0.0, "top1": 71.5}]
     assert body["runs"][1]["rows"][1]["train_loss"] is None, "JSON has no nan"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import as_documented
 from trained import CLASSES, network, recipe, train, write_images
 
 import normswap
@@ -76,7 +76,7 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     assert main(words) == 2
     assert "holds a run. --resume auto continues it" in capsys.readouterr().err
     assert main([*words, "--resume", "auto", "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "finetune")
     assert body["finished"]
     assert body["updates"] == 5
     assert main(["convert", str(tmp_path / "run/best"), "--to", "folded", "-o", str(tmp_path / "folded")]) == 0

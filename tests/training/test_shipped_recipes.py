@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from commands import as_documented
 from crossed import sampled
 
 import normswap
@@ -142,13 +143,13 @@ def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_recipes_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == sorted(WANTED)
+    assert [row["name"] for row in as_documented(capsys.readouterr().out, "recipes")] == sorted(WANTED)
     assert main(["recipes"]) == 0
     assert "demo_train" in capsys.readouterr().out
     assert main(["recipes", "show", "demo_train"]) == 0
     assert capsys.readouterr().out == recipe_files.text("demo_train")
     assert main(["recipes", "show", "demo_train", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["recipe"]["data"]["batch_size"] == 128
+    assert as_documented(capsys.readouterr().out, "recipes", "show")["recipe"]["data"]["batch_size"] == 128
     file = tmp_path / "mine.yaml"
     assert main(["recipes", "copy", "demo_train", str(file)]) == 0
     assert recipe_files.load_recipe(file) == recipe_files.load_recipe("demo_train")

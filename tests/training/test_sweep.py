@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import sqlite3
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import environment
+from commands import as_documented, environment
 from matplotlib.axes import Axes
 
 from normswap.cli.app import main
@@ -379,7 +378,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     recipe.write_text("summary: For the tests\n")
     command = ["sweep", str(recipe), "resnet18", "train.epochs=2", "--lr", "2^-2..2^0", "--seeds", "3", "-o", str(out)]
     assert main([*command, "--best", "2", "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "sweep")
     assert body["done"]
     assert (body["seeds"], body["counted"]) == (3, 2)
     assert [(line["lr"], line["best"], line["runs"]) for line in body["lines"]] == [
@@ -410,7 +409,7 @@ def test_several_sweeps_in_one_figure_and_one_table(tmp_path: Path, capsys: pyte
     written = [f"--{option}={tmp_path / file}" for option, file in
                (("output", "all.png"), ("csv", "all.csv"), ("latex", "all.tex"))]  # fmt: skip
     assert main(["curves", *places, *written, "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = as_documented(capsys.readouterr().out, "curves")
     assert [one["name"] for one in body["sweeps"]] == ["skip_init", "groupnorm"]
     middle = body["sweeps"][1]["lines"][1]
     assert (middle["lr"], middle["mean"], middle["std"], middle["best"]) == (0.25, 74.0, 1.0, True)

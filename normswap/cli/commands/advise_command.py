@@ -7,19 +7,28 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, line, listing, table
 from normswap.plan import Body
 
 ORDER = 70
+KEYS: Keys = {
+    "source": "",
+    "batch_size": "",
+    "private": "",
+    "deploy": "",
+    "choose": "scheme, why, command, exact: whether the function is kept",
+    "others": "the same of each",
+    "refused": "scheme: why",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("advise", epilog=examples("advise demo --batch-size 2", "advise resnet50 --private"))(spread(run))
+    app.command("advise", cls=page(KEYS, "advise demo --batch-size 2", "advise resnet50 --private"))(spread(run))
 
 
 def run(
@@ -31,11 +40,7 @@ def run(
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Say which target to choose, and why.
-
-    The keys of --json: source, batch_size, private, deploy, choose and others (scheme, why, command, exact: whether the
-    function is kept) and refused (scheme: why).
-    """
+    """Say which target to choose, and why."""
     net = opening.open(model)
     from normswap.analysis.advice import advise, body_of
     from normswap.surgery.network import Network

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import show
@@ -27,6 +27,17 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
 ORDER = 80
+KEYS: Keys = {
+    "rows": (
+        "network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error, ms, ms_low, "
+        "ms_high: median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high, "
+        "memory_mib, ready_s, runs, rounds: seconds of a pass in each block of passes"
+    ),
+    "settings": "",
+    "machine": "",
+    "notes": "",
+    "files": "",
+}
 _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "ready s", "error")
 
 
@@ -87,7 +98,7 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "bench",
-        epilog=examples("bench demo demo.onnx", "bench resnet50 --batch-size 1,8 --runtime onnxruntime,openvino"),
+        cls=page(KEYS, "bench demo demo.onnx", "bench resnet50 --batch-size 1,8 --runtime onnxruntime,openvino"),
     )(spread(run))
 
 
@@ -109,11 +120,6 @@ def run(
     Each contender is a process of its own; all take turns, with the same number of threads. The outputs of each are
     compared with eager mode first: a wrong one is reported, not timed. Speed is relative to the unmodified network in
     eager mode, the median over the rounds. An exported file is timed with the MODEL before it.
-
-    The keys of --json: rows (network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error,
-    ms, ms_low, ms_high: median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high,
-    memory_mib, ready_s, runs, rounds: seconds of a pass
-    in each block of passes), settings, machine, notes and files.
     """
     setting.check()
     drawn.check_writable()

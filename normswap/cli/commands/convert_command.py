@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from normswap.cli import conversion_table, progress
-from normswap.cli.examples import examples
 from normswap.cli.fitting_images import Fitting
-from normswap.cli.grouped_options import spread
+from normswap.cli.grouped_options import Made, spread
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
-from normswap.cli.options import ImageOpening, Json, Model
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
@@ -30,6 +31,16 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.network import Network
 
 ORDER = 20
+KEYS: Keys = {
+    "source": "",
+    "output": "null for a dry run",
+    "plan": "file, or null",
+    "steps": (
+        "each with scheme, options, edits: of the plan, verdicts: what happens to each norm, outcomes: how "
+        "many of each, alphas, notes, renames and report: null for a dry run; its kept is what held-out "
+        "images say, null where that is not known"
+    ),
+}
 _ABOUT = (
     "Edits may be taken out, added or changed by hand: path, layer, args, reads, takes. Outcomes are for reading, the "
     "digest is worked out anew by `normswap convert MODEL --from-plan FILE`, which proves the result."
@@ -50,6 +61,7 @@ class Target:
 class Scope:
     """Which parts of it are converted, and for what use."""
 
+    GROUP: ClassVar[str] = "What is converted, and for what"
     only: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
     ] = None
@@ -68,6 +80,7 @@ class Scope:
 class Planning:
     """The options of the plan, and of files that stand in the way."""
 
+    GROUP: ClassVar[str] = "The plan"
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None
     from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None
@@ -106,10 +119,10 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "convert",
-        epilog=examples(
-            "convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn"
+        cls=page(
+            KEYS, "convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn"
         ),
-    )(spread(run, options=_scheme_options()))
+    )(spread(run, options=Made(_scheme_options(), "Options of the schemes")))
 
 
 def _scheme_options() -> dict[str, object]:
@@ -149,12 +162,7 @@ def run(
     opening: Source,
     json: Json = False,
 ) -> int:
-    """Convert a network, verify the result, save it.
-
-    The keys of --json: source, output (null for a dry run), plan (file, or null) and steps, each with scheme, options,
-    edits (of the plan), verdicts (what happens to each norm), alphas, notes, renames and report (null for a dry run;
-    kept: of an approximate one, what held-out images say; null where none were given: then it is not known).
-    """
+    """Convert a network, verify the result, save it."""
     from normswap.models import devices
     from normswap.storage import checkpoint
     from normswap.surgery.network import Network

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Drawn, Json
 from normswap.cli.printing import show
 from normswap.cli.tables import table, written
@@ -20,6 +20,14 @@ from normswap.plan import Body
 from normswap.storage import atomic_write
 
 ORDER = 120
+KEYS: Keys = {
+    "runs": "each with name, rows: one per epoch, as in metrics.csv, and best: epoch, top1",
+    "files": "",
+}
+_OF_SWEEPS: Keys = {
+    "sweeps": "each with name, lines: one per lr, and trials: one per run, as of `normswap sweep`",
+    "files": "",
+}
 _COLUMNS = ("run", "epochs", "loss", "top-1 before", "top-1 at the end", "best top-1", "in epoch")
 _BEST = "Of each lr's runs in a sweep the best N count [default: all, or all but two of more than four]."
 
@@ -28,7 +36,12 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "curves",
-        epilog=examples("curves runs/bn runs/skipinit", "curves sweep-a sweep-b -o rates.png --latex rates.tex"),
+        cls=page(
+            KEYS,
+            "curves runs/bn runs/skipinit",
+            "curves sweep-a sweep-b -o rates.png --latex rates.tex",
+            of_sweeps=_OF_SWEEPS,
+        ),
     )(spread(run))
 
 
@@ -45,11 +58,7 @@ def run(
     best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None,
     json: Json = False,
 ) -> int:
-    """Compare training runs: loss and top-1 by epoch. Compare sweeps: top-1 by learning rate, mean and spread.
-
-    The keys of --json: runs, each with name, rows (one per epoch, as in metrics.csv) and best (epoch, top1), and files.
-    Of sweeps: sweeps, each with name, lines (one per lr) and trials (one per run), as of `normswap sweep`, and files.
-    """
+    """Compare training runs: loss and top-1 by epoch. Compare sweeps: top-1 by learning rate, mean and spread."""
     drawn.check_writable()
     if latex is not None:
         atomic_write.check_writable(latex, force=drawn.force)

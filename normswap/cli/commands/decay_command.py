@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, table
@@ -20,6 +20,14 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
 ORDER = 160
+KEYS: Keys = {
+    "source": "",
+    "policy": "",
+    "groups": "name, weight_decay, lr_scale, tensors, values",
+    "roles": "role, decay, reason, tensors, values",
+    "parameters": "path, role, decay, reason",
+    "frozen": "how many tensors",
+}
 _COLUMNS = ("group", "tensors", "values", "weight decay", "lr scale")
 
 
@@ -39,7 +47,7 @@ class ByStructure(Opening):
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("decay", epilog=examples("decay resnet50", "decay demo --policy timm --each"))(spread(run))
+    app.command("decay", cls=page(KEYS, "decay resnet50", "decay demo --policy timm --each"))(spread(run))
 
 
 def run(
@@ -58,9 +66,6 @@ def run(
 
     The groups are those of `normswap.param_groups`; kim2022 sorts the gammas by their place in the network (Kim et al.
     2022), timm spares whatever is 1-D.
-
-    The keys of --json: source, policy, groups (name, weight_decay, lr_scale, tensors, values), roles (role, decay,
-    reason, tensors, values), parameters (path, role, decay, reason) and frozen (how many tensors).
     """
     from normswap.analysis.weight_decay import POLICIES, param_groups, roles
 

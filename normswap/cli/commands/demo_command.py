@@ -7,7 +7,7 @@ from dataclasses import asdict
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
+from normswap.cli.help_page import Keys, page
 from normswap.cli.network_table import network
 from normswap.cli.options import Json
 from normswap.cli.printing import show
@@ -15,20 +15,25 @@ from normswap.cli.tables import line, small, table
 from normswap.plan import Body
 
 ORDER = 60
+KEYS: Keys = {
+    "passed": "",
+    "seconds": "",
+    "images": "how many",
+    "anatomy": "as `inspect` gives it, without blocks and sites",
+    "rows": "each with network, norms, parameters, top1, agreement, relative_l2 and speed: relative to the source",
+}
 _COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2", "speed")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("demo", epilog=examples("demo", "demo --json"))(run)
+    app.command("demo", cls=page(KEYS, "demo", "demo --json"))(run)
 
 
 def run(json: Json = False) -> int:
     """Convert a shipped network; measure it before and after.
 
     Offline, in seconds. The exit code is 1 if any figure disagrees.
-    The keys of --json: passed, seconds, images (how many), anatomy (as `inspect` gives it, without blocks and sites)
-    and rows, each with network, norms, parameters, top1, agreement, relative_l2 and speed (relative to the source).
     """
     with progress.working("starting"):
         from normswap.reporting import demo

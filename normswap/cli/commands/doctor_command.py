@@ -9,22 +9,32 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Json, Model, Opening
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import entry, facts, few, listing
 from normswap.errors import OptionError
 from normswap.plan import Body
 
 ORDER = 98
+_SAMPLES = 256  # images, unless --samples says more
+KEYS: Keys = {
+    "source": "",
+    "norms": "how many",
+    "faults": "how many",
+    "notes": "",
+    "findings": "name, paths, evidence, certainty, cost, mend, fault; the root of the trouble first",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("doctor", epilog=examples("doctor demo", "doctor resnet50 --weights ema.pth --beside last.pth"))(
-        spread(run)
-    )
+    app.command(
+        "doctor",
+        cls=page(KEYS, "doctor demo", "doctor demo --data demo", "doctor resnet50 --weights ema.pth --beside last.pth"),
+    )(spread(run))
 
 
 def run(
@@ -36,22 +46,29 @@ def run(
             metavar="FILE", help="Weights of the same training: those that MODEL is an average of (EMA, SWA)."
         ),
     ] = None,
-    opening: Opening,
+    images: Images,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
-    Exit code 1 where something is wrong. The keys of --json: source, norms (how many), faults (how many), notes and
-    findings (name, paths, evidence, certainty, cost, mend, fault), the root of the trouble first.
+    With --data also what images show: whether they are prepared as in training, whether statistics fit them (drift,
+    beside its sampling error), whether another eps does, and from which batch size on eval and train mode agree.
+
+    Exit code 1 where something is wrong.
     """
     from normswap.diagnosis.doctor import body_of, diagnose
+    from normswap.models import devices
 
     if beside is not None and not beside.is_file():
         raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
-    net = opening.open(model)
+    net = devices.place(opening.open(model), images.device)
+    seen = (
+        None if images.data is None else replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
+    )
     other = None if beside is None else replace(opening, weights=str(beside), arch=None).open(opening.arch or model)
     with progress.working("looking"):
-        diagnosis = diagnose(net, other=other, name=opening.said(model))
+        diagnosis = diagnose(net, images=seen, other=other, name=opening.said(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return 1 if diagnosis.faults else 0
 

@@ -8,14 +8,24 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import ImageOpening, Images, Json, ModelOrFile
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, ModelOrFile
 from normswap.cli.printing import show
 from normswap.cli.tables import facts
 from normswap.plan import Body
 
 ORDER = 40
+KEYS: Keys = {
+    "source": "",
+    "data": "",
+    "top1": "percent",
+    "top5": "percent",
+    "loss": "",
+    "count": "",
+    "images_per_s": "",
+}
 
 
 @dataclass(frozen=True)
@@ -28,15 +38,12 @@ class Labelled(Images):
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
-        "evaluate", epilog=examples("evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
+        "evaluate", cls=page(KEYS, "evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
     )(spread(run))
 
 
 def run(model: ModelOrFile, *, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
-    """Accuracy, loss and speed on labelled images.
-
-    The keys of --json: source, data, top1, top5 (percent), loss, count, images_per_s.
-    """
+    """Accuracy, loss and speed on labelled images."""
     net = opening.open(model, runs=True)
     from normswap.images.accuracy import evaluate
     from normswap.models import devices

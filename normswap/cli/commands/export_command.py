@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from normswap.cli import file_table, progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import ImageOpening, Images, Json, Model
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import size
 from normswap.errors import OptionError
@@ -25,6 +26,24 @@ if TYPE_CHECKING:
     from normswap.images.datasets import Loader
 
 ORDER = 90
+KEYS: Keys = {
+    "source": "",
+    "file": "",
+    "parts": "further files",
+    "sidecar": "",
+    "format": "",
+    "dtype": "",
+    "input_size": "",
+    "dynamic_batch": "",
+    "figures": "relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output",
+    "nodes": "counts by kind",
+    "plain_nodes": "null without --count-plain",
+    "bytes": "",
+    "notes": "",
+    "seconds": "",
+    "noise_only": "it was checked on no images",
+    "quantized": "null but for int8: calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials",
+}
 _FEW = 64
 _MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 0.3 points then
 
@@ -82,6 +101,7 @@ class Checked(Images):
 class Int8:
     """The options of int8."""
 
+    GROUP: ClassVar[str] = "int8"
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -132,9 +152,7 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "export",
-        epilog=examples(
-            "export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES"
-        ),
+        cls=page(KEYS, "export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES"),
     )(spread(run))
 
 
@@ -159,11 +177,6 @@ def run(
     int8 is the runtime's own quantizer's, on the folded network: factors that pass from layer to layer are chosen so
     that channels are alike in size, biases corrected, ranges read off --calibrate's images. How is chosen by trial on
     those; what it costs is measured on others, printed and written into FILE.preprocess.json.
-
-    The keys of --json: source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures
-    (relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output), nodes (counts
-    by kind), plain_nodes (null without --count-plain), bytes, notes, seconds, noise_only (it was checked on no
-    images) and quantized (null but for int8: calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials).
     """
     settings, quantized = written.settings(force=force), written.dtype == "int8"
     with progress.working("starting"):

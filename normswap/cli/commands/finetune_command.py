@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
-from normswap.cli.options import Device, ImageOpening, Json
+from normswap.cli.options import Device, Json
 from normswap.cli.printing import show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
@@ -25,6 +26,16 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
     from normswap.training.recipe import Recipe
 
 ORDER = 100
+KEYS: Keys = {
+    "output": "",
+    "best": "directory",
+    "last": "directory",
+    "best_epoch": "",
+    "updates": "",
+    "finished": "false after SIGTERM",
+    "notes": "",
+    "rows": "metrics.csv",
+}
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
@@ -49,7 +60,8 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "finetune",
-        epilog=examples(
+        cls=page(
+            KEYS,
             "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
             "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
         ),
@@ -75,9 +87,6 @@ def run(
     """Train a network by a recipe, which may convert it first.
 
     SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun it takes part in the common run.
-
-    The keys of --json: output, best, last (directories), best_epoch, updates, finished (false after SIGTERM), notes
-    and rows (metrics.csv).
     """
     from normswap.training import launching, recipe_files
     from normswap.training.training_images import Share

@@ -8,21 +8,28 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, line
 from normswap.plan import Body
 
 ORDER = 95
+KEYS: Keys = {
+    "url": "of the commit",
+    "repo": "",
+    "files": "",
+    "alone": "whether timm loads it without normswap",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "push",
-        epilog=examples(
+        cls=page(
+            KEYS,
             "push demo-skipinit me/demo-skipinit",
             'push demo-skipinit me/demo-skipinit --private -m "SkipInit in place of BatchNorm"',
         ),
@@ -42,8 +49,6 @@ def run(
 
     Weights with plan and proof, config, card and the source's norms go up in one commit. `hf-hub:OWNER/NAME` is a MODEL
     then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
-
-    The keys of --json: url (of the commit), repo, files, alone (whether timm loads it without normswap).
     """
     with progress.working(f"pushing {directory} to {repo}"):
         from normswap.storage import publishing

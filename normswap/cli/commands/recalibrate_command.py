@@ -9,16 +9,24 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
-from normswap.cli.options import ImageOpening, Images, Json, Model
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line
 from normswap.plan import Body
 
 ORDER = 110
+KEYS: Keys = {
+    "source": "",
+    "data": "",
+    "output": "",
+    "notes": "how much was read",
+    "report": "how much the outputs change, on noise",
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,10 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "recalibrate",
-        epilog=examples(
-            "recalibrate demo --data demo", "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night"
+        cls=page(
+            KEYS,
+            "recalibrate demo --data demo",
+            "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night",
         ),
     )(spread(run))
 
@@ -56,9 +66,6 @@ def run(
 
     Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased variance. Labels are not
     needed; weights, gamma and beta stay.
-
-    The keys of --json: source, data, output, notes (how much was read) and report (how much
-    the outputs change, on noise).
     """
     place = output or Path(f"{last_part(model)}-recalibrated")
     from normswap.analysis import summary

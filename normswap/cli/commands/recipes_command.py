@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli.examples import examples
+from normswap.cli.help_page import Keys, group_page, page
 from normswap.cli.options import Json
 from normswap.cli.printing import show
 from normswap.cli.tables import line, table
@@ -16,25 +16,33 @@ from normswap.plan import Body
 from normswap.storage import atomic_write
 
 ORDER = 170
+KEYS: Keys = {
+    "name": "",
+    "summary": "",
+    "source": "",
+    "model": "null where the recipe leaves it open",
+    "convert": "the same",
+}
+_SHOWN: Keys = {"name": "", "text": "the file", "recipe": "every key with its value, defaults too"}
+_COPIED: Keys = {"name": "", "file": ""}
 _COLUMNS = ("name", "summary", "source")
 Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As `normswap recipes` lists it.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    shown = examples("recipes", "recipes show cifar10_recover_skipinit")
-    recipes = typer.Typer(name="recipes", epilog=shown, invoke_without_command=True, rich_markup_mode=None)
+    shown = group_page(KEYS, "recipes", "recipes show cifar10_recover_skipinit")
+    recipes = typer.Typer(name="recipes", cls=shown, invoke_without_command=True, rich_markup_mode=None)
     recipes.callback()(run)
-    recipes.command("show")(show_one)
-    recipes.command("copy")(copy)
+    recipes.command("show", cls=page(_SHOWN, "recipes show demo_train"))(show_one)
+    recipes.command("copy", cls=page(_COPIED, "recipes copy demo_train mine.yaml"))(copy)
     app.add_typer(recipes)
 
 
 def run(context: typer.Context, json: Json = False) -> int | None:
     """List the recipes of `normswap finetune`; show or copy one.
 
-    The keys of --json: one object per recipe with name, summary, source, model and convert (null where the recipe
-    leaves them open).
+    --json prints a list, one object per recipe.
     """
     if context.invoked_subcommand is not None:
         return None
@@ -63,10 +71,7 @@ def _print(rows: Sequence[Body]) -> None:
 
 
 def show_one(name: Name, json: Json = False) -> int:
-    """Print a recipe as it is written.
-
-    The keys of --json: name, text (the file) and recipe (every key with its value, defaults too).
-    """
+    """Print a recipe as it is written."""
     from normswap.training import recipe_files
 
     text = recipe_files.text(name)
@@ -81,10 +86,7 @@ def copy(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json: Json = False,
 ) -> int:
-    """Write a recipe to a file of your own: `normswap finetune --recipe FILE` takes it.
-
-    The keys of --json: name and file.
-    """
+    """Write a recipe to a file of your own: `normswap finetune --recipe FILE` takes it."""
     from normswap.training import recipe_files
 
     text = recipe_files.text(name)

@@ -9,18 +9,39 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import Images, Json, Trust
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import Images
+from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.errors import require_packages
 
 ORDER = 140
+KEYS: Keys = {
+    "output": "",
+    "source": "",
+    "sha256": "",
+    "arch": "",
+    "steps": "",
+    "digest": "",
+    "versions": "",
+    "report": "",
+    "blocks": "",
+    "others": "norms outside of blocks",
+    "gammas": "histograms by role",
+    "alphas": "",
+    "sizes": "",
+    "against": "what the result was measured with: source, unfolded or nothing",
+    "notes": "",
+    "signal": "of before and after, a point per block",
+    "signal_inputs": "",
+    "accuracy": "",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("report", epilog=examples("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html"))(
+    app.command("report", cls=page(KEYS, "report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html"))(
         spread(run)
     )
 
@@ -39,10 +60,6 @@ def run(
     """Write what was done and measured as one HTML page.
 
     It loads nothing from anywhere. With --data both networks are evaluated, and the signal is measured on those images.
-
-    The keys of --json: output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of
-    blocks), gammas (histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded
-    or nothing), notes, signal (of before and after, a point per block), signal_inputs and accuracy.
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     with progress.stages() as say:

@@ -10,7 +10,7 @@ import typer
 
 from normswap import schemes
 from normswap.cli import progress
-from normswap.cli.examples import examples
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json
 from normswap.cli.printing import show
 from normswap.cli.tables import entry, listing, table
@@ -19,11 +19,27 @@ from normswap.plan import Body
 from normswap.schemes.parts import cards
 
 ORDER = 50
+KEYS: Keys = {
+    "name": "",
+    "summary": "",
+    "paper": "",
+    "options": "defaults",
+    "exact_only_with": "the options that must keep their default for the conversion to be exact",
+    "exact": "whether it is with its defaults",
+}
+_WITH_CHECK: Keys = {
+    "network": "",
+    "path": "the targets",
+    "exact": "",
+    "distance": "relative L2 of the logits",
+    "why": "it was refused",
+    "wrong": "",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("schemes", epilog=examples("schemes", "schemes groupnorm dyt"))(run)
+    app.command("schemes", cls=page(KEYS, "schemes", "schemes groupnorm dyt", with_check=_WITH_CHECK))(run)
 
 
 def run(
@@ -36,10 +52,8 @@ def run(
 ) -> int:
     """List the schemes, their papers and options.
 
-    The keys of --json: one object per scheme with name, summary, paper, options (defaults) and exact_only_with (the
-    options that must keep their default for the conversion to be exact); with --check, one per conversion with network,
-    path (the targets), exact, distance (relative L2 of the logits), why (it was refused) and wrong. Something wrong
-    makes the exit code 1.
+    --json prints a list, one object per scheme; with --check one per conversion. Something wrong with --check makes the
+    exit code 1.
     """
     if check:
         return _check(names or (), json=json)

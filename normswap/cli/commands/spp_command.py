@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import Images
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Drawn, Images, Json, Opening
+from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import table, written
 from normswap.errors import OptionError
@@ -23,6 +24,12 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
 
 ORDER = 150
+KEYS: Keys = {
+    "curves": "by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance",
+    "expected": "analytic variances, by network",
+    "inputs": "what each network was run on",
+    "files": "",
+}
 _STATISTICS = ("auto", "batch", "running")
 _COLUMNS = ("block", "squared mean", "variance", "expected", "branch variance", "added variance")
 
@@ -56,9 +63,7 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "spp",
-        epilog=examples(
-            "spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png"
-        ),
+        cls=page(KEYS, "spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png"),
     )(spread(run))
 
 
@@ -76,9 +81,6 @@ def run(
     Squared mean and variance after every residual sum, and the variance of the branch; several networks in one figure.
     For NF networks the analytic variance is drawn with them. With --weights random, branches that timm starts from
     zero are switched on, as in the paper's plots (Brock et al. 2021).
-
-    The keys of --json: curves (by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance),
-    expected (analytic variances, by network), inputs (what each network was run on) and files.
     """
     if look.statistics not in _STATISTICS:
         raise OptionError(f"--statistics {look.statistics!r} is none of {', '.join(_STATISTICS)}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from normswap.cli import progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
+from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Device, Json, Opening, Weights
 from normswap.cli.printing import show
 from normswap.cli.tables import line, table, written
@@ -24,6 +24,17 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
     from normswap.training.sweep import Objective
 
 ORDER = 130
+KEYS: Keys = {
+    "recipe": "",
+    "output": "",
+    "seeds": "",
+    "counted": "how many runs of each lr",
+    "lines": "one per lr: runs, mean, std, counted, lost, full, best",
+    "trials": "one per run: lr, seed, state, top1, note, folder, seconds",
+    "notes": "",
+    "done": "",
+    "files": "",
+}
 _LR = "Numbers and powers: 2^-4..2^1 (every power), or 0.05,0.1."
 _BEST = "Of each lr's runs the best N count [default: all, or all but two of more than four]."
 _STORAGE = "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
@@ -42,6 +53,7 @@ class Varied:
 class KeptAt:
     """Where a sweep is kept, and what becomes of runs that somebody has begun."""
 
+    GROUP: ClassVar[str] = "Where the sweep is kept"
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Its folder [default: ./sweep-RECIPE].")
     ] = None
@@ -55,7 +67,8 @@ def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
         "sweep",
-        epilog=examples(
+        cls=page(
+            KEYS,
             "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
             "sweep mine.yaml demo --lr 0.01,0.03,0.1 --seeds 5 --best 3",
         ),
@@ -82,9 +95,6 @@ def run(
     Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
     the next run that no one has begun. A killed one's run is continued a minute later. A run that diverges is
     a row of the table. Writes runs.csv and sweep.png beside the runs; `normswap curves` compares several sweeps.
-
-    The keys of --json: recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std,
-    counted, lost, full, best), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files.
     """
     require_packages("a sweep's picture", ("matplotlib",), "plots")
     from normswap.training import number_grid, recipe_files, sweep_table

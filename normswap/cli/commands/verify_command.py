@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import file_table, progress
-from normswap.cli.examples import examples
 from normswap.cli.grouped_options import spread
-from normswap.cli.options import ImageOpening, Images, Json, exported_file, open_model
+from normswap.cli.help_page import Keys, page
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, exported_file, open_model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof, verdict
 from normswap.cli.tables import facts, line, small
@@ -24,13 +25,33 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.exporting.exported_file import ExportedFile
 
 ORDER = 30
+KEYS: Keys = {
+    "directory": "",
+    "against": "",
+    "passed": "",
+    "source_unchanged": "null if not known",
+    "report": "",
+    "data": "null, or top1 of source and result in percent, agreement and count",
+}
+_OF_A_FILE: Keys = {
+    "directory": "",
+    "against": "",
+    "passed": "",
+    "figures": "as in `export`",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("verify", epilog=examples("verify demo-skipinit", "verify demo.onnx --against demo --data demo"))(
-        spread(run)
-    )
+    app.command(
+        "verify",
+        cls=page(
+            KEYS,
+            "verify demo-skipinit",
+            "verify demo.onnx --against demo --data demo",
+            of_an_exported_file=_OF_A_FILE,
+        ),
+    )(spread(run))
 
 
 def run(
@@ -48,10 +69,6 @@ def run(
     """Compare a converted network or exported file with its source.
 
     The exit code is 1 if they differ. A file runs in its own runtime, and needs --against.
-
-    The keys of --json: directory, against, passed, source_unchanged (null if not known), report, data (null, or top1
-    of source and result in percent, agreement and count). Of a file: directory, against, passed and figures (as in
-    `export`).
     """
     if against is None and (stray := opening.asked()):
         raise OptionError(f"{' and '.join(stray)} without --against", "it says how that MODEL is opened")

@@ -1,0 +1,117 @@
+"""How images are named, prepared and loaded, as options that several commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from normswap.cli.options import Device, Opening, remark
+from normswap.errors import OptionError
+
+if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from torch import nn
+
+    from normswap.images.datasets import Loader
+
+
+@dataclass(frozen=True)
+class Stated:
+    """How a network wants its images, where it does not say so itself, or says something else."""
+
+    GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
+    image_mean: Annotated[
+        str | None,
+        typer.Option("--image-mean", "--mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
+    ] = None
+    image_std: Annotated[
+        str | None, typer.Option("--image-std", "--std", metavar="R,G,B", help="Their standard deviation.")
+    ] = None
+    crop_pct: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Share of a resized image that the crop keeps.")
+    ] = None
+    interpolation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="bilinear, bicubic ...: how it resizes.")
+    ] = None
+
+    def state(self, model: nn.Module) -> nn.Module:
+        """The network itself, whose record says so from now on.
+
+        Raises:
+            OptionError: no image can be prepared so.
+        """
+        from normswap.models.preprocessing import Preprocessing, state
+
+        mean, std = _numbers("--image-mean", self.image_mean), _numbers("--image-std", self.image_std)
+        return state(model, Preprocessing(mean, std, self.crop_pct, self.interpolation))
+
+
+@dataclass(frozen=True)
+class ImageOpening(Stated, Opening):
+    """How a MODEL that reads images is opened."""
+
+    def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
+        """See `Opening.open`."""
+        return self.state(Opening.open(self, name, mapped=mapped, runs=runs))
+
+
+def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{flag} {text}", "it is a number, or one per channel: 0.485,0.456,0.406") from None
+
+
+def remark_on_images(model: nn.Module, loader: Loader) -> None:
+    """Say how labels and files were understood, and what preprocessing is assumed.
+
+    Also whether the network's first norm says another.
+    """
+    from normswap.images import stem_statistics
+    from normswap.models.preprocessing import assumed, assumption
+
+    remark(loader.notes)
+    if missing := assumption(model):
+        remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])
+    if {"mean", "std"} & set(assumed(model)) and loader.count:
+        step = max(loader.count // stem_statistics.COUNT, 1)
+        images, _ = next(iter(loader.only(range(0, loader.count, step)[: stem_statistics.COUNT])))
+        remark(stem_statistics.advice(model, images))
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images, perhaps, and how to load them."""
+
+    GROUP: ClassVar[str] = "Images"
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            show_default=False,
+            help="Class folders, a tar of them, a CSV of files and labels, or timm's PREFIX/NAME[:ROOT].",
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 64
+    workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 2
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Take this many images, drawn by a fixed seed.")
+    ] = None
+    split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "validation"
+    device: Device = "cpu"
+
+    def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
+        """Batches as the network wants them; how they were understood goes to stderr.
+
+        Raises:
+            SourceError, OptionError: there are none, or none for this network.
+        """
+        from normswap.images.datasets import make_loader
+
+        loader = make_loader(
+            model, str(self.data), batch_size=self.batch_size, workers=self.workers, samples=self.samples,
+            split=self.split, seed=seed, labelled=labelled,
+        )  # fmt: skip
+        remark_on_images(model, loader)
+        return loader
