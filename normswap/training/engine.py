@@ -147,10 +147,8 @@ class TrainingRun:
         self.log(f"continuing at update {self.at.update} of {self.task.updates}")
 
     def _watch(self) -> None:
-        plain = {
-            key: value if isinstance(value, float | str) else str(value)
-            for key, value in recipe_files.flat(self.recipe).items()
-        }
+        items = recipe_files.flat(self.recipe).items()
+        plain = {key: value if isinstance(value, float | str) else str(value) for key, value in items}
         self.engine.init_trackers("normswap", plain)
 
     def train(self, stop: stopping.Stop) -> bool:
