@@ -1,4 +1,4 @@
-"""What `torch.set_default_device` said is no matter to what normswap makes; a forward makes tensors beside its images.
+"""Under `torch.set_default_device` normswap makes its tensors on the CPU; a forward makes its own beside its images.
 
 torch's default device takes every tensor that is made without `device=`, also one that is drawn by a CPU generator. So
 the functions that a user calls set it to the CPU for their duration. What is the user's own, a forward or a loader that
@@ -43,7 +43,7 @@ def in_forward(device: torch.device) -> AbstractContextManager[object]:
 
 
 def called(function: Callable[[], T]) -> T:
-    """What a function of the user's returns while the default device is the user's."""
+    """Call a function of the user's while the default device is the user's."""
     with _users.get() or nullcontext():
         return function()
 
