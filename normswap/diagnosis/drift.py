@@ -118,15 +118,15 @@ def _cost(case: Case, hit: list[Drift]) -> str:
     assert case.images is not None
     call = case.images.calls[0]
     before = _outputs(case.model, call)
-    said = []
+    moves = []
     for drift in sorted(hit, key=lambda one: -(one.mean + one.log_var))[:_SHOWN]:
         other = copy.deepcopy(case.model)
         norm = other.get_submodule(drift.site.path)
         for name, value in zip(("running_mean", "running_var"), drift.seen, strict=True):
             norm.get_buffer(name).copy_(value)
         moved = _outputs(other, call) - before
-        said.append(f"{float(moved.norm() / before.norm().clamp_min(1e-30)):.0%} ({drift.site.path})")
-    return ", ".join(said)
+        moves.append(f"{float(moved.norm() / before.norm().clamp_min(1e-30)):.0%} ({drift.site.path})")
+    return ", ".join(moves)
 
 
 def _outputs(model: nn.Module, call: Example) -> Tensor:

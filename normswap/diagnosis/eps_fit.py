@@ -24,16 +24,16 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
         return
     try:
         now = _distance(case, sites, None)
-        others = {eps: _distance(case, sites, eps) for eps in _USUAL if eps not in present}
+        nearest = {eps: _distance(case, sites, eps) for eps in _USUAL if eps not in present}
     except NormswapError:
         return
-    if not others:
+    if not nearest:
         return
-    eps = min(others, key=lambda one: others[one])
-    if now < _FAR or others[eps] * _CLEARLY > now:
+    eps = min(nearest, key=lambda one: nearest[one])
+    if now < _FAR or nearest[eps] * _CLEARLY > now:
         return
     evidence = (
-        f"eps is {present.pop():g}; with {eps:g} what reaches the norms is {others[eps]:.2g} nats from their "
+        f"eps is {present.pop():g}; with {eps:g} what reaches the norms is {nearest[eps]:.2g} nats from their "
         f"statistics, not {now:.2g} ({case.images.count} images)"
     )
     cost = f"channels with a variance near {max(eps, sites[0].eps):g} are scaled wrongly"

@@ -48,8 +48,8 @@ def _agreement(model: nn.Module, images: Tensor, size: int) -> float | None:
         answers = network_input.scores(called.of(images).like(model).call(model)).argmax(1)
     batches = images[: len(images) // size * size].split(size)
     try:
-        found = [network_input.scores(called.of(batch).like(other).call(other)).argmax(1) for batch in batches]
+        batchwise = [network_input.scores(called.of(batch).like(other).call(other)).argmax(1) for batch in batches]
     except ValueError:
         return None
-    alone = torch.cat(found)
+    alone = torch.cat(batchwise)
     return float((alone == answers[: len(alone)]).double().mean())

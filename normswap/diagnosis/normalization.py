@@ -70,17 +70,17 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     raw = _as_pixels(images)
     tried = [(way, pixels, "") for way in _ways(present, images.shape[1])]
     tried += [] if raw is None else [(way, *raw) for way in _ways(present, images.shape[1], usual=False)]
-    best, least, given = present, now, ""
-    for way, values, what in tried:
+    best, least, told_as = present, now, ""
+    for way, values, form in tried:
         distances = _distances(case.model, way.prepare(values))
         if distances is not None and distances[0] < least[0]:
-            best, least, given = way, distances, what
+            best, least, told_as = way, distances, form
     times = min(other / max(one, 1e-9) for one, other in zip(least, now, strict=True))
     if not any(times > factor and least[0] < near for factor, near in _CLEARLY):
         return
     evidence = (
         f"on these images the first norm sees what is {now[0]:.2g} nats from its statistics; with {best} "
-        f"{least[0]:.2g} ({case.images.count} images{given})"
+        f"{least[0]:.2g} ({case.images.count} images{told_as})"
     )
     cost = "every layer sees other values than in training"
     yield Finding("preprocessing", _first(case), evidence, Certainty.LIKELY, cost, _mend(case, best))
@@ -95,8 +95,8 @@ def _as_pixels(images: Tensor) -> tuple[Tensor, str] | None:
 
 
 def _ways(present: _Way, channels: int, *, usual: bool = True) -> Iterator[_Way]:
-    others = [pair for pair in _USUAL if len(pair[0]) in (1, channels)] if usual else []
-    values = ((present.mean, present.std), *others)
+    further = [pair for pair in _USUAL if len(pair[0]) in (1, channels)] if usual else []
+    values = ((present.mean, present.std), *further)
     for mean, std in values:
         for reverses in (False, True) if channels == 3 else (False,):
             yield _Way(mean, std, reverses)

@@ -17,6 +17,7 @@ from normswap.graph import selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
+from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
@@ -27,6 +28,7 @@ from normswap.surgery.network import Network
 from normswap.surgery.report import require_passed
 
 
+@cpu_by_default()
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
     """Plan one step of a conversion: the step, and its builder with its outcomes and notes.
 
@@ -58,6 +60,7 @@ def plan_steps(
         yield before, builder
 
 
+@cpu_by_default()
 def _plan_step(seen: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
     part = selection.restrict(seen, **patterns)
@@ -90,6 +93,7 @@ def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 
+@cpu_by_default()
 @full_precision()
 def convert(
     model: nn.Module | Network | Conversion,
@@ -155,9 +159,9 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
     """BatchNorm back in the class of an architecture."""
     like = options["like"]
     chosen = schemes.chosen("measured-batchnorm", {})
-    others = [name for name, value in schemes.changed(to, options).items() if name != "like" and value]
-    if others:
-        pair = " cannot go with ".join(spelled(name, options[name]) for name in (others[0], "like"))
+    besides = [name for name, value in schemes.changed(to, options).items() if name != "like" and value]
+    if besides:
+        pair = " cannot go with ".join(spelled(name, options[name]) for name in (besides[0], "like"))
         raise OptionError(pair, "the architecture says where norms stand, and which")
     if not isinstance(like, str | nn.Module):
         raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")

@@ -1,4 +1,4 @@
-"""What the doctor reads off images: how they are prepared, whether statistics and eps fit them, how the modes agree."""
+"""The doctor reads off images how they are prepared, whether statistics and eps fit them, how the modes agree."""
 
 from __future__ import annotations
 

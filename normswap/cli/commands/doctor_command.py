@@ -11,7 +11,8 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
-from normswap.cli.options import ImageOpening, Images, Json, Model
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import entry, facts, few, listing
 from normswap.errors import OptionError
