@@ -265,15 +265,28 @@ def chosen(name: str, options: Options) -> Chosen:
         OptionError: an option the scheme does not have, or a value that it may not have.
     """
     scheme = get(name)
+    _check(scheme, options)
+    return Chosen(scheme, {**scheme.defaults, **options})
+
+
+def check_options(name: str, options: Options) -> None:
+    """Check options of a target, without what it computes with.
+
+    Raises:
+        OptionError: as `chosen`.
+    """
+    _check(card(name), options)
+
+
+def _check(scheme: Scheme, options: Options) -> None:
     known = scheme.defaults
     unknown = sorted(set(options) - {*known, *EVERY})
     if unknown:
         has = f"its options are {_listed(known)}" if known else "it takes no options"
-        raise OptionError(f"scheme '{name}' has no option {_listed(unknown)}", has)
+        raise OptionError(f"scheme '{scheme.name}' has no option {_listed(unknown)}", has)
     for option in scheme.options:
         if option.name in options:
             option.check(options[option.name])
-    return Chosen(scheme, {**known, **options})
 
 
 def of(step: Step) -> Chosen:

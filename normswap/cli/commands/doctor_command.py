@@ -50,11 +50,11 @@ def run(
 
     Exit code 1 where something is wrong.
     """
-    from normswap.diagnosis.doctor import body_of, diagnose
-
     if beside is not None and not beside.is_file():
         raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
     net = opening.open(model)
+    from normswap.diagnosis.doctor import body_of, diagnose
+
     other = None if beside is None else replace(opening, weights=str(beside), arch=None).open(opening.arch or model)
     with progress.working("looking"):
         diagnosis = diagnose(net, other=other, name=opening.said(model))
