@@ -148,6 +148,8 @@ def export(
             measured = {**asdict(figures), "lost": lost}
             body["quantization"] = {**asdict(quantized), "measured": measured, "notes": prepared.notes}
         noise_only = request.on_noise(images)
+        for tool, builder in formats.builders(form.NAME).items():
+            body[tool] = builder.build(file, contents, settings.dtype)
         body["checked"] = {**asdict(figures), "noise_only": noise_only}
         nodes = form.nodes(aside)
         sidecar.write(aside, body)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
     from normswap.exporting.exported_module import FileContents
     from normswap.exporting.settings import Quantization
+    from normswap.plan import Body
 
 T = TypeVar("T")
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
@@ -70,16 +71,24 @@ class Quantizer(Protocol):
         """
 
 
+class EngineBuilder(Protocol):
+    """The functions of a module that says how another tool builds its own file from one that was exported."""
+
+    def build(self, file: Path, contents: FileContents, dtype: str) -> Body:
+        """The command line, or the reason why there is none."""
+
+
 class _Row(NamedTuple):
     module: str
     endings: tuple[str, ...]
     int8: str = ""  # the module that quantizes, if one does
+    builders: tuple[str, ...] = ()  # modules of further tools that build on such a file
     extra: str = "export"  # of normswap, which brings its packages
 
 
 _FORMATS = {
-    "onnx": _Row("onnx_file", (".onnx",), "onnx_int8"),
-    "onnx-data": _Row("onnx_data_file", (".onnx",)),
+    "onnx": _Row("onnx_file", (".onnx",), "onnx_int8", ("tensorrt",)),
+    "onnx-data": _Row("onnx_data_file", (".onnx",), builders=("tensorrt",)),
     "openvino": _Row("openvino_file", (".xml",), "openvino_int8"),
     "pt2": _Row("pt2", (".pt2",), "pt2_int8"),
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
@@ -102,7 +111,7 @@ def get(name: str) -> Format:
     Raises:
         OptionError: there is none of that name, or a package it needs is not installed.
     """
-    form = _module(_FORMATS[_known(name)])
+    form = cast(Format, _module(_FORMATS[_known(name)].module))
     require_packages(name, form.NEEDS, _FORMATS[name].extra)
     return form
 
@@ -113,8 +122,13 @@ def _known(name: str) -> str:
     return name
 
 
-def _module(row: _Row) -> Format:
-    return cast(Format, importlib.import_module(f"normswap.exporting.{row.module}"))
+def _module(name: str) -> object:
+    return importlib.import_module(f"normswap.exporting.{name}")
+
+
+def builders(name: str) -> dict[str, EngineBuilder]:
+    """The further tools that build on a file of a format, by name."""
+    return {tool: cast(EngineBuilder, _module(tool)) for tool in _FORMATS[name].builders}
 
 
 def quantizer(name: str) -> Quantizer:
@@ -126,7 +140,7 @@ def quantizer(name: str) -> Quantizer:
     if not _FORMATS[name].int8:
         able = ", ".join(other for other, row in _FORMATS.items() if row.int8)
         raise OptionError(f"{name} is not written in int8", f"there are {able}")
-    module = cast(Quantizer, importlib.import_module(f"normswap.exporting.{_FORMATS[name].int8}"))
+    module = cast(Quantizer, _module(_FORMATS[name].int8))
     require_packages(f"{name} in int8", module.NEEDS, "quantize")
     return module
 
@@ -173,7 +187,7 @@ def of_file(file: Path) -> Format:
 def owner(part: Path, form: Format) -> Path | None:
     """The file of another format that has `part` already, which a file of this format would have, if there is one."""
     for row in _FORMATS.values() if part.is_file() else ():
-        other = _module(row)
+        other = cast(Format, _module(row.module))
         if other.NAME == form.NAME or not any(part.name.endswith(ending) for ending in other.PARTS):
             continue
         if file := next(filter(Path.is_file, map(part.with_suffix, row.endings)), None):

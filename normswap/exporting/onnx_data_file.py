@@ -25,5 +25,7 @@ def write(contents: FileContents, file: Path) -> None:
     import onnx
 
     model = onnx_file.graph(contents)
-    onnx.save_model(model, file, save_as_external_data=True, location=file.with_suffix(PARTS[0]).name)
+    data = file.with_suffix(PARTS[0])
+    onnx.save_model(model, file, save_as_external_data=True, location=data.name)
+    data.touch()  # onnx leaves tensors of less than 1 KiB in the graph, and all of a small network's may be
     onnx_file.check(file)

@@ -161,9 +161,9 @@ def _alike(network: Network, options: Options) -> Conversion:
     """BatchNorm back in the class of an architecture."""
     like = options["like"]
     chosen = schemes.chosen("measured-batchnorm", {})
-    others = [name for name, value in schemes.changed("batchnorm", options).items() if name != "like" and value]
-    if others:
-        pair = " cannot go with ".join(spelled(name, options[name]) for name in (others[0], "like"))
+    besides = [name for name, value in schemes.changed("batchnorm", options).items() if name != "like" and value]
+    if besides:
+        pair = " cannot go with ".join(spelled(name, options[name]) for name in (besides[0], "like"))
         raise OptionError(pair, "the architecture says where norms stand, and which")
     if not isinstance(like, str | nn.Module):
         raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
