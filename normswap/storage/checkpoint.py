@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import kinds, network_input, weight_files, zoo
+from normswap.models.default_device import cpu_by_default
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, hub_folder, model_card, network_folder
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # Python 3.11 has it in typing
     from typing_extensions import Unpack
 
 
+@cpu_by_default()
 def open_model(
     source: str,
     *,
@@ -74,6 +76,7 @@ def open_model(
     return model if input_size is None else zoo.for_size(model, input_size)
 
 
+@cpu_by_default()
 def save(
     result: Conversion | nn.Module, directory: str | Path, *, arch: Arch | None = None, force: bool = False
 ) -> Path:
@@ -111,6 +114,7 @@ def save(
     return place
 
 
+@cpu_by_default()
 def load(
     directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False, changed: bool = False
 ) -> nn.Module:
