@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 
 from normswap.diagnosis import contradiction, placement, settings, stored_numbers
-from normswap.diagnosis.findings import Case, Check, Diagnosis, StoredNorm, anatomy_of, sites_of
+from normswap.diagnosis.drift import drifted
+from normswap.diagnosis.eps_fit import unfit_eps
+from normswap.diagnosis.eval_and_train import batch_sizes
+from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, StoredNorm, anatomy_of, sites_of
+from normswap.diagnosis.image_batches import ImageBatches
+from normswap.diagnosis.normalization import unfit_preprocessing
 from normswap.models.calling import Inputs
+from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import evaluating, hooked
 from normswap.plan import Body
 from normswap.surgery.network import HasModel, Network, module_of
@@ -37,11 +43,16 @@ CHECKS: tuple[Check, ...] = (
     placement.unreached,
 )
 
+# The first that is a fault explains those behind it: images that are prepared wrongly fit no statistics.
+ON_IMAGES: tuple[Check, ...] = (unfit_preprocessing, unfit_eps, drifted)
 
+
+@cpu_by_default()
 def diagnose(
     model: nn.Module | Network | HasModel,
     *,
     inputs: Inputs = None,
+    images: Iterable[object] | None = None,
     other: nn.Module | None = None,
     name: str = "MODEL",
     data: str = "IMAGES",
@@ -50,19 +61,32 @@ def diagnose(
 
     Args:
         inputs: what it takes, as in `convert`.
+        images: batches of what it takes, such as images (N, C, H, W) or (images, labels), for the checks of how its
+            statistics fit them; at most 512 are looked at.
         other: the same network with the weights that `model` is an average of, or that are an average of its.
         name, data: how the commands shall call the network and the images.
 
     Raises:
-        SourceError: `model` is no network.
+        SourceError: `model` is no network; unusable images, or too few.
     """
     network = model if isinstance(model, Network) else Network(module_of(model), inputs)
     anatomy, notes = anatomy_of(network)
     sites = sites_of(network.module, anatomy)
-    case = Case(network, anatomy, sites, _positions(network, sites) if anatomy else {}, name, data, other)
+    seen = None if images is None else ImageBatches.read(network.module, images)
+    case = Case(network, anatomy, sites, _positions(network, sites) if anatomy else {}, name, data, other, seen)
     findings = [finding for check in CHECKS for finding in check(case)]
+    if not any(finding.fault for finding in findings):
+        findings += _on_images(case)
     ranked = sorted(findings, key=lambda finding: not finding.fault)
     return Diagnosis(tuple(ranked), len(sites), notes)
+
+
+def _on_images(case: Case) -> list[Finding]:
+    """Look at images with a network in which nothing else is wrong: one fault, and how far the modes agree."""
+    if case.images is None or not case.sites:
+        return []
+    faults = next((findings for check in ON_IMAGES if (findings := [*check(case)])), [])
+    return [*faults, *batch_sizes(case)]
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from torch import Tensor, fx, nn
 
 from normswap import provenance
+from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.tracing import Traced
@@ -114,6 +115,7 @@ class Case:
         positions: how many values per channel and image each norm sees, by path, at the network's own size.
         name, data: how commands call the network and the images.
         other: the same network with other weights: before averaging, or after.
+        images: what the checks that need images look at; None where there are none.
     """
 
     network: Network
@@ -123,6 +125,7 @@ class Case:
     name: str
     data: str
     other: nn.Module | None = None
+    images: ImageBatches | None = None
 
     @property
     def model(self) -> nn.Module:

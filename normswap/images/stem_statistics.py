@@ -93,8 +93,11 @@ def _normalized(pixels: Tensor, values: Preprocessing) -> Tensor:
 
 
 @torch.inference_mode()
-def _distance(model: nn.Module, images: Tensor) -> float | None:
-    """Between statistics that the first norm keeps and those of what reaches it; None where it keeps none."""
+def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] | None:
+    """The first norm with statistics of its own, and what reaches it of images (N, C, H, W), as it is in eval mode.
+
+    None where there is none, or the network does not run on them.
+    """
     with evaluating(model), _first_norm(model) as seen:
         try:
             calling.form(model).of(images).like(model).call(model)
@@ -102,9 +105,15 @@ def _distance(model: nn.Module, images: Tensor) -> float | None:
             pass
         except Exception:  # whatever the network raises: others will say what is wrong
             return None
-    if not seen:
+    return seen[0] if seen else None
+
+
+def _distance(model: nn.Module, images: Tensor) -> float | None:
+    """Between statistics that the first norm keeps and those of what reaches it; None where it keeps none."""
+    seen = at_first_norm(model, images)
+    if seen is None:
         return None
-    norm, x = seen[0]
+    norm, x = seen
     kept_mean, kept_var = affine.statistics(norm)
     if x.ndim < 3 or x.shape[1] != len(kept_mean) or (kept_mean == 0).all():
         return None

@@ -11,13 +11,15 @@ import typer
 from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
-from normswap.cli.options import Json, Model, Opening
+from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import entry, facts, few, listing
 from normswap.errors import OptionError
 from normswap.plan import Body
 
 ORDER = 98
+_SAMPLES = 256  # images, unless --samples says more
 KEYS: Keys = {
     "source": "",
     "norms": "how many",
@@ -29,9 +31,10 @@ KEYS: Keys = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("doctor", cls=page(KEYS, "doctor demo", "doctor resnet50 --weights ema.pth --beside last.pth"))(
-        spread(run)
-    )
+    app.command(
+        "doctor",
+        cls=page(KEYS, "doctor demo", "doctor demo --data demo", "doctor resnet50 --weights ema.pth --beside last.pth"),
+    )(spread(run))
 
 
 def run(
@@ -43,21 +46,30 @@ def run(
             metavar="FILE", help="Weights of the same training: those that MODEL is an average of (EMA, SWA)."
         ),
     ] = None,
-    opening: Opening,
+    images: Images,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
+    With --data also what images show: whether they are prepared as in training, whether statistics fit them (drift,
+    beside its sampling error), whether another eps does, and from which batch size on eval and train mode agree.
+
     Exit code 1 where something is wrong.
     """
-    from normswap.diagnosis.doctor import body_of, diagnose
-
     if beside is not None and not beside.is_file():
         raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
-    net = opening.open(model)
+    opened = opening.open(model)
+    from normswap.diagnosis.doctor import body_of, diagnose
+    from normswap.models import devices
+
+    net = devices.place(opened, images.device)
+    seen = (
+        None if images.data is None else replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
+    )
     other = None if beside is None else replace(opening, weights=str(beside), arch=None).open(opening.arch or model)
     with progress.working("looking"):
-        diagnosis = diagnose(net, other=other, name=opening.said(model))
+        diagnosis = diagnose(net, images=seen, other=other, name=opening.said(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return 1 if diagnosis.faults else 0
 

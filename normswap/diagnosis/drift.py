@@ -1,0 +1,135 @@
+"""Checks of kept statistics against those of images: which norms are off, by how much, beyond what chance does.
+
+The network runs with every norm on the statistics of its batch, so that a norm is held against what reaches it when
+all before it normalize rightly: one wrong norm does not make those behind it look wrong. In parts of the images the
+estimates differ by chance; what does not stand out from that is not said.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.calibration import population
+from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.diagnosis.image_batches import PARTS
+from normswap.errors import NormswapError
+from normswap.models.calling import Example, named_tensors
+from normswap.models.modes import evaluating
+
+_MEAN, _LOG_VAR = 0.3, 0.7  # of a deviation; the logarithm of a ratio of variances: in the median channel
+_CHANCE = 3.0  # standard errors
+_SHOWN = 3  # norms whose sensitivity is measured
+
+
+@dataclass(frozen=True, eq=False)
+class Drift:
+    """How far the statistics of a norm are from those of images.
+
+    Args:
+        mean: by how many kept deviations the mean is off in the median channel; error: its standard error.
+        log_var: of the ratio of variances, its size in the median channel; log_error: its standard error.
+        seen: mean and variance per channel on the images.
+    """
+
+    site: StoredNorm
+    mean: float
+    error: float
+    log_var: float
+    log_error: float
+    seen: tuple[Tensor, Tensor]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether that is more than augmentation or chance makes of it."""
+        shifted = self.mean - _CHANCE * self.error > _MEAN
+        return shifted or self.log_var - _CHANCE * self.log_error > _LOG_VAR
+
+    def __str__(self) -> str:
+        factor = torch.tensor(self.log_var).exp()
+        return (
+            f"{self.site.path}: means off by {self.mean:.2f} +- {self.error:.2f} deviations, variances {factor:.1f} x"
+        )
+
+
+def measured(case: Case) -> list[Drift]:
+    """The drift of every norm that keeps statistics; none where they cannot be measured."""
+    if case.images is None:
+        return []
+    try:
+        parts = [_estimated(case.model, calls) for calls in case.images.parts]
+    except NormswapError:
+        return []
+    drifts = []
+    for site in case.sites:
+        if site.mean is None or site.var is None or any(site.path not in part for part in parts):
+            continue
+        means, variances = (torch.stack([part[site.path][i] for part in parts]) for i in (0, 1))
+        deviation = (site.var.clamp_min(0) + site.eps).sqrt()
+        shifts = (means - site.mean) / deviation
+        ratios = ((variances + site.eps) / (site.var.clamp_min(0) + site.eps)).log()
+        (mean, error), (log_var, log_error) = _typical(shifts), _typical(ratios)
+        drifts.append(Drift(site, mean, error, log_var, log_error, (means.mean(0), variances.mean(0))))
+    return drifts
+
+
+def _typical(parts: Tensor) -> tuple[float, float]:
+    """Size in the median channel, of the mean over parts (P, C), and the standard error of that."""
+    return float(parts.mean(0).abs().median()), float((parts.std(0) / PARTS**0.5).median())
+
+
+def _estimated(model: nn.Module, calls: tuple[Example, ...]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean and variance per channel of each norm's input, by path."""
+    other = copy.deepcopy(model)
+    population.estimate_population(other, calls)
+    norms = population.norms_of(other)
+    pairs = {path: (norm.running_mean, norm.running_var) for path, norm in norms.items()}
+    return {path: (mean.double().cpu(), var.double().cpu()) for path, (mean, var) in pairs.items()
+            if mean is not None and var is not None}  # fmt: skip
+
+
+def drifted(case: Case) -> Iterator[Finding]:
+    """Norms whose statistics are not those of the images: another domain, or statistics of other weights."""
+    drifts = measured(case)
+    hit = [drift for drift in drifts if drift.is_off]
+    if not hit or case.images is None:
+        return
+    sites = [drift.site for drift in hit]
+    worst = max(hit, key=lambda drift: drift.mean + drift.log_var)
+    # Other images are other from the first norm on; where the first ones fit, the images are not the cause.
+    images = hit[0] is drifts[0]
+    name = "drifted-domain" if images else "wrong-statistics"
+    why = (
+        "these images are other than those of the training" if images else "the images fit the stem: others' statistics"
+    )
+    evidence = f"{share(len(hit), len(drifts), 'norms')} are off on {case.images.count} images, most at {worst}; {why}"
+    cost = f"eval mode normalizes by other statistics; with the right ones answers change by {_cost(case, hit)}"
+    mend = f"{case.recalibrate} (images like those of its use)" if images else case.recalibrate
+    yield Finding(name, paths_of(sites), evidence, Certainty.LIKELY, cost, mend)
+
+
+@torch.no_grad()
+def _cost(case: Case, hit: list[Drift]) -> str:
+    """How far the outputs move when the norms that are most off get the images' statistics, each by itself."""
+    assert case.images is not None
+    call = case.images.calls[0]
+    before = _outputs(case.model, call)
+    moves = []
+    for drift in sorted(hit, key=lambda one: -(one.mean + one.log_var))[:_SHOWN]:
+        other = copy.deepcopy(case.model)
+        norm = other.get_submodule(drift.site.path)
+        for name, value in zip(("running_mean", "running_var"), drift.seen, strict=True):
+            norm.get_buffer(name).copy_(value)
+        moved = _outputs(other, call) - before
+        moves.append(f"{float(moved.norm() / before.norm().clamp_min(1e-30)):.0%} ({drift.site.path})")
+    return ", ".join(moves)
+
+
+def _outputs(model: nn.Module, call: Example) -> Tensor:
+    with evaluating(model):
+        outputs = named_tensors(call.map(torch.clone).call(model))
+        return torch.cat([value.double().flatten() for _, value in outputs if value.is_floating_point()])

@@ -1,0 +1,68 @@
+"""The images that a diagnosis looks at: a few batches, kept, so that every check sees the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from normswap.calibration.checked_batches import checked
+from normswap.errors import SourceError
+from normswap.models.calling import Example, form
+
+MOST = 512  # images: they are held in memory
+PARTS = 4  # of the batches: how far they differ is the sampling error
+
+
+@dataclass(frozen=True, eq=False)
+class ImageBatches:
+    """Batches of one size, as calls of the network."""
+
+    calls: tuple[Example, ...]
+
+    @classmethod
+    def read(cls, model: nn.Module, batches: Iterable[object]) -> ImageBatches:
+        """At most `MOST` images of what the network takes (`Example.read`).
+
+        Raises:
+            SourceError: unusable images, or too few to tell a sampling error.
+        """
+        calls: list[Example] = []
+        for call in checked(model, batches):
+            calls.append(call)
+            if sum(one.count for one in calls) >= MOST:
+                break
+        seen = cls(tuple(calls))._mixed(model)
+        if len(seen.calls) < PARTS or seen.calls[0].count < 2:
+            raise SourceError(f"{seen.count} images are too few", f"a diagnosis needs {2 * PARTS} at least")
+        return seen
+
+    def _mixed(self, model: nn.Module) -> ImageBatches:
+        """The same in batches of one size; images in another order, as those of a folder come class by class."""
+        if self.images is None:
+            alike = tuple(call for call in self.calls if call.count == self.calls[0].count)
+            return ImageBatches(alike)
+        size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
+        images = self.images[order[: len(order) // size * size].to(self.images.device)]
+        return ImageBatches(tuple(form(model).of(batch).like(model) for batch in images.split(size)))
+
+    @property
+    def count(self) -> int:
+        """How many images there are."""
+        return sum(call.count for call in self.calls)
+
+    @cached_property
+    def images(self) -> Tensor | None:
+        """All of them, (N, C, H, W); None where the network takes something else."""
+        if not self.calls or not all(call.only_images and call.images.ndim == 4 for call in self.calls):
+            return None
+        return torch.cat([call.images for call in self.calls])
+
+    @property
+    def parts(self) -> list[tuple[Example, ...]]:
+        """The batches in `PARTS` parts."""
+        return [self.calls[start::PARTS] for start in range(PARTS)]

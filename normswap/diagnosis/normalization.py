@@ -1,0 +1,144 @@
+"""Checks of how images are prepared: which normalization, and which order of colours, makes the stem's statistics fit.
+
+A BatchNorm behind the stem keeps mean and variance of what the training images became there. Images that are prepared
+otherwise become something else; of several ways the right one is nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.diagnosis.findings import Case, Certainty, Finding
+from normswap.diagnosis.image_batches import PARTS
+from normswap.errors import flag
+from normswap.images.stem_statistics import at_first_norm
+from normswap.layers import affine
+from normswap.models.preprocessing import data_config
+
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_BYTE = 1 / 255
+_USUAL = (
+    _IMAGENET,
+    ((0.5,), (0.5,)),
+    ((0.0,), (1.0,)),
+    ((0.0,), (_BYTE,)),
+    (_IMAGENET[0], (_BYTE,)),  # Caffe's: a mean is subtracted from 0..255
+)
+_FAR = 0.004  # nats, below which a fit is as good as chance lets it be
+# How many times nearer another way must be, in all and in every part, and how near, in nats: the right one is very
+# near, and a usual one that is nearly right is far nearer than a wrong one.
+_CLEARLY = ((2.0, 0.01), (5.0, 0.05))
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to prepare pixels in 0..1: mean and std, and whether blue comes first."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    reverses: bool
+
+    def __str__(self) -> str:
+        numbers = (",".join(f"{number:.4g}" for number in values) for values in (self.mean, self.std))
+        return "mean {}, std {}".format(*numbers) + (", channels as BGR" if self.reverses else "")
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """Images as a network takes them, of pixels (N, C, H, W)."""
+        mean, std = (torch.tensor(values, dtype=pixels.dtype).reshape(-1, 1, 1) for values in (self.mean, self.std))
+        return ((pixels.flip(1) if self.reverses else pixels) - mean) / std
+
+
+def unfit_preprocessing(case: Case) -> Iterator[Finding]:
+    """Another way to prepare the images with which the first norm's statistics fit clearly better."""
+    if case.images is None or case.images.images is None:
+        return
+    config = data_config(case.model)
+    images = case.images.images.cpu()
+    if len(config["mean"]) != images.shape[1]:
+        return
+    present = _Way(tuple(config["mean"]), tuple(config["std"]), reverses=False)
+    mean, std = (torch.tensor(config[name], dtype=images.dtype).reshape(-1, 1, 1) for name in ("mean", "std"))
+    pixels = images * std + mean
+    now = _distances(case.model, images)
+    if now is None or now[0] < _FAR:
+        return
+    raw = _as_pixels(images)
+    tried = [(way, pixels, "") for way in _ways(present, images.shape[1])]
+    tried += [] if raw is None else [(way, *raw) for way in _ways(present, images.shape[1], usual=False)]
+    best, least, told_as = present, now, ""
+    for way, values, form in tried:
+        distances = _distances(case.model, way.prepare(values))
+        if distances is not None and distances[0] < least[0]:
+            best, least, told_as = way, distances, form
+    times = min(other / max(one, 1e-9) for one, other in zip(least, now, strict=True))
+    if not any(times > factor and least[0] < near for factor, near in _CLEARLY):
+        return
+    evidence = (
+        f"on these images the first norm sees what is {now[0]:.2g} nats from its statistics; with {best} "
+        f"{least[0]:.2g} ({case.images.count} images{told_as})"
+    )
+    cost = "every layer sees other values than in training"
+    yield Finding("preprocessing", _first(case), evidence, Certainty.LIKELY, cost, _mend(case, best))
+
+
+def _as_pixels(images: Tensor) -> tuple[Tensor, str] | None:
+    """Images that nobody normalized, as pixels in 0..1, and what was given; None where some are negative."""
+    least, most = images.aminmax()
+    if least < 0 or most > 255:
+        return None
+    return (images, ", given as pixels in 0..1") if most <= 1 else (images * _BYTE, ", given as pixels in 0..255")
+
+
+def _ways(present: _Way, channels: int, *, usual: bool = True) -> Iterator[_Way]:
+    further = [pair for pair in _USUAL if len(pair[0]) in (1, channels)] if usual else []
+    values = ((present.mean, present.std), *further)
+    for mean, std in values:
+        for reverses in (False, True) if channels == 3 else (False,):
+            yield _Way(mean, std, reverses)
+
+
+def _mend(case: Case, way: _Way) -> str:
+    mean, std = (",".join(f"{number:.6g}" for number in values) for values in (way.mean, way.std))
+    numbers = f"{flag('image_mean')} {mean} {flag('image_std')} {std}"
+    if not way.reverses:
+        return f"say it wherever images are read: {case.name} {numbers}"
+    return f"reverse the colours of the stem, its weight becomes weight.flip(1), or those of the images; with {numbers}"
+
+
+def _first(case: Case) -> tuple[str, ...]:
+    return tuple(site.path for site in case.sites[:1])
+
+
+def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
+    """How far the first norm's statistics are from those of its input, of all images and of each of some parts.
+
+    KL divergence between normal distributions per channel, in nats; the mean of the middle 80 % of the channels. None
+    where it keeps no statistics.
+    """
+    rows = []
+    for batch in images.split(_BATCH):
+        seen = at_first_norm(model, batch)
+        if seen is None or seen[1].ndim < 3 or seen[1].shape[1] != affine.channels(seen[0]):
+            return None
+        norm, values = seen[0], seen[1].double().flatten(2)
+        rows.append(torch.stack([values.mean(2), values.square().mean(2)]))
+    sums = torch.cat(rows, 1)
+    mean, var = affine.statistics(norm)
+    if bool((mean == 0).all()) or not bool(torch.isfinite(mean).all() and (var > 0).all()):
+        return None
+    return [_divergence(part, mean, var) for part in (sums, *(sums[:, start::PARTS] for start in range(PARTS)))]
+
+
+def _divergence(sums: Tensor, mean: Tensor, var: Tensor) -> float:
+    mean, var = mean.to(sums.device), var.to(sums.device)
+    seen, square = sums.mean(1)
+    spread = (square - seen.square()).clamp_min(0) + 1e-12
+    ratio = spread / (var + 1e-12)
+    divergences = ((ratio - 1 - ratio.log() + (seen - mean).square() / (var + 1e-12)) / 2).sort().values
+    cut = len(divergences) // 10
+    return float(divergences[cut : len(divergences) - cut].mean())

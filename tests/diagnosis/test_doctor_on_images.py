@@ -1,0 +1,192 @@
+"""The doctor reads off images how they are prepared, whether statistics and eps fit them, how the modes agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo_networks
+from commands import MODEL, Capture, run_json
+from torch import Tensor, nn
+
+import normswap
+from normswap.calibration.population import estimate_population
+from normswap.diagnosis import drift, eval_and_train
+from normswap.diagnosis.findings import Diagnosis
+from normswap.errors import SourceError
+from normswap.images.datasets import make_loader
+from normswap.models.preprocessing import Preprocessing, data_config, state
+from normswap.surgery.recalibration import recalibrate
+
+COUNT, BATCH = 96, 12
+
+
+def trained() -> nn.Module:
+    return copy.deepcopy(zoo_networks.trained("plain"))
+
+
+def norms(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def images(model: nn.Module) -> list[Tensor]:
+    loader = make_loader(model, "demo", workers=0, samples=COUNT, batch_size=BATCH, labelled=False)
+    return [batch for batch, _ in loader]
+
+
+def faults(diagnosis: Diagnosis) -> list[str]:
+    return [finding.name for finding in diagnosis.faults]
+
+
+def pixels(model: nn.Module, batch: Tensor) -> Tensor:
+    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    return (batch * std + mean).clamp(0, 1)
+
+
+def blue_first(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    return [(pixels(model, batch).flip(1) - mean) / std for batch in batches]
+
+
+def unnormalized(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    return [pixels(model, batch) for batch in batches]
+
+
+def in_bytes(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    return [pixels(model, batch) * 255 for batch in batches]
+
+
+def by_half(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """The network's record says 0.5, and so its images are normalized; it was trained otherwise."""
+    given = [(pixels(model, batch) - 0.5) / 0.5 for batch in batches]
+    state(model, Preprocessing((0.5,), (0.5,)))
+    return given
+
+
+def other_weights(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """One inner norm has statistics of weights that were three times as large."""
+    norm = norms(model)[3]
+    norm.running_mean.mul_(3)
+    norm.running_var.mul_(9)
+    return batches
+
+
+def at_night(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Dark images of little contrast, with grain."""
+    noise = torch.Generator().manual_seed(0)
+    return [batch * 0.15 - 1.4 + 0.6 * torch.randn(batch.shape, generator=noise) for batch in batches]
+
+
+@torch.no_grad()
+def small_variances(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Trained with an eps of 1e-3, that mattered; now it is torch's."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.mul_(0.03)
+    for norm in norms(model):
+        norm.eps = 1e-3
+    estimate_population(model, batches)
+    for norm in norms(model):
+        norm.eps = 1e-5
+    return batches
+
+
+PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, str]] = {
+    "BGR": (blue_first, "preprocessing", "channels as BGR"),
+    "not normalized": (unnormalized, "preprocessing", "given as pixels in 0..1"),
+    "0..255": (in_bytes, "preprocessing", "given as pixels in 0..255"),
+    "another normalization": (by_half, "preprocessing", "0.485,0.456,0.406"),
+    "one norm of other weights": (other_weights, "wrong-statistics", "others' statistics"),
+    "night": (at_night, "drifted-domain", "other than those of the training"),
+    "eps": (small_variances, "eps", "with 0.001"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_named(fault: str) -> None:
+    plant, name, words = PLANTED[fault]
+    model = trained()
+    batches = plant(model, images(model))
+    diagnosis = normswap.diagnose(model, images=batches)
+    assert faults(diagnosis) == [name]
+    assert words in diagnosis.faults[0].evidence
+    assert diagnosis.faults[0].mend
+
+
+def test_a_healthy_network_on_its_images_has_no_fault() -> None:
+    model = trained()
+    before = copy.deepcopy(model.state_dict())
+    diagnosis = normswap.diagnose(model, images=images(model))
+    assert diagnosis.faults == ()
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_few_images_raise_no_false_alarm() -> None:
+    model = trained()
+    assert faults(normswap.diagnose(model, images=images(model)[:2])) == []
+    with pytest.raises(SourceError, match="too few"):
+        normswap.diagnose(model, images=[images(model)[0][:6]])
+
+
+def test_recalibration_mends_what_is_off() -> None:
+    model = trained()
+    batches = other_weights(model, images(model))
+    assert faults(normswap.diagnose(model, images=batches)) == ["wrong-statistics"]
+    mended = recalibrate(model, batches).model
+    assert faults(normswap.diagnose(mended, images=batches)) == []
+
+
+def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
+    """Against sums written out: a first norm sees what its convolution makes of the images, in either mode."""
+    model = trained()
+    batches = images(model)
+    norms(model)[0].running_mean.add_(norms(model)[0].running_var.sqrt())
+    case = _case(model, batches)
+    first = drift.measured(case)[0]
+    norm = norms(model)[0]
+    values = model.get_submodule("0")(torch.cat(batches)).detach().double().transpose(0, 1).flatten(1)
+    shift = (values.mean(1) - norm.running_mean) / (norm.running_var + norm.eps).double().sqrt()
+    assert first.mean == pytest.approx(float(shift.abs().median()), rel=1e-3)
+    assert 0 < first.error < 0.1
+    assert first.is_off
+
+
+def test_modes_agree_more_in_larger_batches() -> None:
+    model = trained()
+    (row,) = eval_and_train.batch_sizes(_case(model, images(model)))
+    shares = [int(part.split(": ")[1].rstrip("%")) for part in row.evidence.split("size ")[1].split(";")[0].split(", ")]
+    assert shares == sorted(shares)
+    assert shares[-1] > 60
+    assert not row.fault
+
+
+def _case(model: nn.Module, batches: list[Tensor]) -> Any:
+    from normswap.diagnosis.findings import Case, sites_of
+    from normswap.diagnosis.image_batches import ImageBatches
+    from normswap.surgery.network import Network
+
+    return Case(Network(model), None, sites_of(model, None), {}, "net", "data", None, ImageBatches.read(model, batches))
+
+
+@pytest.mark.slow
+def test_the_command(capfd: Capture) -> None:
+    well = run_json(capfd, "doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0")
+    assert (well["faults"], [row["name"] for row in well["findings"]]) == (0, ["modes"])
+    ill = run_json(
+        capfd, "doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0", "--image-mean", "0",
+        "--image-std", "1", code=1,
+    )  # fmt: skip
+    assert ill["findings"][0]["name"] == "preprocessing"
+    assert "--image-mean 0.485" in ill["findings"][0]["mend"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["demo", "depthwise", "efficient", "dense", "regnet", "preact", "plain_norm_after"])
+def test_no_healthy_network_has_a_fault(name: str) -> None:
+    from normswap.storage.checkpoint import open_model
+
+    model = open_model("demo") if name == "demo" else zoo_networks.trained(name)
+    assert normswap.diagnose(model, images=images(model)).faults == ()
