@@ -63,10 +63,8 @@ def test_nothing_is_printed(tmp_path: Path) -> None:
     """ExecuTorch says what it finds of the processor when it runs for the first time in a process."""
     program = "import sys, torch, normswap; from normswap.exporting import executorch_file\n"
     program += "from pathlib import Path; file = Path(sys.argv[1]) / 'net.pte'\n"
-    program += (
-        "normswap.export(torch.nn.Conv2d(3, 4, 3).eval(), file, input_size=(3, 8, 8))\n"
+    program += "normswap.export(torch.nn.Conv2d(3, 4, 3).eval(), file, input_size=(3, 8, 8))\n"
     program += "executorch_file.nodes(file)"
-    )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 
