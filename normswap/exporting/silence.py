@@ -1,4 +1,4 @@
-"""What the formats' own tools write to the terminal, kept off it: errors say what the user has to know."""
+"""Silence: words that the formats' own tools write to the terminal stay off it, as errors say what is to be known."""
 
 from __future__ import annotations
 
