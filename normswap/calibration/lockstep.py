@@ -18,6 +18,7 @@ from normswap.calibration.checked_batches import checked, misfit
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
+from normswap.models import calling, default_device
 from normswap.models.calling import Example
 
 MIRRORED = 500  # so many images are shown in a mirror, too; to more it adds nothing
@@ -34,7 +35,7 @@ class Interpreter:
         """`example`: a first batch of what it will be run on."""
         # how many images a list has decides the way
         self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
-        self.nodes = self.traced.nodes
+        self.nodes, self.device = self.traced.nodes, calling.anchor(model).device
         self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.last: dict[fx.Node, int] = {}  # the last node that reads each value
@@ -76,7 +77,9 @@ class Interpreter:
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
-        return apply(record, node, _filled(node.args, values), _filled(node.kwargs, values))
+        args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+        with default_device.in_forward(self.device):
+            return apply(record, node, args, kwargs)
 
 
 def _filled(value: object, values: Values) -> Any:

@@ -22,6 +22,7 @@ from normswap.layers import affine, known_norms
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.models import network_input
 from normswap.models.calling import Inputs
+from normswap.models.default_device import cpu_by_default
 from normswap.provenance import Provenance
 
 __all__ = ["LINEAR", "AffineMap", "Anatomy", "Block", "Norm", "inspect"]
@@ -30,6 +31,7 @@ LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
 
 
+@cpu_by_default()
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     """Read the anatomy of `model`, which is not changed.
 

@@ -106,4 +106,4 @@ def noise(size: Sequence[int], seed: int, count: int) -> Iterator[Tensor]:
     """Batches (N, C, H, W) of N(0, 1) images."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, count, BATCH):
-        yield torch.randn(min(BATCH, count - start), *size, generator=generator)
+        yield torch.randn(min(BATCH, count - start), *size, generator=generator, device="cpu")

@@ -9,6 +9,7 @@ from torch import nn
 from normswap.calibration.population import norms_of
 from normswap.errors import RefusedError
 from normswap.models.calling import Inputs
+from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress
 from normswap.plan import Step
 from normswap.surgery.carrying_out import Conversion, carry_out
@@ -16,6 +17,7 @@ from normswap.surgery.made_images import Batches, ImageMaker
 from normswap.surgery.network import Network
 
 
+@cpu_by_default()
 def recalibrate(
     model: nn.Module | Network,
     batches: Batches,

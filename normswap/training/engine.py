@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, TrainingError, spelled
+from normswap.models.default_device import cpu_by_default
 from normswap.models.preprocessing import assumption
 from normswap.training import assembly, filter_means, launching, recipe_files, stopping
 from normswap.training.assembly import Task
@@ -30,6 +31,7 @@ from normswap.training.training_images import UNMEASURED, image_notes, key
 from normswap.training.validating import measure, precise, score
 
 
+@cpu_by_default()
 def finetune(
     model: nn.Module | None,
     recipe: Recipe,
@@ -145,10 +147,8 @@ class TrainingRun:
         self.log(f"continuing at update {self.at.update} of {self.task.updates}")
 
     def _watch(self) -> None:
-        plain = {
-            key: value if isinstance(value, float | str) else str(value)
-            for key, value in recipe_files.flat(self.recipe).items()
-        }
+        items = recipe_files.flat(self.recipe).items()
+        plain = {key: value if isinstance(value, float | str) else str(value) for key, value in items}
         self.engine.init_trackers("normswap", plain)
 
     def train(self, stop: stopping.Stop) -> bool:
