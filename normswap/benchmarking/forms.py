@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.benchmarking.runtimes import DTYPES, Settings
 from normswap.errors import NormswapError, OptionError, RefusedError, first_line
-from normswap.models import network_input, zoo
+from normswap.models import network_input, source_names, zoo
 from normswap.models.imaged import imaged
 from normswap.models.weight_files import quiet
 from normswap.plan import Body
@@ -195,7 +195,7 @@ class _Fed(nn.Module):
 
 def is_file(name: str) -> bool:
     """Tell whether MODEL is an exported file."""
-    return Path(name).suffix.lower() in zoo.EXPORTED
+    return Path(name).suffix.lower() in source_names.EXPORTED
 
 
 def of_file(file: Path, before: Group | None, body: Body | None, side: int | None) -> tuple[Form, Size]:
@@ -213,7 +213,7 @@ def of_file(file: Path, before: Group | None, body: Body | None, side: int | Non
     size = before.size if before else (3, side or 224, side or 224)
     if takes and before and takes != before.size:
         raise OptionError(f"{file} takes images of {takes}", f"{before.network} is timed on {before.size}")
-    form = Form(file.name, {zoo.EXPORTED[file.suffix.lower()]: file.resolve}, precision=_precision(file, body))
+    form = Form(file.name, {source_names.EXPORTED[file.suffix.lower()]: file.resolve}, precision=_precision(file, body))
     if before and before.model:
         called = imaged(before.model, torch.zeros(1, *before.size))
         form = replace(form, answers=called)

@@ -22,7 +22,7 @@ from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
 from normswap.models.hub_config import Cfg
 from normswap.models.preprocessing import for_size
-from normswap.models.zoo import EXPORTED
+from normswap.models.source_names import EXPORTED
 from normswap.plan import Body
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write

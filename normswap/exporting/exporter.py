@@ -17,6 +17,7 @@ from normswap.errors import OptionError, OutputError
 from normswap.exporting import (
     checks,
     export_folding,
+    file_check,
     formats,
     quantizing,
     rounding,
@@ -169,15 +170,14 @@ def check_writable(file: Path, settings: FileSettings) -> None:
         OptionError: the format or dtype is not known or do not go together, or a package is not installed.
         OutputError: the file, or its sidecar, exists, or its folder does not; or a part belongs to another file.
     """
+    file_check.check(file, settings)
     form = formats.choose(file, settings.format)
-    if settings.dtype not in _STORED:
-        raise OptionError(f"unknown dtype '{settings.dtype}'", f"there are {', '.join(_STORED)}")
     if settings.dtype == "int8":
         formats.quantizer(form.NAME)
     for part in _parts(file, form):
         if other := formats.owner(part, form):
             raise OutputError(f"{part} belongs to {other}", remedy=f"Give {file.name} another name")
-    for each in (file, *_parts(file, form), sidecar.place(file)):
+    for each in (*_parts(file, form), sidecar.place(file)):
         atomic_write.check_writable(each, force=settings.force)
 
 

@@ -111,11 +111,15 @@ def get(name: str) -> Format:
     Raises:
         OptionError: there is none of that name, or a package it needs is not installed.
     """
-    if name not in _FORMATS:
-        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
-    form = cast(Format, _module(_FORMATS[name].module))
+    form = cast(Format, _module(_FORMATS[_known(name)].module))
     require_packages(name, form.NEEDS, _FORMATS[name].extra)
     return form
+
+
+def _known(name: str) -> str:
+    if name not in _FORMATS:
+        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
+    return name
 
 
 def _module(name: str) -> object:
@@ -145,7 +149,16 @@ def choose(file: Path, name: str | None) -> Format:
     """The format of `file`: the one that is named, or the one that its ending says.
 
     Raises:
-        OptionError: the ending says nothing, or something else than the name.
+        OptionError: as `name_of`, or a package it needs is not installed.
+    """
+    return get(name_of(file, name))
+
+
+def name_of(file: Path, name: str | None) -> str:
+    """The name of the format of `file`: the one that is given, or the one that its ending says.
+
+    Raises:
+        OptionError: the ending says nothing, or something else than the name; or there is no such format.
     """
     meant = _ENDINGS.get(file.suffix.lower())
     if name is None and meant is None:
@@ -156,7 +169,7 @@ def choose(file: Path, name: str | None) -> Format:
         )
     if name in _FORMATS and meant is not None and file.suffix.lower() not in _FORMATS[name].endings:
         raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
-    return get(name or str(meant))
+    return _known(name or str(meant))
 
 
 def of_file(file: Path) -> Format:

@@ -25,7 +25,6 @@ from normswap.errors import SourceError, first_line
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict", "module")
 _PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile

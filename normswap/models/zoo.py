@@ -10,13 +10,13 @@ from typing import TypedDict
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import OptionError, SourceError, spelled
-from normswap.models import kinds
+from normswap.errors import SourceError, spelled
+from normswap.models import kinds, source_names
 from normswap.models.building import BuildRequest, Built
 from normswap.models.mapped_weights import same_layout, take
 from normswap.models.preprocessing import data_config, for_size
 from normswap.models.undrawn import undrawn
-from normswap.models.weight_files import SUFFIXES, hash_tensors, load_into, read_wrapped
+from normswap.models.weight_files import hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
@@ -33,11 +33,6 @@ __all__ = [
 ]
 
 
-# files that run by themselves, by the endings of their names
-EXPORTED = {
-    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript",
-    ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
-}  # fmt: skip
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 
 
@@ -129,7 +124,7 @@ def open_source(
         SourceError: the source cannot be found, read, understood or built.
         OptionError: options that do not go together.
     """
-    name, file = _parts(source, weights, arch)
+    name, file = source_names.parts(source, weights, arch)
     kind = kinds.of(name)
     check_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
@@ -141,46 +136,6 @@ def open_source(
         return _carry(built, built.model, built.source, (), None)
     model = built.pretrained()
     return _carry(built, model, built.source, built.notes, hash_tensors(model.state_dict()))
-
-
-def _parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
-    """Return the name of the architecture, and the weights file, if it is to be filled from one."""
-    if _is_file(source):
-        return _check_name(Path(source), weights, arch), Path(source)
-    if arch is not None:
-        raise OptionError(f"an architecture ({arch}) goes with a weights file, and {source} is none")
-    if weights in ("pretrained", "random"):
-        return source, None
-    if not (weights.endswith(SUFFIXES) or Path(weights).is_file()):
-        raise OptionError(f"weights '{weights}'", "must be 'pretrained' or 'random', or a weights file")
-    return source, Path(weights)
-
-
-def _is_file(source: str) -> bool:
-    """Tell whether that is meant to be a weights file, there or not."""
-    prefix, colon, _ = source.partition(":")
-    if (colon and prefix in kinds.prefixes()) or Path(source).is_dir():
-        return False
-    return Path(source).is_file() or source.endswith(SUFFIXES)
-
-
-def _check_name(file: Path, weights: str, arch: str | None) -> str:
-    if not file.is_file():
-        raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
-    if weights == "random":
-        raise OptionError(f"random weights and the weights of {file} exclude each other")
-    if weights != "pretrained":
-        raise OptionError(f"{file} and {weights} are both weights", remedy="Name an architecture, and one of them")
-    if file.suffix.lower() in EXPORTED:
-        why = "it runs in its own runtime: `evaluate`, `verify`, `inspect` and `bench` take it"
-        remedy = "Name the network that it was exported from"
-        raise SourceError(f"{file} is an exported file", why, remedy)
-    if arch is None:
-        raise OptionError(
-            f"{file} holds weights only",
-            remedy=f"Say what it is: '{spelled('arch', metavar='NAME')}' (named as a MODEL is).",
-        )
-    return arch
 
 
 def _filled(build: Callable[[], Built], file: Path, *, mapped: bool) -> nn.Module:

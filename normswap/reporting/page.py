@@ -18,7 +18,6 @@ from normswap.reporting.tables import MINUS, kinds, share, small
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
-MARK = "<!doctype html>"
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 _PAGES = Environment(
     loader=PackageLoader("normswap.reporting", "."), autoescape=True, undefined=StrictUndefined,

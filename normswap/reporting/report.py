@@ -17,7 +17,7 @@ from torch import nn
 from normswap import provenance, schemes
 from normswap.analysis import summary
 from normswap.analysis.signal_propagation import Point, signal
-from normswap.errors import NormswapError, OutputError, SourceError
+from normswap.errors import NormswapError, SourceError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
@@ -35,21 +35,6 @@ from normswap.surgery.network import Network
 
 _BINS = 30
 _NOISE = 8
-
-
-def check_writable(file: Path, *, force: bool) -> None:
-    """See, before any work, that `file` may be written.
-
-    Raises:
-        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is no page of HTML.
-    """
-    checkpoint.check_beside(file)
-    atomic_write.check_writable(file, force=force)
-    if not file.exists():
-        return
-    with file.open(errors="replace") as opened:
-        if opened.read(len(page.MARK)).lower() not in (page.MARK, ""):
-            raise OutputError(f"{file} is no HTML file", remedy="Give another -o")
 
 
 def collect(

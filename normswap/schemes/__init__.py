@@ -20,7 +20,7 @@ from normswap import plugins
 from normswap.errors import OptionError, spelled
 from normswap.plan import Step
 from normswap.schemes.parts import cards
-from normswap.schemes.parts.options import OPTIONS, Option
+from normswap.schemes.parts.options import EVERY, OPTIONS, Option, check_given
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
     from torch import nn
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # torch takes a second to import, and the command line needs 
     from normswap.models.modes import Progress
 
 Options: TypeAlias = dict[str, Any]
-EVERY = ("only", "skip")  # options of every scheme: see `graph.selection`
 _TARGETS, _PURPOSES, _STEPS = "normswap.schemes", "normswap.schemes.purposes", "normswap.schemes.steps"
 
 
@@ -265,15 +264,17 @@ def chosen(name: str, options: Options) -> Chosen:
         OptionError: an option the scheme does not have, or a value that it may not have.
     """
     scheme = get(name)
-    known = scheme.defaults
-    unknown = sorted(set(options) - {*known, *EVERY})
-    if unknown:
-        has = f"its options are {_listed(known)}" if known else "it takes no options"
-        raise OptionError(f"scheme '{name}' has no option {_listed(unknown)}", has)
-    for option in scheme.options:
-        if option.name in options:
-            option.check(options[option.name])
-    return Chosen(scheme, {**known, **options})
+    check_given(name, scheme.options, options)
+    return Chosen(scheme, {**scheme.defaults, **options})
+
+
+def check_options(name: str, options: Options) -> None:
+    """Check options of a target, without what it computes with.
+
+    Raises:
+        OptionError: as `chosen`.
+    """
+    check_given(name, card(name).options, options)
 
 
 def of(step: Step) -> Chosen:
@@ -312,7 +313,3 @@ def changed(scheme: str, options: Options) -> Options:
 def exact(step: Step) -> bool:
     """Whether the step keeps the function."""
     return of(step).exact
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(name.replace("_", "-") for name in sorted(names))

@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OutputError, PlanError, SourceError, spelled
+from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import kinds, network_input, weight_files, zoo
 from normswap.models.default_device import cpu_by_default
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
-from normswap.storage import atomic_write, hub_folder, model_card
+from normswap.storage import atomic_write, hub_folder, model_card, network_folder
 from normswap.storage.header_record import VERSION, read_header, weights_of
-from normswap.storage.hub_folder import CARD, CONFIG, NORMS, WEIGHTS
+from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.report import Report
@@ -95,7 +95,7 @@ def save(
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
     model = network_input.require_module(model)
-    check_writable(place, force=force)
+    network_folder.check_writable(place, force=force)
     record = provenance.of(model) or Provenance(source=type(model).__name__)
     record = replace(record, arch=arch or unfolding.architecture(model))
     try:
@@ -178,39 +178,6 @@ def is_checkpoint(folder: Path) -> bool:
             return "normswap" in (opened.metadata() or {})
     except (OSError, SafetensorError):
         return (folder / CARD).is_file() and model_card.is_card((folder / CARD).read_text(errors="replace"))
-
-
-def check_writable(place: Path, *, force: bool) -> None:
-    """See, before any work, that `place` may be written.
-
-    Raises:
-        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
-    """
-    check_beside(place)
-    if not place.exists():
-        return
-    if not place.is_dir():
-        raise OutputError(f"{place} is a file", remedy="Name a directory")
-    if not any(place.iterdir()):
-        return
-    if not force:
-        raise OutputError(
-            f"{place} exists", remedy=f"Give another directory, or {spelled('force', True)} to replace it"
-        )
-    if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
-        raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
-
-
-def check_beside(place: Path) -> None:
-    """See that `place` does not lie in the directory of a network, which is replaced as a whole.
-
-    Raises:
-        OutputError: it does.
-    """
-    for parent in place.absolute().parents:
-        if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
-            remedy = "Name a place beside it"
-            raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
 
 
 def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> None:

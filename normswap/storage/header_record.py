@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from normswap.errors import SourceError, first_line
 from normswap.plan import Body
-from normswap.storage.hub_folder import WEIGHTS
+from normswap.storage.network_folder import WEIGHTS
 from normswap.surgery.report import Report
 
 VERSION = 1

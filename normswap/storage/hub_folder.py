@@ -1,4 +1,4 @@
-"""The files of a directory of ours, and where it lies when it comes from the Hugging Face hub."""
+"""Where a directory of ours lies when it comes from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from normswap.errors import SourceError
 from normswap.models import hub
+from normswap.storage.network_folder import CONFIG, NORMS, WEIGHTS
 
-WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
 _PREFIXES = ("hf-hub:", "hf_hub:")
 
 

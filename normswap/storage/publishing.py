@@ -19,7 +19,7 @@ from normswap.errors import NormswapError, OptionError, OutputError, first_line
 from normswap.models import hub, timm_models, weight_files
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
-from normswap.storage.hub_folder import CARD, CONFIG, FILES
+from normswap.storage.network_folder import CARD, CONFIG, FILES
 from normswap.surgery import comparison
 
 _NORM_LAYERS = ("groupnorm", "groupnorm1")  # what timm's `norm_layer` calls those that a conversion may end in

@@ -13,7 +13,8 @@ from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import kinds, network_input
 from normswap.models.modes import Progress
-from normswap.models.weight_files import SUFFIXES, has_hash
+from normswap.models.source_names import SUFFIXES
+from normswap.models.weight_files import has_hash
 from normswap.plan import Body
 from normswap.surgery import comparison
 from normswap.surgery.network import Network

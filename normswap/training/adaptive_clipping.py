@@ -16,7 +16,7 @@ _LEAST_WEIGHT, _LEAST_GRADIENT = 1e-3, 1e-6  # timm's: filters at zero may move,
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], share: float) -> None:
-    """Clip gradients in place, of each output's weights and of each vector, to a share of the norm of what they change."""
+    """Clip gradients in place, of each output's weights and of each vector, to a share of the norm of these."""
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

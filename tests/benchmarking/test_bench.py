@@ -29,7 +29,7 @@ from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.exporting import exporter
 from normswap.exporting import sidecar as sidecars
-from normswap.models import network_input, zoo
+from normswap.models import network_input, source_names
 from normswap.storage import checkpoint
 from normswap.surgery import conversion
 
@@ -378,7 +378,7 @@ def test_runtimes_are_found_by_name() -> None:
     assert runtimes.find("compile:max-autotune") == (runtimes.RUNTIMES["compile"], "max-autotune")
     assert runtimes.find("eager") == (runtimes.RUNTIMES["eager"], "")
     opened = {kind for runtime in runtimes.RUNTIMES.values() for kind in runtime.opens}
-    assert opened == {"directory", *zoo.EXPORTED.values()}
+    assert opened == {"directory", *source_names.EXPORTED.values()}
 
 
 def test_a_file_that_no_wanted_runtime_opens_is_timed_in_its_own(here: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_file_that_no_wanted_runtime_opens_is_timed_in_its_own(here: Path) -> 
     assert pairs == [
         ("original", "eager"), ("original", "onnxruntime"), ("original", "openvino"), ("a.ts", "torchscript"),
     ]  # fmt: skip
-    own = {kind: runtimes.own({kind}) for kind in ("directory", *zoo.EXPORTED.values())}
+    own = {kind: runtimes.own({kind}) for kind in ("directory", *source_names.EXPORTED.values())}
     assert own == {
         "directory": [], "onnx": ["onnxruntime"], "openvino": ["openvino"], "pt2": ["eager"],
         "torchscript": ["torchscript"], "ncnn": ["ncnn"], "executorch": ["executorch"], "litert": ["litert"],

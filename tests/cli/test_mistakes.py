@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Capture, refused
+from commands import Capture, environment, refused
 from PIL import Image
 
 from normswap import demo_files
@@ -151,3 +154,41 @@ def test_a_mistake_is_one_line(
     if lay is not None:
         lay(here)
     refused(arguments, said, here, capfd)
+
+
+# these are seen in the command line and in small files: they are said before torch, which takes seconds, is imported
+EARLY = (
+    "no folder for the plan", "plan is a folder", "plan exists", "output is a file", "no plan", "plan no JSON",
+    "plan no text", "plan of the future", "steps no list", "weights of no architecture", "size of two",
+    "unknown option", "empty model",
+    "empty output", "option of another scheme", "negative groups", "share above one", "scalar no number",
+    "recipe not there", "recipe no YAML", "negative rate", "no such format", "two formats", "int8 of nothing", "int4",
+    "no folder for the file", "no such runtime", "a sweep without rates", "a report into a folder",
+    "a report into a network", "average of nothing", "options of no source", "unknown command",
+)  # fmt: skip
+
+
+def test_mistakes_of_the_command_line_are_said_before_torch_is_imported(here: Path) -> None:
+    code = """
+import os, pathlib, sys
+from test_mistakes import EARLY, MISTAKES
+from normswap.cli.app import main
+rows = {name: row for name, *row in MISTAKES}
+for i, name in enumerate(EARLY):
+    lay, arguments, said = rows[name]
+    folder = pathlib.Path(str(i)).absolute()
+    folder.mkdir()
+    if lay is not None:
+        lay(folder)
+    os.chdir(folder)
+    code = main(arguments)
+    os.chdir(folder.parent)
+    if code != 2 or "torch" in sys.modules:
+        sys.exit(f"{name}: {code}")
+"""
+    known = environment()
+    known["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), known["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=known, cwd=here, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (0, len(EARLY)), done.stderr[-500:]

@@ -21,7 +21,7 @@ from normswap.exporting import exported_file, formats, sidecar
 from normswap.exporting.exported_file import ExportedFile
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
-from normswap.models import zoo
+from normswap.models import source_names
 from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 
@@ -70,7 +70,7 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
 
 def test_every_format_with_a_graph_is_found_by_its_ending() -> None:
     endings = {ending: name for ending, name in formats._ENDINGS.items() if name != "safetensors"}
-    assert endings == zoo.EXPORTED
+    assert endings == source_names.EXPORTED
 
 
 def test_a_file_is_read_once_to_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

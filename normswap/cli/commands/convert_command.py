@@ -24,7 +24,7 @@ from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
 from normswap.schemes import Options, all_options, purpose_names
 from normswap.schemes.parts.options import Option
-from normswap.storage import atomic_write
+from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.carrying_out import Conversion
@@ -163,10 +163,6 @@ def run(
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
-    from normswap.models import devices
-    from normswap.storage import checkpoint
-    from normswap.surgery.network import Network
-
     wanted = ConversionRequest(target.to, {**options, **scope.patterns}, scope.purpose, planning.from_plan)
     plan_from_file, dry_run = _given_plan(wanted), planning.dry_run
     if plan_from_file is None:
@@ -174,9 +170,13 @@ def run(
     scheme = plan_from_file.steps[-1].scheme if plan_from_file else str(target.to)
     place = target.output or Path(f"{last_part(model)}-{scheme}")
     if not dry_run:
-        checkpoint.check_writable(place, force=planning.force)
+        network_folder.check_writable(place, force=planning.force)
     planning.check_writable()
     net = opening.open(model, mapped=fitting.calibrate is None)  # a fit takes so long that somebody may write the file
+    from normswap.models import devices  # torch is there now
+    from normswap.storage import checkpoint
+    from normswap.surgery.network import Network
+
     net = devices.place(net, fitting.device)
     what = f"converting to {scheme}, verifying"
     with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
@@ -231,7 +231,7 @@ def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         return
     schemes.check_target(wanted.to)
-    schemes.resolve(wanted.to, dict(wanted.options))
+    schemes.check_options(wanted.to, wanted.options)
     schemes.check_purpose(wanted.purpose)
 
 

@@ -57,12 +57,13 @@ def run(
 
     Exit code 1 where something is wrong.
     """
+    if beside is not None and not beside.is_file():
+        raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
+    opened = opening.open(model)
     from normswap.diagnosis.doctor import body_of, diagnose
     from normswap.models import devices
 
-    if beside is not None and not beside.is_file():
-        raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
-    net = devices.place(opening.open(model), images.device)
+    net = devices.place(opened, images.device)
     seen = (
         None if images.data is None else replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     )

@@ -16,7 +16,7 @@ from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import size
 from normswap.errors import OptionError
-from normswap.exporting import formats
+from normswap.exporting import file_check, formats
 from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings
 from normswap.plan import Body
 
@@ -179,14 +179,15 @@ def run(
     those; what it costs is measured on others, printed and written into FILE.preprocess.json.
     """
     settings, quantized = written.settings(force=force), written.dtype == "int8"
+    file_check.check(written.output, settings)
+    if quantized != (int8.calibrate is not None):
+        missing, stray = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
+        raise OptionError(missing if quantized else stray)
     with progress.working("starting"):
         from normswap.exporting import exporter
         from normswap.models import devices
 
         exporter.check_writable(written.output, settings)
-        if quantized != (int8.calibrate is not None):
-            missing, stray = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
-            raise OptionError(missing if quantized else stray)
     net = devices.place(opening.open(model), images.device)
     with progress.stages(plain=quantized) as log:
         calibrate, loader = None, None if images.data is None else images.checks(net)

@@ -88,8 +88,7 @@ def run(
 
     SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun it takes part in the common run.
     """
-    from normswap.training import launching, recipe_files
-    from normswap.training.training_images import Share
+    from normswap.training import recipe_files
 
     if not recipe:
         raise OptionError("no recipe is given", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
@@ -97,6 +96,9 @@ def run(
     plan = recipe_files.load_recipe(recipe, overrides)
     if data is not None:
         plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
+    from normswap.training import launching
+    from normswap.training.training_images import Share
+
     name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     processes = 1 if launching.is_worker() else launching.count(training.nproc)

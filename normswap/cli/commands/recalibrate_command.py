@@ -18,6 +18,7 @@ from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line
 from normswap.plan import Body
+from normswap.storage import network_folder
 
 ORDER = 110
 KEYS: Keys = {
@@ -68,13 +69,14 @@ def run(
     needed; weights, gamma and beta stay.
     """
     place = output or Path(f"{last_part(model)}-recalibrated")
+    network_folder.check_writable(place, force=force)
+    opened = opening.open(model)
     from normswap.analysis import summary
     from normswap.models import devices
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
-    checkpoint.check_writable(place, force=force)
-    net = devices.place(opening.open(model), images.device)
+    net = devices.place(opened, images.device)
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         done = recalibrate(

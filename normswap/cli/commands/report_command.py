@@ -15,6 +15,7 @@ from normswap.cli.image_options import Images
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.errors import require_packages
+from normswap.reporting import page_file
 
 ORDER = 140
 KEYS: Keys = {
@@ -62,14 +63,14 @@ def run(
     It loads nothing from anywhere. With --data both networks are evaluated, and the signal is measured on those images.
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
+    file = output or Path(f"{directory.resolve().name}.html")
+    page_file.check_writable(file, force=force)
     with progress.stages() as say:
         say("starting")
         from normswap.reporting import report
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        file = output or Path(f"{directory.resolve().name}.html")
-        report.check_writable(file, force=force)
         loader = None if images.data is None else images.loader
         facts = report.collect(directory, loader, say, device=images.device, trust_factory=trust_factory)
         report.write(facts, file)

@@ -6,9 +6,12 @@ The command line, recipes, errors, cards and pages are made from it. A registere
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from normswap.errors import OptionError, flag, spelled
+
+EVERY = ("only", "skip")  # options of every scheme: see `graph.selection`
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,25 @@ class Option:
         if self.kind is int:
             return "not a whole number" + ("" if self.range is None else f" >= {self.range.low:g}")
         return "not a finite number" if self.range is None else f"not in {self.range}"
+
+
+def check_given(scheme: str, known: Sequence[Option], given: Mapping[str, object]) -> None:
+    """See that a scheme has these options, and that they may have these values.
+
+    Raises:
+        OptionError: it has not, or they may not.
+    """
+    names = [option.name for option in known]
+    if unknown := set(given) - {*names, *EVERY}:
+        has = f"its options are {_listed(names)}" if known else "it takes no options"
+        raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", has)
+    for option in known:
+        if option.name in given:
+            option.check(given[option.name])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name.replace("_", "-") for name in sorted(names))
 
 
 _ALPHA = Option(

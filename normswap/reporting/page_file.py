@@ -1,0 +1,25 @@
+"""The file that a report is written to: seen before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from normswap.errors import OutputError
+from normswap.storage import atomic_write, network_folder
+
+MARK = "<!doctype html>"
+
+
+def check_writable(file: Path, *, force: bool) -> None:
+    """See, before any work, that `file` may be written.
+
+    Raises:
+        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is no page of HTML.
+    """
+    network_folder.check_beside(file)
+    atomic_write.check_writable(file, force=force)
+    if not file.exists():
+        return
+    with file.open(errors="replace") as opened:
+        if opened.read(len(MARK)).lower() not in (MARK, ""):
+            raise OutputError(f"{file} is no HTML file", remedy="Give another -o")

@@ -1,0 +1,42 @@
+"""The files of a network's directory, and whether one may be written somewhere: seen before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from normswap.errors import OutputError, spelled
+
+WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
+
+
+def check_writable(place: Path, *, force: bool) -> None:
+    """See, before any work, that `place` may be written.
+
+    Raises:
+        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
+    """
+    check_beside(place)
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise OutputError(f"{place} is a file", remedy="Name a directory")
+    if not any(place.iterdir()):
+        return
+    if not force:
+        raise OutputError(
+            f"{place} exists", remedy=f"Give another directory, or {spelled('force', True)} to replace it"
+        )
+    if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
+        raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
+
+
+def check_beside(place: Path) -> None:
+    """See that `place` does not lie in the directory of a network, which is replaced as a whole.
+
+    Raises:
+        OutputError: it does.
+    """
+    for parent in place.absolute().parents:
+        if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
+            remedy = "Name a place beside it"
+            raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
