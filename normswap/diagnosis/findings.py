@@ -20,7 +20,7 @@ from normswap.models import zoo
 from normswap.surgery.network import Network
 
 
-class Certainty(Enum):
+class Certainty(str, Enum):
     """How sure a finding is."""
 
     CERTAIN = "certain: it is written in the network"

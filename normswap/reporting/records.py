@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from normswap.analysis.signal_propagation import Point
+from normswap.diagnosis.findings import Finding
 from normswap.plan import Arch, Body
 from normswap.surgery.report import Report
 
@@ -100,6 +101,7 @@ class Facts:
         against: what `before` was measured on: `source`, `unfolded` or nothing.
         notes: what the reader should know about the figures.
         signal: the points of the networks `before` and `after`, and what they were measured on.
+        findings: what the doctor says of the BatchNorms of the network before, or else of the result.
         accuracy: top-1 in percent of source and result, agreement and count, where measured.
         sizes: norms and parameters of `before` and `after`.
     """
@@ -121,6 +123,7 @@ class Facts:
     signal: dict[str, tuple[Point, ...]] = field(default_factory=dict)
     signal_inputs: str = ""
     accuracy: dict[str, float] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
     @property
     def title(self) -> str:

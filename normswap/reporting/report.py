@@ -17,10 +17,13 @@ from torch import nn
 from normswap import provenance, schemes
 from normswap.analysis import summary
 from normswap.analysis.signal_propagation import Point, signal
+from normswap.diagnosis.doctor import diagnose
+from normswap.diagnosis.findings import Finding
 from normswap.errors import NormswapError, SourceError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
+from normswap.layers import affine
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import planned_layers
 from normswap.models import devices, network_input, zoo
@@ -93,6 +96,7 @@ def collect(
         signal=_signal(before, network),
         signal_inputs=described,
         accuracy=_accuracy(before, result, loader),
+        findings=_findings(before or network, loader),
     )
 
 
@@ -227,6 +231,16 @@ def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Inputs, str]:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(_NOISE, *network_input.size(result), generator=generator)
     return form(result).of(noise), f"{_NOISE} images of N(0, 1) noise"
+
+
+def _findings(network: Network, loader: Loader | None) -> tuple[Finding, ...]:
+    """Return what the doctor says of the network, on images where there are enough; nothing where it has no norms."""
+    if not any(affine.is_batchnorm(module) for module in network.module.modules()):
+        return ()
+    try:
+        return diagnose(network, images=loader).findings
+    except NormswapError:
+        return diagnose(network).findings
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:

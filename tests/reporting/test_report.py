@@ -201,6 +201,7 @@ def test_accuracy_on_data(made: Any, tmp_path: Path) -> None:
     assert "top-1" in text
     assert "; 10 images" in text
     assert "the first 10 images" in text
+    assert "What the doctor says of its BatchNorms" in text  # coloured noise is not what it was trained on
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

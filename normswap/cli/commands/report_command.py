@@ -37,6 +37,7 @@ KEYS: Keys = {
     "signal": "of before and after, a point per block",
     "signal_inputs": "",
     "accuracy": "",
+    "findings": "of the doctor, on the norms of the network before, or else of the result",
 }
 
 

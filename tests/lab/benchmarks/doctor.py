@@ -132,7 +132,7 @@ def row(label: str, network: str, model: nn.Module, images: Images, wanted: str,
     first = found.faults[0] if found.faults else None
     right = first is not None and first.name == wanted
     after, faulty = "", top1(model, images)
-    if first is not None and first.name in MENDS:
+    if first is not None and first.name in MENDS and not first.mend.startswith("load"):
         try:
             after = f"{top1(*MENDS[first.name](copy.deepcopy(model), images, first)):.1f}"
         except (NormswapError, KeyError) as error:
