@@ -47,7 +47,7 @@ def fold_for_export(
         return copy.deepcopy(model).eval()
     if not features:
         seen = replace(seen, classifier=None)
-    builder = schemes.get("folded").plan(seen, branches="keep")
+    builder = schemes.get("folded").plan(seen)
     if not (builder.replacements or builder.linears or builder.refusals):
         return copy.deepcopy(model).eval()
     step: Step = conversion.plan_step(seen, "folded")[0]
