@@ -269,11 +269,13 @@ def _ncnn(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarr
 
 
 def _executorch(file: Path, kind: str, mode: str, settings: Settings, images: np.ndarray) -> Session:
-    """Open it in ExecuTorch, whose XNNPACK chooses the number of threads by itself."""
+    """Open it in ExecuTorch."""
     import torch
+    from executorch.extension.pybindings import portable_lib
     from executorch.runtime import Runtime as Engine
 
     _require_one(images, "an ExecuTorch file")
+    portable_lib._unsafe_reset_threadpool(settings.threads)
     forward = Engine.get().load_program(file).load_method("forward")
     x, outputs = torch.from_numpy(images), list[torch.Tensor]()
 

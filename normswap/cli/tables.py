@@ -94,11 +94,10 @@ def entry(name: str, lines: Iterable[str]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    out = _out()
-    out.print(Text(name, style="bold"))
+    _print(Text(name, style="bold"))
     for text in lines:
         if text:
-            out.print(Padding(Text(text), (0, 0, 0, 2)))
+            _print(Padding(Text(text), (0, 0, 0, 2)))
 
 
 def line(text: str) -> None:

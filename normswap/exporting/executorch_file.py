@@ -20,7 +20,7 @@ from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.signature import alone
-from normswap.models.weight_files import quiet
+from normswap.exporting.silence import silent
 
 if TYPE_CHECKING:
     from executorch.exir.schema import Program
@@ -43,7 +43,7 @@ def write(contents: FileContents, file: Path) -> None:
     contents = replace(contents, network=as_convolutions(contents.network))
     program = pt2.traced(contents, contents.network)
     try:
-        with quiet():
+        with silent():
             from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
             from executorch.exir import to_edge_transform_and_lower
 
@@ -59,7 +59,7 @@ def write(contents: FileContents, file: Path) -> None:
 def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU."""
     try:
-        with quiet():
+        with silent():
             from executorch.runtime import Runtime
 
             forward = Runtime.get().load_program(file).load_method("forward")
@@ -88,7 +88,7 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _program(file: Path) -> Program:
-    with quiet():
+    with silent():
         from executorch.exir._serialize._program import deserialize_pte_binary
 
         return deserialize_pte_binary(file.read_bytes()).program

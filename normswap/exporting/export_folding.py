@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.errors import TraceError
 from normswap.exporting import shift_absorption
-from normswap.folding import branches
-from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.anatomy import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.models.calling import Example, Inputs, named_tensors
@@ -49,14 +47,15 @@ def fold_for_export(
         return copy.deepcopy(model).eval()
     if not features:
         seen = replace(seen, classifier=None)
-    builder = schemes.get("folded").plan(seen, branches="keep")
+    builder = schemes.get("folded").plan(seen)
     if not (builder.replacements or builder.linears or builder.refusals):
         return copy.deepcopy(model).eval()
     step: Step = conversion.plan_step(seen, "folded")[0]
     done = carrying_out.carry_out(network, step)
-    if branches.find(PlanBuilder(seen)):
-        merging = schemes.get("merged-branches").plan(done.network.anatomy)
-        done = carrying_out.carry_out(done.network, Step("merged-branches", {}, merging.edits()))
+    merging = schemes.get("merged-branches")
+    if merging.plan(seen).replacements:
+        edits = merging.plan(done.network.anatomy).edits()
+        done = carrying_out.carry_out(done.network, Step(merging.name, {}, edits))
     return done.model.eval()
 
 

@@ -6,13 +6,10 @@ file's own, called `normswap`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +22,7 @@ from normswap.errors import RefusedError, VerificationError, first_line, spelled
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, once, reason
 from normswap.exporting.signature import Signature, alone
-from normswap.models.weight_files import quiet
+from normswap.exporting.silence import silent
 
 if TYPE_CHECKING:
     from ai_edge_litert.schema_py_generated import BufferT
@@ -69,7 +66,7 @@ def converted(contents: FileContents) -> bytes:
         RefusedError: it cannot read the network.
     """
     try:
-        with _unheard(), torch.no_grad():
+        with silent(), torch.no_grad():
             import litert_torch
 
             made = litert_torch.convert(as_convolutions(contents.network), contents.example)
@@ -80,7 +77,7 @@ def converted(contents: FileContents) -> bytes:
 
 def _halved(content: bytes) -> bytes:
     """The same with the weights of convolutions and products in fp16; a cast to fp32 follows each."""
-    with _unheard():
+    with silent():
         from ai_edge_quantizer import qtyping, quantizer
 
         weights = qtyping.TensorQuantizationConfig(num_bits=16, dtype=qtyping.TensorDataType.FLOAT)
@@ -130,7 +127,7 @@ def _aligned(buffer: BufferT, builder: Builder) -> int:
 def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator."""
     try:
-        with _unheard():
+        with silent():
             from ai_edge_litert.interpreter import Interpreter
 
             engine = Interpreter(str(file), num_threads=torch.get_num_threads())
@@ -177,17 +174,3 @@ def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
     counted = Counter(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators)
     noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
     return dict(counted.most_common()), json.loads(bytes(next(noted, b"{}")))
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """Keep off the terminal what LiteRT says there, by Python and by C++."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

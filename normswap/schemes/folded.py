@@ -17,7 +17,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy, *, branches: str) -> PlanBuilder:
+def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
     """Plan the canonical form; a step after this one merges the `branches`."""
     builder = fold_norms(anatomy)
     norm_affine.move(builder)

@@ -131,16 +131,10 @@ def convert(
     size = cast("Sequence[int] | None", options.pop("size", None)) if input_size is None else input_size
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress)
     schemes.check_target(to)
-    if to == "batchnorm" and options.get("like"):
-        return _alike(network, options)
+    road = _alike if to == "batchnorm" and options.get("like") else _unfolded if to == "unfold" else _converted
     if network.device_has_double:
-        return _unfolded(network, options) if to == "unfold" else _converted(network, to, options)
-    return _on_cpu(network, to, options)
-
-
-def _on_cpu(network: Network, to: str, options: Options) -> Conversion:
-    """Convert a copy on the CPU, and bring the result back: folding is done in float64, which the device has not."""
-    done = convert(network.on_cpu(), to, **options)
+        return road(network, to, options)
+    done = road(network.on_cpu(), to, options)  # folding is done in float64
     return replace(done, network=replace(done.network, module=done.model.to(network.device)))
 
 
@@ -164,11 +158,11 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     return done[0] if len(done) == 1 else _joined(source, done)
 
 
-def _alike(network: Network, options: Options) -> Conversion:
+def _alike(network: Network, to: str, options: Options) -> Conversion:
     """BatchNorm back in the class of an architecture."""
     like = options["like"]
     chosen = schemes.chosen("measured-batchnorm", {})
-    besides = [name for name, value in schemes.changed("batchnorm", options).items() if name != "like" and value]
+    besides = [name for name, value in schemes.changed(to, options).items() if name != "like" and value]
     if besides:
         pair = " cannot go with ".join(spelled(name, options[name]) for name in (besides[0], "like"))
         raise OptionError(pair, "the architecture says where norms stand, and which")
@@ -205,9 +199,9 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
     return Conversion(last.network, report, outcomes, notes, kept, len(done))
 
 
-def _unfolded(network: Network, options: Options) -> Conversion:
+def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     if options := {name: value for name, value in options.items() if name != "purpose" or value}:
-        raise OptionError(f"'unfold' has no option {', '.join(sorted(options))}", "it takes no options")
+        raise OptionError(f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options")
     # A stream that was centred for an RMSNorm has the mean that rounding its weights left: no matter for float64.
     rounded = any(edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits)
     precise = None if rounded else comparison.compare_double(network, lambda: _unfolded_in_double(network))

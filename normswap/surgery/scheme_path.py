@@ -5,8 +5,6 @@ from __future__ import annotations
 from timm.models.nfnet import NormFreeBlock
 
 from normswap import schemes
-from normswap.folding import branches
-from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
 from normswap.schemes import Chosen, Options
@@ -44,8 +42,9 @@ def steps(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> lis
         return _with_purpose([adding, *([target] if target.options["ghost_batch"] else [])], purpose)
     there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
     way = [schemes.chosen(name, part) for name in before] + ([] if there else [target])
-    if to == "folded" and target.options["branches"] == "merge" and branches.find(PlanBuilder(anatomy)):
-        way.append(schemes.chosen("merged-branches", part))
+    if to == "folded" and target.options["branches"] == "merge":
+        merging = schemes.chosen("merged-branches", part)
+        way += [merging] if merging.scheme.plan(anatomy).replacements else []
     return _with_purpose(way, purpose)
 
 

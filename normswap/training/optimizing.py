@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Clip(Part):
-    """`optim.clip`: gradient clipping by timm's utils; AGC leaves the classifier alone, by role."""
+    """`optim.clip`: gradient clipping; AGC leaves the classifier alone, by role."""
 
     mode: Literal["agc", "norm", "value"] = "agc"
     value: Positive = 0.01
@@ -153,9 +153,11 @@ class Clipping:
 
     def clip(self) -> None:
         """Clip the gradients in place."""
-        from timm.utils import adaptive_clip_grad, dispatch_clip_grad
+        from timm.utils import dispatch_clip_grad
+
+        from normswap.training import adaptive_clipping
 
         if self.part.mode == "agc":
-            adaptive_clip_grad([p for p in self.parameters if p.grad is not None], self.part.value)
+            adaptive_clipping.clip(self.parameters, self.part.value)
         else:
             dispatch_clip_grad(self.parameters, self.part.value, mode=self.part.mode)

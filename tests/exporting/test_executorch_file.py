@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,16 @@ def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
     )
     assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
     assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
+
+
+def test_nothing_is_printed(tmp_path: Path) -> None:
+    """ExecuTorch says what it finds of the processor when it runs for the first time in a process."""
+    program = "import sys, torch, normswap; from normswap.exporting import executorch_file\n"
+    program += "from pathlib import Path; file = Path(sys.argv[1]) / 'net.pte'\n"
+    program += "normswap.export(torch.nn.Conv2d(3, 4, 3).eval(), file, input_size=(3, 8, 8))\n"
+    program += "executorch_file.nodes(file)"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_three_dimensions_are_refused_by_its_runtime(tmp_path: Path) -> None:
