@@ -56,7 +56,7 @@ def check_values(model: nn.Module) -> None:
         if any(base.__name__ == _QUANTIZED for base in type(module).__mro__):
             kind = f"{path}: {type(module).__name__}".removeprefix(": ")
             raise SourceError("the network is quantized", kind, "Convert it as it was before, and quantize the result")
-        if _has_broken_statistics(module):
+        if has_broken_statistics(module):
             why = "they are not finite, or a variance is below zero"
             raise SourceError(f"the running statistics of {path or 'the network'} are broken", why, remedy)
 
@@ -67,7 +67,8 @@ def is_finite(tensor: Tensor) -> bool:
         return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _has_broken_statistics(module: nn.Module) -> bool:
+def has_broken_statistics(module: nn.Module) -> bool:
+    """Whether running statistics of a module are such as no training gives: not finite, or a variance below zero."""
     mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
     if mean is None or variance is None or is_lazy(variance):
         return False

@@ -254,6 +254,17 @@ def test_recalibration_mends_stale_statistics() -> None:
     assert diagnosed(mended).faults == ()
 
 
+@pytest.mark.parametrize("fault", ["NaN in a variance", "mean and variance exchanged"])
+def test_recalibration_mends_broken_statistics(fault: str) -> None:
+    model = opened("demo")
+    FAULTS[fault][0](model)
+    images = [batch for batch, _ in make_loader(model, "demo", workers=0, samples=64, batch_size=16)]
+    done = recalibrate(model, images)
+    assert diagnosed(done.model).faults == ()
+    assert "were broken" in done.notes[-1]
+    assert diagnosed(model).faults  # the source is not changed
+
+
 def test_the_command_ends_with_1_where_something_is_wrong(capfd: Capture, tmp_path: Any) -> None:
     well = run_json(capfd, "doctor", MODEL)
     assert (well["faults"], well["norms"]) == (0, 22)

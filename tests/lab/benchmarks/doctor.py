@@ -191,17 +191,15 @@ def main() -> None:
         batches = damage(model, [*images.seen, *images.test])
         images = Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
         right, total = right + row(label, "plain", model, images, wanted, before), total + 1
-    print(f"\nRight cause first: {right} of {total}.\n")
-    print("| healthy network | faults | top-1 |")
-    print("|---|---|---|")
     alarms, networks = 0, 0
     cases = [(name, make(), None) for name, make in healthy()]
     for name, model, given in [*cases, *other_domains(count)]:
         images = images_for(model, count) if given is None else given
         faults = [finding.name for finding in diagnosed(model, images).faults]
         alarms, networks = alarms + bool(faults), networks + 1
-        print(f"| `{name}` | {', '.join(faults) or '-'} | {top1(model, images):.1f} |", flush=True)
-    print(f"\nFalse alarms: {alarms} of {networks}.")
+        named, well = ", ".join(faults) or "-", "NO" if faults else "yes"
+        print(f"| none | `{name}` | {named} | {well} | {top1(model, images):.1f} | - | - |", flush=True)
+    print(f"\nThe right cause first in {right} of {total}; false alarms: {alarms} of {networks}.")
 
 
 if __name__ == "__main__":
