@@ -94,7 +94,7 @@ _FORMATS = {
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
     "ncnn": _Row("ncnn_file", (".param",), extra="ncnn"),
     "executorch": _Row("executorch_file", (".pte",), extra="executorch"),
-    "litert": _Row("litert_file", (".tflite",), extra="litert"),
+    "litert": _Row("litert_file", (".tflite",), "litert_int8", extra="litert"),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
 }
 _ENDINGS = {ending: name for name, row in reversed(_FORMATS.items()) for ending in row.endings}  # the first has it
@@ -141,7 +141,8 @@ def quantizer(name: str) -> Quantizer:
         able = ", ".join(other for other, row in _FORMATS.items() if row.int8)
         raise OptionError(f"{name} is not written in int8", f"there are {able}")
     module = cast(Quantizer, _module(_FORMATS[name].int8))
-    require_packages(f"{name} in int8", module.NEEDS, "quantize")
+    extra = _FORMATS[name].extra
+    require_packages(f"{name} in int8", module.NEEDS, "quantize" if extra == "export" else extra)
     return module
 
 

@@ -43,7 +43,7 @@ def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
     network = contents.network
     if network.stored == torch.bfloat16:
-        raise RefusedError("LiteRT is not written in bf16", remedy="Its files are fp32 or fp16")
+        raise RefusedError("LiteRT is not written in bf16", remedy="Its files are fp32, fp16 or int8")
     if contents.dynamic:  # XNNPACK takes a network with a transposed convolution for one number only
         raise RefusedError(
             "a LiteRT file takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
@@ -56,7 +56,7 @@ def write(contents: FileContents, file: Path) -> None:
     content = converted(replace(contents, network=network))
     if half:
         content = _halved(content)
-    file.write_bytes(_named(content, network.signature, contents.metadata))
+    file.write_bytes(finished(content, network.signature, contents.metadata))
 
 
 def converted(contents: FileContents) -> bytes:
@@ -90,7 +90,7 @@ def _halved(content: bytes) -> bytes:
         return bytes(halving.quantize().quantized_model)
 
 
-def _named(content: bytes, signature: Signature, metadata: Mapping[str, str]) -> bytes:
+def finished(content: bytes, signature: Signature, metadata: Mapping[str, str]) -> bytes:
     """The same file, whose inputs and outputs have the signature's names and order, with the metadata."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema

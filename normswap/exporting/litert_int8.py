@@ -1,0 +1,59 @@
+"""int8 in LiteRT: ai-edge-quantizer, on the file in fp32. Images come in and answers go out in fp32.
+
+Weights have 8 bits: LiteRT multiplies bytes exactly on every CPU. Its quantizer takes every layer that it knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from normswap.errors import RefusedError, spelled
+from normswap.exporting import litert_file
+from normswap.exporting.exported_module import FileContents
+from normswap.exporting.formats import reason
+from normswap.exporting.settings import LEVELS, Quantization
+from normswap.exporting.silence import silent
+
+NEEDS = ("ai_edge_quantizer",)
+RANGES = ("minmax",)
+LAYERS = (nn.Conv2d, nn.Linear)
+_BITS = 8
+
+
+def levels(layer: nn.Module, bits: int) -> float:
+    """See `formats.Quantizer.levels`."""
+    return LEVELS[bits]
+
+
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
+    """See `formats.Quantizer.write_int8`."""
+    if how.settings.weight_bits != _BITS:
+        remedy = f"Give {spelled('weight_bits', _BITS)}"
+        raise RefusedError("LiteRT's weights have 8 bits", "on no CPU does it need fewer", remedy)
+    if how.keep:
+        remedy = f"Leave out {spelled('sensitive', len(how.keep))}"
+        raise RefusedError("LiteRT's quantizer takes all layers or none", remedy=remedy)
+    content = litert_file.converted(contents)
+    file.write_bytes(litert_file.finished(_quantized(content, how), contents.network.signature, contents.metadata))
+
+
+def _quantized(content: bytes, how: Quantization) -> bytes:
+    """A file in fp32 as one in int8."""
+    try:
+        with silent():
+            from ai_edge_quantizer import qtyping, quantizer
+
+            tool = quantizer.Quantizer(bytearray(content))
+            each = qtyping.QuantGranularity.CHANNELWISE
+            tool.add_static_config(
+                ".*", qtyping.TFLOperationName.ALL_SUPPORTED, activation_num_bits=8, weight_num_bits=_BITS,
+                weight_granularity=each if how.settings.per_channel else qtyping.QuantGranularity.TENSORWISE,
+            )  # fmt: skip
+            for end in ("INPUT", "OUTPUT"):
+                tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
+            seen = tool.calibrate({"serving_default": [{"args_0": x.numpy()} for x in how.images]})
+            return bytes(tool.quantize(seen).quantized_model)
+    except Exception as error:  # whatever it and the runtime raise
+        raise RefusedError("ai-edge-quantizer cannot quantize it", reason(error)) from None
