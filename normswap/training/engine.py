@@ -224,7 +224,7 @@ class TrainingRun:
 
     def _sound(self) -> bool:
         """Return whether the weights are finite; every process has the same."""
-        return all(bool(parameter.isfinite().all()) for parameter in self.task.raw.parameters())
+        return bool(torch.stack([parameter.isfinite().all() for parameter in self.task.raw.parameters()]).all())
 
     def _go_back(self) -> None:
         """Return to the last state after a loss that is not finite, with half the lr, if the recipe says so."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import OptionError, OutputError, SourceError, first_line, spelled
+from normswap.models import calling
 from normswap.models.weight_files import hash_in_a_row
 from normswap.plan import Body
 from normswap.storage import atomic_write, checkpoint
@@ -122,7 +123,7 @@ class Folder:
         """
         body = {"version": VERSION, "identity": self.identity, "position": vars(position), **parts}
         buffer = io.BytesIO()  # torch.save on a full disk raises what no one expects, and may leave a part
-        torch.save(body, buffer)
+        torch.save(calling.changed(body, Tensor.cpu), buffer)  # torch would save all of a storage, and its device
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
     def read_state(self) -> tuple[TrainingState, State]:

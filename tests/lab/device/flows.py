@@ -16,6 +16,7 @@ from typing import Any
 
 import second_device
 import torch
+import training
 from lived import lived_in
 from scheme_rows import ROWS, Row
 from torch import Tensor, nn
@@ -193,6 +194,7 @@ def flows() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "random numbers", random_numbers_go_on
     yield "a default device", by_default
     yield "commands", commands
+    yield "finetune", training.as_on_the_cpu
     yield "TF32", in_tf32
     yield "no float64", without_float64
 
@@ -215,7 +217,9 @@ def main() -> None:
             said[name] = "as on the CPU"
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-    print(json.dumps({"flows": said, "waits": [waits(2), waits(4)]}))
+    print(
+        json.dumps({"flows": said, "waits": [waits(2), waits(4)], "training": [training.waits(3), training.waits(6)]})
+    )
 
 
 if __name__ == "__main__":

@@ -34,3 +34,9 @@ def test_a_layer_more_waits_a_constant(said: Any) -> None:
     """No wait for each channel, image or weight: two blocks more, each with a convolution and a norm to fit."""
     two, four = said["waits"]
     assert 0 < four - two <= 2 * 100
+
+
+def test_a_training_step_does_not_wait(said: Any) -> None:
+    """Whatever waits does so at the end of an epoch; of three updates more none does."""
+    three, six = said["training"]
+    assert 0 < three == six
