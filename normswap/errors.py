@@ -54,6 +54,11 @@ def flag(name: str) -> str:
     return f"--{_FLAGS.get(name, name).replace('_', '-')}"
 
 
+def called(name: str) -> str:
+    """An option in a sentence, by the name that the reader knows."""
+    return _FLAGS.get(name, name) if _TYPED.get() else name
+
+
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     """An option as whoever reads the error has to write it: `--calibrate DATA`, or `calibrate=DATA`.
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from normswap.cli.proof_table import proof, verdict
-from normswap.cli.tables import cell, counts, facts, few, line, listing, table
+from normswap.cli.tables import cell, counts, facts, few, line, listing, next_step, table
 from normswap.plan import Body
 from normswap.schemes import changed, get
 
@@ -22,6 +22,8 @@ def done(body: Body) -> None:
             line(f"{verb} {body[what]}")
     if not body["output"]:
         line("dry run: no network was written")
+    else:
+        next_step("verify", body["output"], "--data", "IMAGES")
 
 
 def _verdict(scheme: str, report: Body) -> str:

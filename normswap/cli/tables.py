@@ -6,6 +6,7 @@ rich is imported inside functions: it takes a third of the time that `normswap -
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,6 +105,11 @@ def line(text: str) -> None:
     from rich.text import Text
 
     _out().print(Text(text), soft_wrap=True)
+
+
+def next_step(*words: object) -> None:
+    """The command that most people want next, as the last line; words in capitals stand for what is the reader's."""
+    line(f"next: normswap {shlex.join(map(str, words))}")
 
 
 def written(files: Iterable[object]) -> None:

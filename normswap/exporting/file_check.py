@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from normswap.errors import OptionError
+from normswap.errors import OptionError, called
 from normswap.exporting import formats
 from normswap.exporting.settings import FileSettings
 from normswap.storage import atomic_write
@@ -20,5 +20,5 @@ def check(file: Path, settings: FileSettings) -> None:
     """
     formats.name_of(file, settings.format)
     if settings.dtype not in _PRECISIONS:
-        raise OptionError(f"unknown dtype '{settings.dtype}'", f"there are {', '.join(_PRECISIONS)}")
+        raise OptionError(f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(_PRECISIONS)}")
     atomic_write.check_writable(file, force=settings.force)

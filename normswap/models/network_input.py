@@ -117,7 +117,7 @@ def require_size(size: object) -> None:
         return
     sides = list(size) if isinstance(size, Sequence) and not isinstance(size, str) else []
     if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise OptionError(f"size={size!r}", "it is (C, H, W) of one image", "For instance size=(3, 224, 224)")
+        raise OptionError(f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)")
 
 
 def answer(output: object) -> Tensor:

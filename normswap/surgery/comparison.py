@@ -35,18 +35,19 @@ def verify(
     result: nn.Module,
     inputs: Inputs = None,
     *,
-    size: Sequence[int] | None = None,
+    input_size: Sequence[int] | None = None,
     exact: bool = True,
     seed: int | None = None,
+    size: Sequence[int] | None = None,
 ) -> Report:
     """Measure how far `result` is from `source`, in their own precision; neither is changed.
 
     Args:
         inputs: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by default N(0, 1)
-            noise of at most `size` (by default the network's own), from `seed`.
+            noise of at most `input_size` (by default the network's own; it was called `size`), from `seed`.
         exact: whether they should agree; else the report passes if the numbers are finite.
     """
-    network = Network.of(source, inputs=inputs, size=size, seed=seed)
+    network = Network.of(source, inputs=inputs, size=size if input_size is None else input_size, seed=seed)
     return compare(network, network_input.require_module(result), exact=exact, traced=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from torch import nn
 
@@ -100,7 +101,7 @@ def convert(
     to: str,
     *,
     inputs: Inputs = None,
-    size: Sequence[int] | None = None,
+    input_size: Sequence[int] | None = None,
     seed: int | None = None,
     calibrate: Batches | str | None = None,
     progress: Progress | None = None,
@@ -112,8 +113,9 @@ def convert(
         model: the network, its record, or an earlier conversion's result.
         to: a scheme (`normswap schemes` lists them).
         inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments, a dict of keywords,
-            or a list of batches of these; by default N(0, 1) noise of `size`.
-        size: (C, H, W); by default what the model says of itself (`network_input.size`).
+            or a list of batches of these; by default N(0, 1) noise of `input_size`.
+        input_size: (C, H, W); by default what the model says of itself (`network_input.size`). It was called `size`,
+            which still works.
         calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
             gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
             What a batch has beyond the network's arguments is left out. "synthetic": images made from the statistics
@@ -126,6 +128,7 @@ def convert(
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
+    size = cast("Sequence[int] | None", options.pop("size", None)) if input_size is None else input_size
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress)
     schemes.check_target(to)
     road = _alike if to == "batchnorm" and options.get("like") else _unfolded if to == "unfold" else _converted

@@ -174,7 +174,9 @@ def test_each_norm_is_one_line_in_any_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["inspect", MODEL]) == 0
-    title, *rows = capfd.readouterr().out.partition("Norms, all BatchNorm2d\n\n")[2].strip().splitlines()
+    listed, _, then = capfd.readouterr().out.partition("Norms, all BatchNorm2d\n\n")[2].partition("next: ")
+    assert then == f"normswap advise {MODEL}\n"
+    title, *rows = listed.strip().splitlines()
     assert len(rows) == 1 + 22
     assert ("beta" in title, "|gamma|" in title) == (shown, shown)
     assert next(row for row in rows if "layer2.0.downsample.1" in row).endswith("folds into downsample.0")
@@ -339,7 +341,8 @@ def test_verify(capfd: Capture, converted: Path) -> None:
 def test_verify_against_another(capfd: Capture, converted: Path) -> None:
     folded, other = str(converted / "folded"), str(converted / "skipinit")
     assert main(["verify", folded, "--against", other]) == 0
-    assert capfd.readouterr().out.rstrip().endswith("passed")
+    *_, passed, then = capfd.readouterr().out.splitlines()
+    assert (passed, then) == ("passed", f"next: normswap export {folded} -o folded.onnx")
 
 
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:

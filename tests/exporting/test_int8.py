@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import Int8Settings
 from normswap.cli.app import main
+from normswap.cli.commands import export_command
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
 from normswap.exporting import export_folding, formats, pt2, quantizing
 from normswap.exporting.equalization import AS_FOLDED, Equalizer
@@ -361,7 +362,7 @@ def test_bad_input(name: str, options: dict[str, Any], kind: type[NormswapError]
 COMMANDS = [
     (["--precision", "int8"], "--precision int8 needs --calibrate DATA"),
     (["--calibrate", TAR], "--calibrate is for --precision int8"),
-    (["--precision", "int4"], "unknown dtype 'int4'"),
+    (["--precision", "int4"], "unknown precision 'int4'"),
     (["--precision", "int8", "--calibrate", "nowhere"], "nowhere does not exist"),
     (["--precision", "int8", "--calibrate", TAR, "--samples", "500"], "leave none to measure on"),
 ]
@@ -409,6 +410,19 @@ def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
     for part in (one, two):
         assert sum(len(images) for images, _ in part) == part.count
     assert len(set(read)) == len(read) == 150
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "samples", "counts"),
+    [(30, 20, (30, 20)), (30, None, (30, 470)), (None, 30, (30, 470)), (None, None, (250, 250))],
+)
+def test_images_to_calibrate_on_and_to_measure_on_are_counted_apart(
+    calibrate: int | None, samples: int | None, counts: tuple[int, int]
+) -> None:
+    """Before --calibrate-samples, --samples said the first."""
+    images = export_command.Checked(samples=samples)
+    parts = export_command.Int8(TAR, calibrate_samples=calibrate).parts(images, open_model(str(DATA)))
+    assert tuple(part.count for part in parts) == counts
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from normswap.cli.help_page import Keys, page
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import show
-from normswap.cli.tables import facts, listing, table, written
+from normswap.cli.tables import facts, listing, next_step, table, written
 from normswap.errors import OptionError
 from normswap.plan import Body
 
@@ -56,7 +56,9 @@ class Setting:
         ),
     ] = "eager,compile,onnxruntime,openvino"
     device: Annotated[str, typer.Option(metavar="cpu|cuda|mps")] = "cpu"
-    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Of weights and arithmetic.")] = "fp32"
+    dtype: Annotated[
+        str, typer.Option("--precision", "--dtype", metavar="fp32|fp16|bf16", help="Of weights and arithmetic.")
+    ] = "fp32"
     channels_last: Annotated[bool, typer.Option("--channels-last", help="NHWC in the runtimes of torch.")] = False
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
@@ -87,7 +89,10 @@ class Setting:
         _ = self.batches
         for name in self.runtimes:
             runtimes.find(name)
-        for option, value, known in (("device", self.device, runtimes.DEVICES), ("dtype", self.dtype, runtimes.DTYPES)):
+        for option, value, known in (
+            ("device", self.device, runtimes.DEVICES),
+            ("precision", self.dtype, runtimes.DTYPES),
+        ):
             if value not in known:
                 raise OptionError(f"unknown {option} '{value}'", f"there are {', '.join(known)}")
         if not (self.seconds > 0 and math.isfinite(self.seconds)):
@@ -209,6 +214,7 @@ def _print(body: Body) -> None:
         )
     listing("note", body["notes"])
     written(body["files"])
+    next_step("export", body["rows"][0]["network"] if body["rows"] else "MODEL", "-o", "FILE.onnx")
 
 
 def _row(row: Body) -> Sequence[object]:

@@ -11,7 +11,7 @@ from normswap.cli.help_page import Keys, page
 from normswap.cli.network_table import network
 from normswap.cli.options import Json
 from normswap.cli.printing import show
-from normswap.cli.tables import line, small, table
+from normswap.cli.tables import line, next_step, small, table
 from normswap.plan import Body
 
 ORDER = 60
@@ -56,3 +56,4 @@ def _print(body: Body) -> None:
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
     done = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
     line(f"{done}; {body['seconds']:.0f} s")
+    next_step("advise", "MODEL")

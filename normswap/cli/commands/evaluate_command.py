@@ -11,9 +11,11 @@ from normswap.cli import progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.naming import last_part
 from normswap.cli.options import Json, ModelOrFile
 from normswap.cli.printing import show
-from normswap.cli.tables import facts
+from normswap.cli.tables import facts, next_step
+from normswap.models import source_names
 from normswap.plan import Body
 
 ORDER = 40
@@ -65,3 +67,8 @@ def _print(body: Body) -> None:
         ("loss", f"{body['loss']:.4f}"),
         ("speed", f"{body['images_per_s']:.0f} images/s"),
     )
+    source = body["source"]
+    if source.lower().endswith(tuple(source_names.EXPORTED)):
+        next_step("bench", source)
+    else:
+        next_step("export", source, "-o", f"{last_part(source)}.onnx")

@@ -14,7 +14,7 @@ from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
-from normswap.cli.tables import size
+from normswap.cli.tables import next_step, size
 from normswap.errors import OptionError
 from normswap.exporting import file_check, formats
 from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings
@@ -88,7 +88,7 @@ class Checked(Images):
         int | None,
         typer.Option(
             min=1, metavar="N", show_default=False,
-            help="Check on this many images of --data [64]; with --calibrate, calibrate on so many [512 or half].",
+            help="Check on this many images of --data [64].",
         ),
     ] = None  # fmt: skip
 
@@ -110,6 +110,10 @@ class Int8:
             "on other images of PATH, at most 2,000.",
         ),
     ] = None  # fmt: skip
+    calibrate_samples: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half]."),
+    ] = None
     per_tensor: Annotated[
         bool, typer.Option("--per-tensor", help="For int8: one step for all weights of a layer, not one per channel.")
     ] = False
@@ -142,10 +146,13 @@ class Int8:
         from normswap.images.parting import part
 
         some = replace(images, data=self.calibrate, samples=None, split="train").loader(model, labelled=None)
-        calibrate, measured_on = part(some, images.samples, most=_MEASURED)
-        return calibrate, measured_on if images.data is None else replace(images, samples=None).loader(
-            model, labelled=None
-        )
+        count, measured = self.calibrate_samples, images.samples
+        if count is None:  # before --calibrate-samples, --samples said it
+            count, measured = measured, None
+        calibrate, others = part(some, count, most=measured or _MEASURED)
+        if images.data is None:
+            return calibrate, others
+        return calibrate, replace(images, samples=measured).loader(model, labelled=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -218,6 +225,7 @@ def _print(body: Body) -> None:
     for name, text in lines:
         if text:
             print(f"{name:13}{text}")
+    next_step("evaluate", body["file"], "--data", "IMAGES")
 
 
 def _beside(body: Body) -> str:

@@ -17,6 +17,7 @@ from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
 from normswap.cli.options import Device, Json
 from normswap.cli.printing import show
+from normswap.cli.tables import next_step
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
 
@@ -170,3 +171,5 @@ def _print(body: Body) -> None:
     if warning := decline(rows):
         print(warning)
     print(f"written to {body['output']}: best, last, metrics.csv")
+    if body["finished"]:
+        next_step("evaluate", body["best"], "--data", "IMAGES")

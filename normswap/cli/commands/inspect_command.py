@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 import typer
@@ -14,7 +16,7 @@ from normswap.cli.help_page import Keys, page
 from normswap.cli.network_table import network
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.printing import show
-from normswap.cli.tables import span, table
+from normswap.cli.tables import next_step, span, table
 from normswap.plan import Body
 
 ORDER = 10
@@ -78,11 +80,11 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
 
     with progress.working("inspecting"):
         body = summary.of_network(Network(net), model)
-    show(body, json, _print)
+    show(body, json, partial(_print, opening.said(model)))
     return 0
 
 
-def _print(body: Body) -> None:
+def _print(named: str, body: Body) -> None:
     network(body)
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
@@ -95,6 +97,7 @@ def _print(body: Body) -> None:
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)
+    next_step(*shlex.split(f"advise {named}"))
 
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:

@@ -12,7 +12,7 @@ from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
-from normswap.cli.tables import facts, line
+from normswap.cli.tables import facts, line, next_step
 from normswap.plan import Body
 
 ORDER = 95
@@ -66,3 +66,4 @@ def _print(body: Body) -> None:
         line(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
     else:
         line(f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such a network")
+    next_step("inspect", f"hf-hub:{body['repo']}")

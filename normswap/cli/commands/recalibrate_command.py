@@ -16,7 +16,7 @@ from normswap.cli.naming import last_part
 from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
-from normswap.cli.tables import facts, line
+from normswap.cli.tables import facts, line, next_step
 from normswap.plan import Body
 from normswap.storage import network_folder
 
@@ -94,3 +94,4 @@ def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     proof(body["report"])
     line(f"written to {body['output']}")
+    next_step("evaluate", body["output"], "--data", body["data"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,9 @@ from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import Images
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
+from normswap.cli.tables import line, next_step
 from normswap.errors import require_packages
+from normswap.plan import Body
 from normswap.reporting import page_file
 
 ORDER = 140
@@ -74,5 +77,10 @@ def run(
         loader = None if images.data is None else images.loader
         facts = report.collect(directory, loader, say, device=images.device, trust_factory=trust_factory)
         report.write(facts, file)
-    show({"output": file, **asdict(facts)}, json, lambda body: print(f"written to {body['output']}"))
+    show({"output": file, **asdict(facts)}, json, partial(_print, directory))
     return 0
+
+
+def _print(directory: Path, body: Body) -> None:
+    line(f"written to {body['output']}: any browser shows it")
+    next_step("push", directory, "OWNER/NAME")

@@ -13,7 +13,7 @@ from normswap.cli import progress
 from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json
 from normswap.cli.printing import show
-from normswap.cli.tables import entry, listing, table
+from normswap.cli.tables import entry, listing, next_step, table
 from normswap.errors import OptionError, flag
 from normswap.plan import Body
 from normswap.schemes.parts import cards
@@ -108,3 +108,4 @@ def _print(bodies: Sequence[Body]) -> None:
         needed = ", ".join(f"{flag(name)} {body['options'][name]}" for name in only)
         exact = "no" if not body["exact"] else f"with {needed}" if only else "always"
         entry(body["name"], (body["summary"], body["paper"], options and f"options: {options}", f"exact: {exact}"))
+    next_step("convert", "MODEL", "--to", bodies[0]["name"] if len(bodies) == 1 else "SCHEME")

@@ -14,7 +14,7 @@ from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Device, Json, Opening, Weights
 from normswap.cli.printing import show
-from normswap.cli.tables import line, table, written
+from normswap.cli.tables import line, next_step, table, written
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
 
@@ -157,3 +157,7 @@ def _print(body: Body) -> None:
     for note in body["notes"]:
         line(note)
     written(body["files"])
+    if best := [one["lr"] for one in body["lines"] if one["best"]]:
+        next_step("finetune", "--recipe", body["recipe"], f"optim.lr={best[0]:g}")
+    else:
+        next_step("curves", body["output"])

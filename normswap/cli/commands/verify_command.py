@@ -12,10 +12,11 @@ from normswap.cli import file_table, progress
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.naming import last_part
 from normswap.cli.options import Json, exported_file, open_model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof, verdict
-from normswap.cli.tables import facts, line, small
+from normswap.cli.tables import facts, line, next_step, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
@@ -138,6 +139,8 @@ def _print_file(body: Body) -> None:
         ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
     )  # fmt: skip
     line("passed" if body["passed"] else "FAILED: the file is not of this network")
+    if body["passed"]:
+        next_step("bench", body["against"], body["directory"])
 
 
 def _print(body: Body) -> None:
@@ -153,3 +156,5 @@ def _print(body: Body) -> None:
             ("agreement", f"{100 * data['agreement']:.2f} %"),
         )
     line("passed" if body["passed"] else "FAILED: the networks differ")
+    if body["passed"]:
+        next_step("export", body["directory"], "-o", f"{last_part(str(body['directory']))}.onnx")

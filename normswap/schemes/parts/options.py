@@ -101,19 +101,19 @@ class Option:
         return "not a finite number" if self.range is None else f"not in {self.range}"
 
 
-def check_given(scheme: str, known: Sequence[Option], given: Mapping[str, object]) -> None:
+def check_given(scheme: str, known: Sequence[Option], values: Mapping[str, object]) -> None:
     """See that a scheme has these options, and that they may have these values.
 
     Raises:
         OptionError: it has not, or they may not.
     """
     names = [option.name for option in known]
-    if unknown := set(given) - {*names, *EVERY}:
+    if unknown := set(values) - {*names, *EVERY}:
         has = f"its options are {_listed(names)}" if known else "it takes no options"
         raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", has)
     for option in known:
-        if option.name in given:
-            option.check(given[option.name])
+        if option.name in values:
+            option.check(values[option.name])
 
 
 def _listed(names: Iterable[str]) -> str:
