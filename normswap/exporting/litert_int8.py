@@ -38,12 +38,12 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
     """The smallest and largest of all images."""
     total: Seen = {}
     for x in images:
-        for name, found in _averaged(tool, [x]).items():
-            known = total.setdefault(name, found)
+        for name, values in _averaged(tool, [x]).items():
+            before = total.setdefault(name, values)
             total[name] = {
-                **found,
-                "min": np.minimum(known["min"], found["min"]),
-                "max": np.maximum(known["max"], found["max"]),
+                **values,
+                "min": np.minimum(before["min"], values["min"]),
+                "max": np.maximum(before["max"], values["max"]),
             }
     return total
 
