@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
 from normswap.errors import OptionError, SourceError
 from normswap.images.datasets import PREFIXES, Loader, collate, open_images
@@ -105,16 +105,21 @@ def key(*parts: object) -> int:
 def drawn_by(*parts: object) -> Iterator[None]:
     """Let Python's, numpy's and torch's (CPU) random numbers be a function of `parts`; restored afterwards."""
     python, arrays, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = key(*parts)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    _draw_by(*parts)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
         torch.set_rng_state(torchs)
+
+
+def _draw_by(*parts: object) -> None:
+    """Let all random numbers from now on be a function of `parts`."""
+    seed = key(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 class ImageRows(Protocol):
@@ -136,8 +141,11 @@ class Seeded(Dataset[Example]):
 
     def __getitem__(self, at: tuple[int, int]) -> Example:
         epoch, index = at
-        with drawn_by(self.seed, "image", epoch, index):
-            return self.images[self.rows[index]]
+        if get_worker_info() is None:
+            with drawn_by(self.seed, "image", epoch, index):
+                return self.images[self.rows[index]]
+        _draw_by(self.seed, "image", epoch, index)  # a worker draws for images alone: there is nothing to restore
+        return self.images[self.rows[index]]
 
 
 class TrainingImages:

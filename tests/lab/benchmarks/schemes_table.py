@@ -93,6 +93,15 @@ class Network:
 
 def copied(model: nn.Module) -> nn.Module:
     """The naive way: a GroupNorm of one group, with the BatchNorm's gamma and beta."""
+    return _swapped(model, lambda norm: (norm.weight, norm.bias))
+
+
+def fresh(model: nn.Module) -> nn.Module:
+    """The most naive way: a new GroupNorm of one group."""
+    return _swapped(model, lambda norm: (torch.ones_like(norm.weight), torch.zeros_like(norm.bias)))
+
+
+def _swapped(model: nn.Module, values: Callable[[Any], tuple[Tensor, Tensor]]) -> nn.Module:
     model = copy.deepcopy(model)
     with torch.no_grad():
         for path, norm in [*model.named_modules()]:
@@ -100,8 +109,8 @@ def copied(model: nn.Module) -> nn.Module:
                 parent, _, name = path.rpartition(".")
                 new = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1)
                 own = new if isinstance(new, nn.GroupNorm) else next(m for m in new.modules() if hasattr(m, "eps"))
-                own.weight.copy_(norm.weight)
-                own.bias.copy_(norm.bias)
+                for tensor, value in zip((own.weight, own.bias), values(norm), strict=True):
+                    tensor.copy_(value)
                 setattr(model.get_submodule(parent), name, new)
     return model.eval()
 
