@@ -62,7 +62,9 @@ def table(
     for name in spare:
         if sum(max(widths[i], len(columns[i])) + 3 for i in kept) > _out().width:
             kept = [i for i in kept if columns[i] != name]
-    made = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    if title:  # by itself: as a part of the table it would be wrapped to the table's width
+        _print(Text(title, style="bold"))
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i in kept:
         longest = widths[i]
         if columns[i] in right:  # a number that is cut would be another number

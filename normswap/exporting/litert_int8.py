@@ -5,9 +5,12 @@ Weights have 8 bits: LiteRT multiplies bytes exactly on every CPU. Its quantizer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from normswap.errors import RefusedError, spelled
 from normswap.exporting import litert_file
@@ -16,10 +19,37 @@ from normswap.exporting.formats import reason
 from normswap.exporting.settings import LEVELS, Quantization
 from normswap.exporting.silence import silent
 
+if TYPE_CHECKING:
+    from ai_edge_quantizer.quantizer import Quantizer
+
+Seen: TypeAlias = "dict[str, dict[str, np.ndarray]]"  # what each tensor of the file held, by name
 NEEDS = ("ai_edge_quantizer",)
-RANGES = ("minmax",)
 LAYERS = (nn.Conv2d, nn.Linear)
 _BITS = 8
+
+
+def _averaged(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
+    """The smallest and largest number of each tensor as the tool sees them: averaged, the last images count most."""
+    seen: Seen = tool.calibrate({"serving_default": [{"args_0": x.numpy()} for x in images]})
+    return seen
+
+
+def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
+    """The smallest and largest of all images."""
+    total: Seen = {}
+    for x in images:
+        for name, values in _averaged(tool, [x]).items():
+            before = total.setdefault(name, values)
+            total[name] = {
+                **values,
+                "min": np.minimum(before["min"], values["min"]),
+                "max": np.maximum(before["max"], values["max"]),
+            }
+    return total
+
+
+_RANGES = {"minmax": _extremes, "average": _averaged}
+RANGES = tuple(_RANGES)
 
 
 def levels(layer: nn.Module, bits: int) -> float:
@@ -53,7 +83,6 @@ def _quantized(content: bytes, how: Quantization) -> bytes:
             )  # fmt: skip
             for end in ("INPUT", "OUTPUT"):
                 tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
-            seen = tool.calibrate({"serving_default": [{"args_0": x.numpy()} for x in how.images]})
-            return bytes(tool.quantize(seen).quantized_model)
+            return bytes(tool.quantize(_RANGES[how.ranges](tool, how.images)).quantized_model)
     except Exception as error:  # whatever it and the runtime raise
         raise RefusedError("ai-edge-quantizer cannot quantize it", reason(error)) from None

@@ -179,8 +179,8 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(per_channel: bool, tmp_pat
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
     x = torch.cat([batch[0] for batch in images])
     found, wanted = run_alone(file, "litert", x), run(demo, x)
-    assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 95
-    assert 1e-3 < distance(wanted, found) < 0.2
+    assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 97
+    assert 1e-3 < distance(wanted, found) < (0.04 if per_channel else 0.1)  # ranges that the tool averages: 0.11
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert exported.precision == "int8"
