@@ -135,7 +135,7 @@ def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]
 def line(how: str, images: str, row: Row, source: float) -> str:
     """A row of the table."""
     if "why" in row:
-        return f"| {how} | {images} | refused: {row['why'].partition('. ')[0]} | | | | |"
+        return f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | | | | |"
     forecast = "" if row["forecast"] is None else f"{100 * row['forecast']:.1f} %"
     kept = 100 * row["top1"] / max(source, 1e-9)
     figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {forecast} | {row['seconds']:.0f}"
