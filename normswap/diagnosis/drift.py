@@ -69,9 +69,9 @@ def measured(case: Case) -> list[Drift]:
         if site.mean is None or site.var is None or any(site.path not in part for part in parts):
             continue
         means, variances = (torch.stack([part[site.path][i] for part in parts]) for i in (0, 1))
-        deviation = (site.var.clamp_min(0) + site.eps).sqrt()
-        shifts = (means - site.mean) / deviation
-        ratios = ((variances + site.eps) / (site.var.clamp_min(0) + site.eps)).log()
+        mean_there, var_there = site.mean.cpu(), site.var.cpu().clamp_min(0)
+        shifts = (means - mean_there) / (var_there + site.eps).sqrt()
+        ratios = ((variances + site.eps) / (var_there + site.eps)).log()
         (mean, error), (log_var, log_error) = _typical(shifts), _typical(ratios)
         drifts.append(Drift(site, mean, error, log_var, log_error, (means.mean(0), variances.mean(0))))
     return drifts

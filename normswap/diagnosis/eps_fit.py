@@ -57,7 +57,8 @@ def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
     for site in sites:
         if site.path not in seen or site.mean is None or site.var is None:
             continue
-        ratio = (seen[site.path].variance.cpu() + 1e-12) / (site.var + 1e-12)
-        shift = (seen[site.path].mean.cpu() - site.mean).square() / (site.var + 1e-12)
+        mean, var = seen[site.path].mean.to(site.mean), seen[site.path].variance.to(site.var)
+        ratio = (var + 1e-12) / (site.var + 1e-12)
+        shift = (mean - site.mean).square() / (site.var + 1e-12)
         total += float(((ratio - 1 - ratio.log() + shift) / 2).quantile(0.75))
     return total / len(sites)

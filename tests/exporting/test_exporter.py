@@ -144,6 +144,7 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     record = json.loads(told["preprocess"])
     beside = json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
     assert beside.pop("checked")["inputs"] == "given images"  # the file is whole before it is checked
+    assert beside.pop("tensorrt")["checked"] == "not run here"  # a command on the file, which is not in it
     assert record == beside
     assert json.loads(told["labels"])[3] == "cat"
     assert len(told["sha256"]) == 64

@@ -102,7 +102,7 @@ def test_a_run_that_ends_far_below_its_start_says_so_in_its_last_lines(
     words = ["finetune", str(source), "--recipe", str(write(tmp_path / "r.yaml")), "--data", str(images)]
     assert main([*words, "-o", str(tmp_path / "run"), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == (
+    assert lines[-3] == (
         "top-1 ends far below its start, at 19.00 after 80.00: lower optim.lr, or clip gradients (optim.clip.mode=agc)"
     )
 

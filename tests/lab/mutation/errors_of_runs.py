@@ -112,8 +112,8 @@ ERRORS = (
     Planted(
         "weights are in the graph, too",
         "normswap/exporting/onnx_data_file.py",
-        "location=file.with_suffix(PARTS[0]).name",
-        "location=file.with_suffix(PARTS[0]).name, size_threshold=2**20",
+        "location=data.name",
+        "location=data.name, size_threshold=2**20",
         ("tests/exporting/test_exporter.py",),
     ),
     Planted(
@@ -125,7 +125,7 @@ ERRORS = (
     ),
     Planted(
         "--force replaces a folder with one of the two files",
-        "normswap/storage/checkpoint.py",
+        "normswap/storage/network_folder.py",
         "if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():",
         "if not (place / WEIGHTS).is_file() and not (place / CONFIG).is_file():",
         FILES,
