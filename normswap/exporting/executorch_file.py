@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normswap.errors import RefusedError, VerificationError, first_line, spelled
+from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
@@ -37,9 +37,7 @@ def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
     if contents.network.stored != torch.float32:
         raise RefusedError("ExecuTorch files are written in fp32 only", "XNNPACK holds halved weights in fp32 again")
-    if contents.dynamic:  # memory is planned for the largest number
-        remedy = f"Leave out {spelled('dynamic_batch', True)}"
-        raise RefusedError("an ExecuTorch file takes one image at a time", remedy=remedy)
+    contents.require_one_image("an ExecuTorch file")  # memory is planned for the largest number
     contents = replace(contents, network=as_convolutions(contents.network))
     program = pt2.traced(contents, contents.network)
     try:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from normswap.errors import RefusedError, spelled
 from normswap.exporting.signature import Signature
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
@@ -95,6 +96,35 @@ class FileContents:
     example: tuple[Tensor, ...]
     dynamic: bool = False
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def in_float32(self) -> FileContents:
+        """The same with weights in float32, for a tool that halves them by itself."""
+        half = self.network.dtype == torch.float16
+        return replace(self, network=self.network.around(self.network.network.float())) if half else self
+
+    def require_one_image(self, file: str) -> None:
+        """Check that one sample at a time is enough.
+
+        Args:
+            file: what is written.
+
+        Raises:
+            RefusedError: any number of them is asked for.
+        """
+        if self.dynamic:
+            raise RefusedError(
+                f"{file} takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
+            )
+
+    def require_floats(self, file: str) -> None:
+        """Check that all that goes in is float32.
+
+        Raises:
+            RefusedError: something is not.
+        """
+        if any(tensor.dtype != torch.float32 for tensor in self.example):
+            raise RefusedError(f"{file} takes floating-point inputs", remedy="Try onnx")
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:

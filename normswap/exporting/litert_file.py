@@ -10,7 +10,6 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normswap.errors import RefusedError, VerificationError, first_line, spelled
+from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, once, reason
 from normswap.exporting.signature import Signature, alone
@@ -44,17 +43,10 @@ def write(contents: FileContents, file: Path) -> None:
     network = contents.network
     if network.stored == torch.bfloat16:
         raise RefusedError("LiteRT is not written in bf16", remedy="Its files are fp32, fp16 or int8")
-    if contents.dynamic:  # XNNPACK takes a network with a transposed convolution for one number only
-        raise RefusedError(
-            "a LiteRT file takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
-        )
-    if any(tensor.dtype != torch.float32 for tensor in contents.example):
-        raise RefusedError("a LiteRT file takes floating-point inputs", remedy="Try onnx")
-    half = network.dtype == torch.float16
-    if half:
-        network = network.around(network.network.float())
-    content = converted(replace(contents, network=network))
-    if half:
+    contents.require_one_image("a LiteRT file")  # XNNPACK takes a transposed convolution for one number only
+    contents.require_floats("a LiteRT file")
+    content = converted(contents.in_float32)
+    if network.dtype == torch.float16:
         content = _halved(content)
     file.write_bytes(finished(content, network.signature, contents.metadata))
 

@@ -13,14 +13,13 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normswap.errors import RefusedError, VerificationError, spelled
+from normswap.errors import RefusedError, VerificationError
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.signature import Signature, alone
@@ -42,17 +41,11 @@ def write(contents: FileContents, file: Path) -> None:
     network = contents.network
     if network.stored == torch.bfloat16:
         raise RefusedError("ncnn is not written in bf16", remedy="Its files are fp32 or fp16")
-    if contents.dynamic:
-        raise RefusedError(
-            "an ncnn file takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
-        )
-    if any(tensor.dtype != torch.float32 for tensor in contents.example):
-        raise RefusedError("an ncnn file takes floating-point inputs", remedy="Try onnx")
+    contents.require_one_image("an ncnn file")
+    contents.require_floats("an ncnn file")
     half = network.dtype == torch.float16
-    if half:
-        network = network.around(network.network.float())
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        place = _converted(replace(contents, network=network), Path(folder), half=half)
+        place = _converted(contents.in_float32, Path(folder), half=half)
         layers = _named(place.read_text(encoding="utf-8"), network.signature)
         _require_layers(layers)
         shutil.copyfile(place.with_suffix(PARTS[0]), file.with_suffix(PARTS[0]))
