@@ -43,6 +43,13 @@ def lived_in(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
     return model
 
 
+def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
+    """`lived_in`, in float32, on three random inputs of this shape; and those."""
+    torch.manual_seed(0)
+    x = torch.randn(3, *shape)
+    return lived_in(model, x).float(), x
+
+
 def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
     """`lived_in`, with branches that add little to the stream, as those of trained networks do: the last gamma of each
     is 0.3 times as large. Rounding errors do not grow from block to block then, and float32 is as near to float64 at

@@ -72,11 +72,12 @@ def recipe(images: Path | str, **parts: Any) -> Recipe:
         "train": {"epochs": 2},
     }
     base["data"]["augment"] = {"hflip": 0.0}
-    return Recipe.model_validate(_merged(base, parts))
+    return Recipe.model_validate(merged(base, parts))
 
 
-def _merged(base: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(base[key], value) for key, value in parts.items()
+def merged(base: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """Keys of both, those of parts where they differ; tables within tables likewise."""
+    both = {key: merged(base[key], value) for key, value in parts.items()
             if isinstance(base.get(key), dict) and isinstance(value, dict)}  # fmt: skip
     return {**base, **parts, **both}
 

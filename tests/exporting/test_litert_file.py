@@ -10,7 +10,8 @@ import pytest
 import timm
 import torch
 from alone import run_alone
-from lived import calm, distance, lived_in, run
+from lived import calm, distance, living, run
+from own_networks import Spectrum
 from torch import Tensor, nn
 
 import normswap
@@ -54,19 +55,6 @@ class Two(nn.Module):
         return {"wide": x, "narrow": (x * other).mean((2, 3))}
 
 
-class Spectrum(nn.Sequential):
-    """LiteRT's converter has no complex numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft2(super().forward(x)).real.mean((2, 3))
-
-
-def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    x = torch.randn(3, *shape)
-    return lived_in(model, x).float(), x
-
-
 def arithmetic(nodes: dict[str, int]) -> dict[str, int]:
     return {kind: count for kind, count in nodes.items() if kind in ARITHMETIC}
 
@@ -78,7 +66,7 @@ def test_a_network_alone(name: str, args: dict[str, Any], dtype: str, tmp_path: 
     torch.manual_seed(0)
     x = torch.randn(8, 3, 64, 64)
     model = calm(timm.create_model(name, **args), x).float()
-    done = normswap.export(model, tmp_path / "net.tflite", dtype=dtype, input_size=(3, 64, 64))
+    done = normswap.export(model, tmp_path / "net.tflite", dtype=dtype, images=x, input_size=(3, 64, 64))
     assert (done.format, set(arithmetic(done.nodes))) == ("litert", {"ADD"})  # of the branches
     weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert done.bytes < weights * {"fp32": 4, "fp16": 2}[dtype] + 150_000

@@ -13,7 +13,8 @@ import pytest
 import timm
 import torch
 from alone import run_alone
-from lived import calm, distance, lived_in, run
+from lived import calm, distance, living, run
+from own_networks import Spectrum
 from torch import Tensor, nn
 
 import normswap
@@ -50,19 +51,6 @@ class Solid(nn.Sequential):
     def __init__(self) -> None:
         first, second = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 6, 3, 2, 1)
         super().__init__(first, nn.BatchNorm3d(4), nn.ReLU(), second, nn.BatchNorm3d(6), nn.ReLU())
-
-
-class Spectrum(nn.Sequential):
-    """ncnn has no Fourier transform of torch's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft2(super().forward(x)).real.mean((2, 3))
-
-
-def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    x = torch.randn(3, *shape)
-    return lived_in(model, x).float(), x
 
 
 def unfolded(nodes: dict[str, int]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 from lived import lived_in
+from own_networks import Branch
 from scheme_rows import ROWS, Row
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -22,15 +23,6 @@ from normswap.images.datasets import make_loader
 from normswap.models import default_device
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
-
-
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.bn(self.conv(x)))
 
 
 class Ramp(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from trained import TINY, network, recipe, train, write_images
+from trained import TINY, merged, network, recipe, train, write_images
 
 from normswap.training.engine import finetune
 from normswap.training.progress_records import Result
@@ -96,11 +96,6 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
-
-
-def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    both = {key: merged(base[key], more[key]) for key in base.keys() & more.keys() if isinstance(base[key], dict)}
-    return {**base, **more, **both}
 
 
 def outcome(result: Result) -> tuple[Any, ...]:

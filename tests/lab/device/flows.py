@@ -18,6 +18,7 @@ import second_device
 import torch
 import training
 from lived import lived_in
+from own_networks import Branch
 from scheme_rows import ROWS, Row
 from torch import Tensor, nn
 
@@ -27,15 +28,6 @@ from normswap.cli.app import main as normswap_command
 from normswap.surgery import recalibration
 
 NAME = second_device.NAME
-
-
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.bn(self.conv(x)))
 
 
 torch.manual_seed(0)
