@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,22 @@ def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
     out, err = capfd.readouterr()
     assert err == ""
     return as_documented(out, *arguments)
+
+
+def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
+    """What --json prints; None for a refusal, which is one line and leaves the folder empty.
+
+    That the result is wrong is no refusal: it should have been right, or refused before it was made.
+    """
+    capfd.readouterr()
+    code = main([*arguments, "--json"])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    if not code:
+        return json.loads(out)
+    assert (code, err.count("\n"), err[:7], list(folder.iterdir())) == (2, 1, "error: ", []), err
+    assert not re.search("computes something else|is wrong:|cannot run it|does not take it|does not run on", err), err
+    return None
 
 
 def as_documented(text: str, *arguments: str) -> Any:

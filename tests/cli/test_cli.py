@@ -182,6 +182,19 @@ def test_each_norm_is_one_line_in_any_terminal(
     assert next(row for row in rows if "layer2.0.downsample.1" in row).endswith("folds into downsample.0")
 
 
+def test_in_a_narrow_pipe_paths_are_whole_and_lines_have_no_blanks_at_their_end(
+    capfd: Capture, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    file = here / f"{'long' * 20}.ts"
+    assert main(["export", MODEL, "-o", str(file)]) == 0
+    assert main(["inspect", str(file)]) == 0
+    assert main(["schemes", "skipinit"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sum(line.startswith("file ") and str(file) in line for line in lines) == 2  # of export, and of inspect
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
 def test_a_dry_run_leaves_the_letters_of_channels_to_json(capfd: Capture) -> None:
     assert main(["convert", MODEL, "--to", "groupnorm", "--dry-run"]) == 0
     out = capfd.readouterr().out

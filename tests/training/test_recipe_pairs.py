@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from crossed import sampled
-from trained import network, recipe, train, weights, write_images
+from trained import merged, network, recipe, train, weights, write_images
 
 from normswap.storage import checkpoint
 from normswap.training.progress_records import TrainingProgress
@@ -89,14 +89,6 @@ def _leaves(parts: dict[str, Any], above: tuple[str, ...] = ()) -> set[tuple[str
 PAIRS = [(one, two) for one, two in itertools.combinations(KEYS, 2) if together(one, two)]
 
 
-def merged(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: merged(one.get(key, {}), two[key]) if isinstance(one.get(key, two.get(key)), dict) and key in two
-        else two.get(key, one.get(key))
-        for key in {**one, **two}
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("data") / "images", 3)  # 30: the fourth batch is not full
@@ -149,6 +141,9 @@ def test_two_keys_of_a_recipe(pair: tuple[Key, Key], images: Path, teacher: Path
     again = train(network(scheme, **options), plan, tmp_path / "cut", resume="auto")
     assert again.updates == whole.updates
     assert largest_difference(tmp_path / "whole", tmp_path / "cut") == 0
+    ema, then = (torch.load(tmp_path / name / "state/run.pt", weights_only=True)["ema"] for name in ("whole", "cut"))
+    assert (ema is None) == (then is None)
+    assert ema is None or all(torch.equal(tensor, then[key]) for key, tensor in ema.items())
 
     if one.name == "accumulate" and two.alike:
         train(network(scheme, **options), recipe(images, **two.parts), tmp_path / "at once")
