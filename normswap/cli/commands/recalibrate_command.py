@@ -65,9 +65,9 @@ def run(
             metavar="SOURCE", help="MODEL has no BatchNorm: it as it was before the change; again: what it averages."
         ),
     ] = None,
-    scales: Annotated[
-        bool, typer.Option("--scales/--means-only", help="With --against: weights too, or biases alone.")
-    ] = True,
+    means_only: Annotated[
+        bool, typer.Option("--means-only", help="With --against: change biases alone, no weights.")
+    ] = False,
     images: Domain,
     seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
@@ -82,7 +82,7 @@ def run(
     A network without BatchNorm (folded, freed of norms) that was then pruned, rounded or averaged: with --against
     SOURCE every layer's output gets back the mean and variance per channel that it has there.
     """
-    if not scales and not against:
+    if means_only and not against:
         raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
@@ -100,7 +100,7 @@ def run(
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         done = recalibrate(
-            net, loader, against=sources, scales=scales, seed=seed, progress=advance,
+            net, loader, against=sources, scales=not means_only, seed=seed, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
     checkpoint.save(done, place, force=force)
