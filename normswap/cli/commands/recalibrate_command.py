@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -39,6 +39,18 @@ class Domain(Images):
     split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "train"
 
 
+@dataclass(frozen=True)
+class Before:
+    """The network as it was, for one without BatchNorm that was changed."""
+
+    GROUP: ClassVar[str] = "Where MODEL has no BatchNorm, and was pruned, rounded or averaged"
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE", help="The network before that; again: each network that MODEL averages."),
+    ] = None
+    means_only: Annotated[bool, typer.Option("--means-only", help="Change biases alone, no weights.")] = False
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
@@ -59,15 +71,7 @@ def run(
         Path | None,
         typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-recalibrated]."),
     ] = None,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE", help="MODEL has no BatchNorm: it as it was before the change; again: what it averages."
-        ),
-    ] = None,
-    means_only: Annotated[
-        bool, typer.Option("--means-only", help="With --against: change biases alone, no weights.")
-    ] = False,
+    before: Before,
     images: Domain,
     seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
@@ -82,7 +86,7 @@ def run(
     A network without BatchNorm (folded, freed of norms) that was then pruned, rounded or averaged: with --against
     SOURCE every layer's output gets back the mean and variance per channel that it has there.
     """
-    if means_only and not against:
+    if before.means_only and not before.against:
         raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
@@ -96,11 +100,11 @@ def run(
     from normswap.surgery.recalibration import recalibrate
 
     net = devices.place(opened, images.device)
-    sources = [devices.place(opening.state(open_model(name)), images.device) for name in against or ()]
+    sources = [devices.place(opening.state(open_model(name)), images.device) for name in before.against or ()]
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         done = recalibrate(
-            net, loader, against=sources, scales=not means_only, seed=seed, progress=advance,
+            net, loader, against=sources, scales=not before.means_only, seed=seed, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
     checkpoint.save(done, place, force=force)
