@@ -33,6 +33,26 @@ _NEEDED = 2  # images
 _CONSTANT = 1e-10  # of the wanted variance: a channel that varies by less is left as wide as it is
 
 
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What the outputs of layers shall be like.
+
+    Args:
+        networks: they are as those of this network; of several, as their average.
+        scales: variances too, by the weights; without, the biases alone change.
+    """
+
+    networks: tuple[nn.Module, ...] = ()
+    scales: bool = True
+
+    @classmethod
+    def of(cls, given: nn.Module | Sequence[nn.Module] | Wanted) -> Wanted:
+        """Of one network, or of several."""
+        if isinstance(given, Wanted):
+            return given
+        return cls((given,) if isinstance(given, nn.Module) else tuple(given))
+
+
 @dataclass(frozen=True)
 class Restored:
     """What was restored: layers, those of them that have no bias to carry a mean, and images."""
@@ -54,18 +74,16 @@ class _Place:
 @torch.no_grad()
 def restore(
     model: nn.Module,
-    references: Sequence[nn.Module],
+    wanted: Wanted,
     batches: Iterable[object],
     *,
-    scales: bool = True,
     progress: Progress | None = None,
 ) -> Restored:
     """Bring the outputs of `model`'s convolutions and linear maps, in place, to the references' moments per channel.
 
     Args:
-        references: networks with the same layers at the same paths.
+        wanted: by networks with the same layers at the same paths.
         batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
-        scales: variances too, by the weights; without, the biases alone.
         progress: called after each layer with the layers done and their total.
 
     Raises:
@@ -73,8 +91,8 @@ def restore(
             another library hooks in).
         SourceError: unusable or too few images.
     """
-    with evaluating(model, *references):
-        recorded, examples = interpreters(batches, *references, model)
+    with evaluating(model, *wanted.networks):
+        recorded, examples = interpreters(batches, *wanted.networks, model)
         places = list(_places(recorded))
         if not places:
             why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
@@ -84,10 +102,10 @@ def restore(
         lockstep = Lockstep(recorded, [first, *rest], needed=_NEEDED)
         try:
             for done, place in enumerate(places, 1):
-                *wanted, now = _moments(lockstep, place)
+                *there, now = _moments(lockstep, place)
                 if now.count < 2:
                     raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
-                _set(place.layer, now, wanted, scales=scales)
+                _set(place.layer, now, there, scales=wanted.scales)
                 if progress is not None:
                     progress(done, len(places))
         finally:
@@ -151,11 +169,11 @@ def _none(channels: int) -> ChannelMoments:
     return ChannelMoments(0, *(torch.zeros(channels, dtype=torch.float64) for _ in range(2)))
 
 
-def _set(layer: Linearity, now: ChannelMoments, wanted: Sequence[ChannelMoments], *, scales: bool) -> None:
-    mean = torch.stack([one.mean for one in wanted]).mean(0)
+def _set(layer: Linearity, now: ChannelMoments, there: Sequence[ChannelMoments], *, scales: bool) -> None:
+    mean = torch.stack([one.mean for one in there]).mean(0)
     factor = torch.ones_like(mean)
     if scales:
-        deviation = torch.stack([one.variance.sqrt() for one in wanted]).mean(0)
+        deviation = torch.stack([one.variance.sqrt() for one in there]).mean(0)
         varies = now.variance > _CONSTANT * deviation.square()
         factor = torch.where(varies & (deviation > 0), deviation / now.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)

@@ -13,7 +13,7 @@ from torch import nn
 
 from normswap import copying
 from normswap.calibration.population import norms_of
-from normswap.calibration.restoring import restore
+from normswap.calibration.restoring import Wanted, restore
 from normswap.errors import RefusedError, spelled
 from normswap.layers import affine
 from normswap.models import network_input
@@ -35,8 +35,7 @@ def recalibrate(
     model: nn.Module | Network,
     batches: Batches,
     *,
-    against: nn.Module | Sequence[nn.Module] = (),
-    scales: bool = True,
+    against: nn.Module | Sequence[nn.Module] | Wanted = (),
     inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int | None = None,
@@ -50,8 +49,7 @@ def recalibrate(
             that gives them.
         against: for a network without BatchNorm: the network before it was pruned, rounded or averaged, or several
             whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
-            that still has its BatchNorms is folded for that.
-        scales: with `against`, variances too, which multiplies weights; without, biases alone change.
+            that still has its BatchNorms is folded for that. `Wanted(networks, scales=False)`: means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
         size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
@@ -69,9 +67,9 @@ def recalibrate(
     if broken and not isinstance(model, Network):
         model = _reset(model, broken)
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
-    references = [against] if isinstance(against, nn.Module) else [*against]
-    if references:
-        return _restored(network, references, scales=scales, record=record)
+    wanted = Wanted.of(against)
+    if wanted.networks:
+        return _restored(network, wanted, record)
     if not _keeps_statistics(network.module):
         raise RefusedError(
             "the network has no BatchNorm with running statistics",
@@ -91,7 +89,7 @@ def _keeps_statistics(model: nn.Module) -> bool:
     return any(norm.running_mean is not None for norm in norms)
 
 
-def _restored(network: Network, references: list[nn.Module], *, scales: bool, record: Body) -> Conversion:
+def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
     """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
         raise RefusedError(
@@ -99,15 +97,15 @@ def _restored(network: Network, references: list[nn.Module], *, scales: bool, re
             "its BatchNorms get those of the images without a reference",
             f"Leave out '{spelled('against')}'",
         )
-    bare = [_without_norms(reference, network) for reference in references]
+    bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
     images = network.images
     assert images is not None
-    step = Step("recalibrate", {**record, "against": len(bare), "scales": scales}, ())
+    step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
     result = applied(network, step)
-    done = restore(result, bare, calls_of(images, network), scales=scales, progress=network.progress)
+    done = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
     report = comparison.compare(network, result, exact=False)
     require_passed(report, step.scheme)
-    what = "mean and variance" if scales else "mean"
+    what = "mean and variance" if wanted.scales else "mean"
     note = f"{what} per channel of {done.layers} layers, {done.images} images"
     lacking = f"{done.without_bias} layers have no bias: their means stay as they are"
     return Conversion(network.after(result), report, {}, (note, lacking) if done.without_bias else (note,))

@@ -11,6 +11,7 @@ from commands import MODEL, Capture, run_json
 from torch import Tensor, nn
 
 import normswap
+from normswap.calibration.restoring import Wanted
 from normswap.errors import RefusedError
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
@@ -69,7 +70,7 @@ def test_every_layer_has_the_moments_of_the_reference() -> None:
 def test_by_biases_alone_the_weights_stay() -> None:
     source, batches = network(), images()
     sparse = pruned(source)
-    done = recalibrate(sparse, batches, against=source, scales=False, size=(3, 9, 9))
+    done = recalibrate(sparse, batches, against=Wanted((source,), scales=False), size=(3, 9, 9))
     wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
     assert all(torch.allclose(wanted[path][0], got[path][0], rtol=1e-9, atol=1e-12) for path in wanted)
     assert all(torch.equal(dict(done.model.named_parameters())[name], value)

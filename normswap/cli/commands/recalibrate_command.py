@@ -95,16 +95,17 @@ def run(
     with broken_statistics.taken():
         opened = opening.open(model)
     from normswap.analysis import summary
+    from normswap.calibration.restoring import Wanted
     from normswap.models import devices
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
     net = devices.place(opened, images.device)
-    sources = [devices.place(opening.state(open_model(name)), images.device) for name in before.against or ()]
+    sources = tuple(devices.place(opening.state(open_model(name)), images.device) for name in before.against or ())
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         done = recalibrate(
-            net, loader, against=sources, scales=not before.means_only, seed=seed, progress=advance,
+            net, loader, against=Wanted(sources, scales=not before.means_only), seed=seed, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
     checkpoint.save(done, place, force=force)
