@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,7 +35,7 @@ _CONSTANT = 1e-10  # of the wanted variance: a channel that varies by less is le
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What the outputs of layers shall be like.
+    """Which moments the outputs of layers shall have.
 
     Args:
         networks: they are as those of this network; of several, as their average.
@@ -46,16 +46,16 @@ class Wanted:
     scales: bool = True
 
     @classmethod
-    def of(cls, given: nn.Module | Sequence[nn.Module] | Wanted) -> Wanted:
+    def of(cls, networks: nn.Module | Sequence[nn.Module] | Wanted) -> Wanted:
         """Of one network, or of several."""
-        if isinstance(given, Wanted):
-            return given
-        return cls((given,) if isinstance(given, nn.Module) else tuple(given))
+        if isinstance(networks, Wanted):
+            return networks
+        return cls((networks,) if isinstance(networks, nn.Module) else tuple(networks))
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored: layers, those of them that have no bias to carry a mean, and images."""
+    """Counts: layers that were restored, those of them that have no bias to carry a mean, and images."""
 
     layers: int
     without_bias: int
@@ -115,22 +115,22 @@ def restore(
 
 def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
     """The layers that are called once in every network, in order of the last one's forward."""
-    *others, own = [interpreter.traced for interpreter in recorded]
-    for node in own.nodes:
-        layer: Any = own.module(node)
-        if layer is None or not _is_plain(layer) or len(own.calls[id(layer)]) != 1:
+    *references, changed = [interpreter.traced for interpreter in recorded]
+    for node in changed.nodes:
+        layer = changed.module(node)
+        if layer is None or not _is_plain(layer) or len(changed.calls[id(layer)]) != 1:
             continue
         nodes = []
-        for other in others:
-            there = other.modules.get(str(node.target))
-            calls = [] if there is None else other.calls.get(id(there), [])
-            if len(calls) == 1 and getattr(there, "weight", torch.empty(0)).shape == layer.weight.shape:
+        for reference in references:
+            same = reference.modules.get(str(node.target))
+            calls = [] if same is None else reference.calls.get(id(same), [])
+            if len(calls) == 1 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape:
                 nodes += calls
-        if len(nodes) == len(others):
+        if len(nodes) == len(references):
             yield _Place(str(node.target), layer, (*nodes, node))
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
     """Whether its weight is a tensor of its own, and not made of others."""
     return fits(layer) and type(layer._parameters.get("weight")) is nn.Parameter
 
@@ -144,8 +144,12 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes))
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
     ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
-    for one, two in zip(outputs.values(), ends, strict=False):
-        if isinstance(two, Tensor) and one.shape == two.shape and not torch.allclose(one, two, rtol=1e-2, atol=1e-2):
+    for whole, by_nodes in zip(outputs.values(), ends, strict=False):
+        if (
+            isinstance(by_nodes, Tensor)
+            and whole.shape == by_nodes.shape
+            and not torch.allclose(whole, by_nodes, rtol=1e-2, atol=1e-2)
+        ):
             why = "another library hooks something in, such as fake quantizers, that no module shows"
             raise RefusedError("the network computes something else than its modules", why, "Restore it before that")
 
@@ -156,9 +160,9 @@ def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
     seen = [_none(channels) for _ in place.nodes]
     for held in lockstep.run_to([*place.nodes]):
         for interpreter, values, node, moments in zip(lockstep.interpreters, held, place.nodes, seen, strict=True):
-            layer: Any = interpreter.traced.module(node)
+            layer = interpreter.traced.linear(str(node.target))
             output = layer(values[inputs(node)[0].name])
-            if interpreter is not lockstep.interpreters[-1]:  # the network's own will be another when it is set
+            if interpreter is not lockstep.interpreters[-1]:  # the network's value will be another when it is set
                 values[node.name] = output
             rows = output.flatten(0, -2).T if isinstance(layer, nn.Linear) else output.transpose(0, 1).flatten(1)
             moments.add(rows.detach().double().cpu())
