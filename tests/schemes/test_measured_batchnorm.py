@@ -265,3 +265,22 @@ def test_like_a_name(arch: str, tmp_path: Path) -> None:
     again = normswap.load(normswap.save(done, tmp_path / "net"))
     assert type(again) is type(own)
     assert apart(done.model, again, x.float()) == 0
+
+
+def test_batches_that_grow_weigh_by_their_values() -> None:
+    layer, x = nn.Identity(), torch.randn(9, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x += torch.arange(9.0).view(-1, 1, 1, 1)
+    model = nn.Sequential(layer, nn.Conv2d(2, 1, 1).double())
+    seen = measure(model, {"0": layer}, x.split([1, 2, 6])).moments["0"]
+    values = x.transpose(0, 1).flatten(1)
+    assert torch.allclose(seen.mean, values.mean(1), rtol=1e-12)
+    assert torch.allclose(seen.variance, values.var(1), rtol=1e-12)
+
+
+def test_a_norm_behind_an_identity_is_enough() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Identity(), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    ).double().eval()  # fmt: skip
+    done = normswap.convert(net, "batchnorm", inputs=images()[0], calibrate=images(), where="activation")
+    assert list(batchnorms(done.model)) == ["2", "4.then"]
