@@ -457,13 +457,9 @@ def test_bars_are_as_long_as_their_speeds() -> None:
 
 
 def test_the_innermost_cause_is_told() -> None:
-    try:
-        try:
-            raise KeyError("inner")
-        except KeyError as error:
-            raise RuntimeError("outer") from error
-    except RuntimeError as error:
-        assert reason(error) == "KeyError: 'inner'"
+    outer = RuntimeError("outer")
+    outer.__cause__ = KeyError("inner")
+    assert reason(outer) == "KeyError: 'inner'"
     assert reason(ValueError("alone")) == "ValueError: alone"
 
 

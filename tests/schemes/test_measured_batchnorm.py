@@ -280,7 +280,8 @@ def test_batches_that_grow_weigh_by_their_values() -> None:
 def test_a_norm_behind_an_identity_is_enough() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.Identity(), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)
+        nn.Conv2d(3, 4, 3), nn.Identity(), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(),
+        nn.Conv2d(4, 2, 1),
     ).double().eval()  # fmt: skip
     done = normswap.convert(net, "batchnorm", inputs=images()[0], calibrate=images(), where="activation")
     assert list(batchnorms(done.model)) == ["2", "4.then"]
