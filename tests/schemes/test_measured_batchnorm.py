@@ -296,3 +296,23 @@ def test_a_norm_behind_an_identity_is_enough() -> None:
         Beside().double().eval(), "batchnorm", inputs=images()[0], calibrate=images(), where="activation"
     )
     assert list(batchnorms(done.model)) == ["norm", "other.then"]
+
+
+class Joined(nn.Module):
+    """A norm of what two convolutions give, one beside the other."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(3, width, 3, bias=not normed) for width in (4, 5))
+        self.norm, self.head = nn.BatchNorm2d(9) if normed else nn.Identity(), nn.Conv2d(9, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.cat([self.one(x), self.two(x)], 1)).relu()).mean((2, 3))
+
+
+def test_a_norm_of_two_convolutions_gets_the_bias_of_each_in_its_place() -> None:
+    torch.manual_seed(0)
+    net = Joined(normed=False).double().eval()
+    like = Joined(normed=True)
+    done = normswap.convert(net, "batchnorm", like=like, inputs=images()[0], calibrate=images())
+    assert apart(net, done.model, images()[1]) < LIMIT
