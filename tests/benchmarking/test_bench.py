@@ -18,6 +18,7 @@ import pytest
 import torch
 from commands import MODEL, Capture, run_json
 from matplotlib.figure import Figure
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from normswap import demo_files
@@ -482,3 +483,14 @@ def test_where_nobody_knows_what_is_right_the_first_is_compared_with(here: Path)
     rows = Benchmark(Settings(rounds=1, seconds=0.01), here, ["torchscript"]).run([Group("x", forms, (3, 8, 8))])
     assert [row.status for row in rows] == ["ok", "wrong"]
     assert rows[1].error == pytest.approx(2)
+
+
+def test_onnxruntime_gives_the_answer_of_the_images_that_it_was_opened_with(here: Path) -> None:
+    shaped = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3, 4, 4)) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "net", shaped[:1], shaped[1:])
+    opset = [helper.make_opsetid("", 18)]
+    (here / "net.onnx").write_bytes(helper.make_model(graph, opset_imports=opset, ir_version=9).SerializeToString())
+    images = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
+    session = runtimes._onnxruntime(here / "net.onnx", "onnx", "", Settings(), images)
+    session.run()
+    assert np.array_equal(session.read(), 2 * images)
