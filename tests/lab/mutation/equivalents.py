@@ -73,6 +73,7 @@ EQUIVALENTS = (
     Reason("folding/channel_factors.py", "self.of.get(sources[ -1])", "a linear layer has one source"),
     Reason("layers/unknown_norms.py", "1.000000000001, 0.0)", "1e-12 is told from 0 by no measurement"),
     Reason("analysis/signal_propagation.py", "zip(*self.batches, strict=False)", "each batch has the same three"),
+    Reason("training/synced_batchnorm.py", "- @torch.no_grad()", "what it is given is detached"),
     Reason("analysis/scheme_check.py", "seed: int = 1)", "any seed does"),
     Reason("analysis/scheme_check.py", "tensor.copy_( 1.5 +", "any numbers do that are far from 0"),
     Reason("surgery/typed_convert.py", "- class ResidualScaleOptions", "at run time nothing reads it; mypy does"),
