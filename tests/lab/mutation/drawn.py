@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="errors of each room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=45, help="seconds of tests for one error, as they took before")
-    parser.add_argument("--again", action="store_true", help="those that have survived, too")
+    parser.add_argument("--again", action="store_true", help="those that have survived, too, but for what is named")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="plant nothing, write the table of what is known")
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
@@ -189,7 +189,9 @@ def check_that_they_pass(tests: set[str]) -> None:
 
 def settled(mutant: Mutant, row: dict[str, Any] | None, again: bool) -> bool:
     """Whether there is nothing more to find out."""
-    return row is not None and (row["killed"] or not again or reason(row) is not None)
+    if row is None or row["killed"] or not again:
+        return row is not None
+    return reason(row) is not None or _named(UNNOTICED, row) is not None
 
 
 def reason(row: dict[str, Any]) -> str | None:
