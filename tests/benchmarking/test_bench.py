@@ -494,3 +494,16 @@ def test_onnxruntime_gives_the_answer_of_the_images_that_it_was_opened_with(here
     session = runtimes._onnxruntime(here / "net.onnx", "onnx", "", Settings(), images)
     session.run()
     assert np.array_equal(session.read(), 2 * images)
+
+
+@pytest.mark.parametrize(
+    ("device", "off", "status"), [("cpu", 5e-3, "wrong"), ("cuda", 5e-3, "ok"), ("cuda", 2e-2, "wrong")]
+)
+def test_a_gpu_may_round_what_it_convolves(here: Path, device: str, off: float, status: str) -> None:
+    """Ten bits of mantissa (TF32) are allowed there, and no more."""
+    form = Form("net", {}, answers=Times(1))
+    group = Group("x", [form], (3, 8, 8))
+    output = group.images(1).numpy() * (1 + off)
+    contender = timing.Contender(TimedRow("x", "net", "eager", 1), ready=Ready(output, 0.0, None))
+    Benchmark(Settings(device=device), here, [])._check([contender], group, 1)
+    assert contender.row.status == status

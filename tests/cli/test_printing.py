@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from normswap.cli import conversion_table, grouped_options, progress, tables
-from normswap.cli.commands import finetune_command
+from normswap.cli.commands import convert_command, finetune_command
 from normswap.cli.commands.export_command import Written
 from normswap.cli.fitting_images import Fitting
 from normswap.exporting.settings import FileSettings
@@ -85,3 +85,15 @@ def test_every_process_is_told_the_network_and_the_keys(monkeypatch: pytest.Monk
         == 0
     )
     assert told[0][:4] == ["finetune", *words]
+
+
+@pytest.mark.parametrize("option", ["dry_run", "plan", "from_plan", "force"])
+def test_a_plan_is_carried_out_and_nothing_replaced_unless_asked_for(option: str) -> None:
+    assert not getattr(convert_command.Planning(), option)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 values)"), ([], "")]
+)
+def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
+    assert tables.few(values) == text

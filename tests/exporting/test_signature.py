@@ -221,3 +221,10 @@ def test_batches_are_split_to_the_size_of_a_file(size: int | None, parts: list[i
     assert [len(x) for x, _ in made] == parts
     assert torch.cat([x for x, _ in made]).equal(images)
     assert torch.cat([y for _, y in made if y is not None]).equal(torch.arange(4))
+
+
+@pytest.mark.parametrize(("label", "hits"), [(1, 100.0), (0, 0.0), (None, None)])
+def test_the_hits_of_a_single_image_are_counted(label: int | None, hits: float | None) -> None:
+    sums, scores = checks._AnswerSums(), torch.tensor([[0.0, 1.0]])
+    sums.add(1, scores, scores, scores, None if label is None else torch.tensor([label]))
+    assert sums.hits("file") == hits

@@ -129,10 +129,14 @@ def test_a_histogram_ends_where_its_edges_do(monkeypatch: pytest.MonkeyPatch) ->
 def test_signal_is_drawn_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks whose variances are alike do not look far apart."""
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(charts, "over_blocks", lambda *args, **options: asked.append(options) or "")
+    drawn: list[Series] = []
+    monkeypatch.setattr(
+        charts, "over_blocks", lambda label, series, **options: drawn.extend(series) or asked.append(options) or ""
+    )
     point = SimpleNamespace(depth=1, block="b", stage="a", added_variance=3.0, branch_variance=3.0)
     facts = SimpleNamespace(against="source", signal={"before": (point,), "after": (point,)})
     figures._signal(facts, "added_variance", "title", "variance")  # type: ignore[arg-type]
+    assert len({series.colour for series in drawn}) == len(drawn) == 2
     assert asked[0]["zero"]
     assert not asked[0]["log"]
 

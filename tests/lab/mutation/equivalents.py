@@ -74,6 +74,12 @@ EQUIVALENTS = (
     Reason("layers/unknown_norms.py", "1.000000000001, 0.0)", "1e-12 is told from 0 by no measurement"),
     Reason("analysis/signal_propagation.py", "zip(*self.batches, strict=False)", "each batch has the same three"),
     Reason("training/synced_batchnorm.py", "- @torch.no_grad()", "what it is given is detached"),
+    Reason(
+        "analysis/signal_propagation.py",
+        "norm.running_var = True, None",
+        "without statistics those of the batch are taken",
+    ),
+    Reason("training/assembly.py", "if not TYPE_CHECKING", "types alone, and the package is there"),
     Reason("analysis/scheme_check.py", "seed: int = 1)", "any seed does"),
     Reason("analysis/scheme_check.py", "tensor.copy_( 1.5 +", "any numbers do that are far from 0"),
     Reason("surgery/typed_convert.py", "- class ResidualScaleOptions", "at run time nothing reads it; mypy does"),
@@ -96,7 +102,6 @@ UNNOTICED = (
         "no other way of its takes comes before it in the alphabet",
     ),
     Reason("benchmarking/runtimes.py", "- @torch.inference_mode()", "the answers are the same; the clock tells"),
-    Reason("benchmarking/timing.py", "_TF32 = -", "on a GPU alone"),
     Reason("benchmarking/timing_plot.py", "linewidth= 1.6", "the edge of a bar is a point wider"),
     Reason("analysis/plots.py", "fontsize= 10)", "letters are a point smaller"),
     Reason("analysis/plots.py", "max( 2, len(shown)", "every other mark of a short curve"),
@@ -108,4 +113,7 @@ UNNOTICED = (
     Reason("exporting/weight_rounding.py", "_FAN << min", "more rows are looked at than needed"),
     Reason("images/labels.py", "_SHOWN = 9", "of many names nine are shown, not ten"),
     Reason("storage/atomic_write.py", "old, ignore_errors=False", "a folder that cannot be removed, by who made it"),
+    Reason("graph/recorder.py", "name[ -1].isdigit()", "inputs have other names in the record alone"),
+    Reason("graph/recording.py", "isinstance(one, float) or one == 1", "torch records numbers last"),
+    Reason("analysis/plots.py", "zorder= 1", "a line between stages lies above the grid"),
 )
