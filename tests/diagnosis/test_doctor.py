@@ -292,3 +292,33 @@ def test_a_file_of_broken_statistics_is_mended_by_the_command_that_is_named(capf
     images = ["--data", "demo", "--samples", "32", "--batch-size", "16", "--workers", "0", "-o", str(tmp_path / "out")]
     run_json(capfd, "recalibrate", MODEL, *options, *images)
     assert diagnosed(normswap.load(tmp_path / "out")).faults == ()
+
+
+def test_faults_stand_before_remarks() -> None:
+    """A channel in which nothing varies is a remark, also where its check comes before that of a fault."""
+    model = opened("demo")
+    at(model, 0.5).running_var[0] = 0
+    contradicted = FAULTS["mean and variance exchanged"][0]
+    contradicted(model)
+    found = diagnosed(model).findings
+    assert [one.fault for one in found] == sorted((one.fault for one in found), reverse=True)
+    assert {one.fault for one in found} == {True, False}
+
+
+def test_channels_in_which_nothing_varies_are_counted() -> None:
+    model = opened("demo")
+    at(model, 0.5).running_var[:3] = 0
+    (found,) = (one for one in diagnosed(model).findings if one.name == "constant-channel")
+    assert found.evidence.startswith("3 channels")
+    assert not any(one.name == "constant-channel" for one in diagnosed(opened("demo")).findings)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_frozen_norms_are_counted_in_either_mode(*, training: bool) -> None:
+    model = opened("demo")
+    thawed(model)
+    model.train(training)
+    (found,) = (one for one in diagnosed(model).findings if one.name == "thawed")
+    assert f"frozen in 5 of {len(norms(model))}" in found.evidence
+    assert found.fault is training
+    assert len(found.paths) == 5

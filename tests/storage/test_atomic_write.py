@@ -262,3 +262,12 @@ def test_sidecars_say_the_size_that_timm_resizes_to(share: float) -> None:
     first = create_transform((3, 224, 224), crop_pct=share).transforms[0]
     assert said["to"] == [first.size, first.size]
     assert said["crop_pct"] == share
+
+
+def test_what_exists_is_replaced_by_force_alone(tmp_path: Path) -> None:
+    file = tmp_path / "there"
+    file.write_text("before")
+    with pytest.raises(OutputError, match=r"exists.*force=True to replace it"):
+        atomic_write.check_writable(file)
+    atomic_write.check_writable(file, force=True)
+    assert file.read_text() == "before"

@@ -76,3 +76,9 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launching.count("auto") == 1
     monkeypatch.setattr(launching.torch.cuda, "device_count", lambda: 4)
     assert launching.count("auto") == 4
+
+
+def test_the_smallest_signal_is_one(launched: dict[str, Any]) -> None:
+    launched["raises"] = failure(-1)  # SIGHUP: a terminal that was closed
+    with pytest.raises(TrainingError, match="killed by signal 1"):
+        launching.launch(2, [])

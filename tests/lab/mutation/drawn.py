@@ -2,9 +2,10 @@
 
     pip install cosmic-ray pytest-cov
     python tests/lab/mutation/reached.py                                   # which tests reach which line
-    python tests/lab/mutation/drawn.py -o tests/lab/mutation/drawn.md          # resumes; 50 errors a room
+    python tests/lab/mutation/drawn.py --seed 1 --count 25 -o tests/lab/mutation/drawn_1.md        # resumes
+    python tests/lab/mutation/numbers_of_errors.py                                   # all drawings in one table
 
-In every room that decides what a result is, places are drawn (a place is a node of the source that an operator of
+In every room places are drawn (a place is a node of the source that an operator of
 cosmic-ray changes, annotations apart: they are never evaluated), then one of the operators at each. The error is
 planted in a copy, where tests that reach its line run until one fails. What is known is kept in runs/drawn.jsonl for
 the text of the file as it is. Who survives is given more time with `--again`; what cannot be told from the right
@@ -35,7 +36,10 @@ from equivalents import EQUIVALENTS, UNNOTICED, Reason
 from noticed import NOTICED
 from workplace import ROOT, check_the_copy, circumstance, compile_all, copied, outcome_of, written
 
-ROOMS = ("graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training")
+ROOMS = (
+    "graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training", "exporting", "models",
+    "images", "diagnosis", "analysis", "benchmarking", "reporting", "cli",
+)  # fmt: skip
 KNOWN = ROOT / "runs" / "drawn.jsonl"
 RECORDS = (
     "tests/house/test_house.py::test_records_do_not_change_but_those_that_grow"  # reads the source: reaches no line
@@ -200,9 +204,8 @@ def _named(reasons: Sequence[Reason], row: dict[str, Any]) -> str | None:
 
 def table(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
     """By room, then every survivor."""
-    command = (
-        f"python tests/lab/mutation/drawn.py --count {args.count} --seed {args.seed} -o tests/lab/mutation/drawn.md"
-    )
+    options = f"--count {args.count} --seed {args.seed} -o tests/lab/mutation/drawn_{args.seed}.md"
+    command = f"python tests/lab/mutation/drawn.py {options}"
     lines = ["# Errors drawn at random", "", *circumstance().lines(command, "cpu"),
              "Equivalent: nothing that the program says or writes is another. Killed: of those that are not.", "",
              "| room | drawn | tried | killed | equivalent | survived | killed, % |",
