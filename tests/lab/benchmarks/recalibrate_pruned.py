@@ -168,8 +168,11 @@ def main() -> None:
             print(row(name, change, train, test), flush=True)
         folded = normswap.convert(model, "folded").model
         values = [folded, *(by_nncf(folded, train[:3], corrects=corrects) for corrects in (False, True))]
-        int8.append(f"| `{name}` | " + " | ".join(f"{top1(network, test):.1f}" for network in values) + " |")
-    print("\n| `folded`, in int8 by NNCF | float | without correction | its fast bias correction |\n|---|---|---|---|")
+        whole, bare, corrected = (top1(network, test) for network in values)
+        int8.append(
+            f"- `{name}`, `folded`: {whole:.1f}; in int8 by NNCF {bare:.1f}, with its bias correction {corrected:.1f}."
+        )
+    print()
     print("\n".join(int8))
 
 
