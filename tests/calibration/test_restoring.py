@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands import MODEL, Capture, run_json
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import normswap
 from normswap.calibration.restoring import Wanted
@@ -126,6 +127,26 @@ def test_what_cannot_be_restored_is_refused(model: nn.Module, options: dict[str,
     with pytest.raises(RefusedError) as error:
         recalibrate(model.eval(), images(), size=(3, 9, 9), **options)
     assert words in str(error.value)
+
+
+class Rounding(TorchFunctionMode):
+    """Rounds what a convolution gives, as fake quantizers do that a library hooks in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return (out * 4).round() / 4 if func is torch.conv2d else out
+
+
+class Hooked(nn.Sequential):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Rounding():
+            return super().__call__(*args, **kwargs)
+
+
+def test_what_is_hooked_in_is_not_overlooked() -> None:
+    source = network()
+    with pytest.raises(RefusedError, match="something else than its modules"):
+        recalibrate(Hooked(*copy.deepcopy(source)), images(), against=source, size=(3, 9, 9))
 
 
 def test_the_command(capfd: Capture, tmp_path: Any) -> None:

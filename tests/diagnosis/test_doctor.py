@@ -214,6 +214,12 @@ def test_no_healthy_network_has_a_fault(name: str) -> None:
     assert diagnosed(opened(name), name).faults == ()
 
 
+def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None:
+    """Its convolutions have absorbed the norms: what stands in the bias tells nothing of statistics."""
+    folded = normswap.convert(opened("demo"), "folded")
+    assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
+
+
 def test_an_untrained_network_is_called_so() -> None:
     assert [one.name for one in diagnosed(timm.create_model("resnet18").eval()).faults] == ["untrained"]
 

@@ -81,6 +81,18 @@ def at_night(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return [batch * 0.15 - 1.4 + 0.6 * torch.randn(batch.shape, generator=noise) for batch in batches]
 
 
+def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """In -1..1, by another library's habit."""
+    return [pixels(model, batch) * 2 - 1 for batch in batches]
+
+
+@torch.no_grad()
+def of_two_images(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Statistics of the last two images that it saw in training mode."""
+    estimate_population(model, [batches[0][:2]])
+    return batches
+
+
 @torch.no_grad()
 def small_variances(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Trained with an eps of 1e-3, that mattered; now it is torch's."""
@@ -101,6 +113,8 @@ PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str,
     "0..255": (in_bytes, "preprocessing", "given as pixels in 0..255"),
     "another normalization": (by_half, "preprocessing", "0.485,0.456,0.406"),
     "one norm of other weights": (other_weights, "wrong-statistics", "others' statistics"),
+    "in -1..1": (about_zero, "preprocessing", "given with mean 0.5, std 0.5"),
+    "two images' statistics": (of_two_images, "wrong-statistics", "no norm by itself is far off"),
     "night": (at_night, "drifted-domain", "other than those of the training"),
     "eps": (small_variances, "eps", "with 0.001"),
 }
