@@ -205,3 +205,21 @@ def test_a_weight_that_another_layer_has_too_is_left_alone() -> None:
     net.then[1].weight = net.arms[0][0].weight
     found = branches.find(PlanBuilder(inspect(net, images())))
     assert all("arms.0.0" not in (one.main, *one.others) for one in found)
+
+
+class DroppedApart(Summed):
+    """Each of two branches behind a DropPath of its own."""
+
+    def __init__(self, *arms: nn.Module) -> None:
+        super().__init__(*arms)
+        self.drops = nn.ModuleList(DropPath(0.5) for _ in arms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return (self.drops[0](self.arms[0](x)) + self.drops[1](self.arms[1](x))).relu().mean((2, 3))
+
+
+def test_branches_that_are_dropped_apart_are_not_merged() -> None:
+    """In training one would be there with the other."""
+    net = built(DroppedApart(ConvNorm(3), ConvNorm(1)))
+    assert branches.find(PlanBuilder(inspect(net, images()))) == []

@@ -17,7 +17,7 @@ ERRORS = (
     Planted("an input's channel in its group is found by division", "normswap/layers/merged.py",
             "channel % weight.shape[1]] += scale", "channel // main.groups] += scale", (BRANCHES + "test_one_convolution",)),
     Planted("branches behind two DropPaths merge", "normswap/folding/branches.py",
-            "    arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]\n", "", ("tests/folding/test_branches.py",)),
+            "    arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]\n", "", (BRANCHES + "test_branches_that_are_dropped_apart_are_not_merged",)),
     Planted("--only is forgotten where branches merge", "normswap/surgery/scheme_path.py",
             'schemes.chosen("merged-branches", part)', 'schemes.chosen("merged-branches", {})',
             (BRANCHES + "test_part_of_a_network",)),
