@@ -25,6 +25,7 @@ from normswap.models.calling import form
 from normswap.plan import Plan
 from normswap.schemes.parts.steady_signs import Site
 from normswap.surgery import carrying_out, conversion, made_images
+from normswap.surgery.held_out import Kept
 from normswap.surgery.network import Network
 from normswap.surgery.recalibration import recalibrate
 from normswap.surgery.report import Report
@@ -290,3 +291,8 @@ def test_dead_leaves_are_the_same_in_every_release() -> None:
     found = natural_noise.leaves(2, (3, 8, 8), 0).double()
     assert found[0, 0, 0, :4].tolist() == pytest.approx([-0.66309, -0.11863, 0.01432, -1.14699], abs=1e-4)
     assert float(found.std()) == pytest.approx(1, abs=1e-5)
+
+
+def test_how_often_answers_agree_on_made_images_is_not_told() -> None:
+    kept = Kept(0.1, 0.9, 16).of_made()
+    assert (kept.agreement, kept.count, kept.of) == (None, 16, "synthetic images")
