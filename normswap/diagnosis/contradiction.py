@@ -11,6 +11,8 @@ from torch import Tensor
 
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 
@@ -27,7 +29,9 @@ def contradicted(case: Case) -> Iterator[Finding]:
         return
     told = weight_moments.foretold(case.traced)
     sites = [
-        site for site in case.sites if site.path in told and not site.starts_at_init and _is_off(site, told[site.path])
+        site
+        for site in case.sites
+        if site.path in told and not site.starts_at_init and _is_off(site, told[site.path], _bias_before(case, site))
     ]
     if not sites:
         return
@@ -49,10 +53,20 @@ def contradicted(case: Case) -> Iterator[Finding]:
     yield Finding("stale-statistics", paths_of(sites), evidence, Certainty.LIKELY, cost, case.recalibrate)
 
 
-def _is_off(site: StoredNorm, told: Pair) -> bool:
+def _is_off(site: StoredNorm, told: Pair, bias: Tensor) -> bool:
+    """Without the bias that stands in both: a convolution that absorbed a norm has its beta there, and little else."""
     if site.mean is None or len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
         return False
-    return _correlation(told[0], site.mean) < _UNLIKE and float(_distances(site, told).median()) > _FAR
+    alike = _correlation(told[0] - bias, site.mean - bias)
+    return alike < _UNLIKE and float(_distances(site, told).median()) > _FAR
+
+
+def _bias_before(case: Case, site: StoredNorm) -> Tensor:
+    """The bias that is added right before a norm; 0 where there is none."""
+    before = [node for call in case.calls(site)[:1] for node in inputs(call)]
+    module = case.traced.module(before[0]) if case.traced is not None and before else None
+    bias = getattr(module, "bias", None) if isinstance(module, LINEAR) else None
+    return bias.detach().double() if isinstance(bias, Tensor) else torch.zeros((), dtype=torch.float64)
 
 
 def _correlation(one: Tensor, two: Tensor) -> float:

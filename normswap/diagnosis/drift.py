@@ -23,6 +23,8 @@ from normswap.models.modes import evaluating
 
 _MEAN, _LOG_VAR = 0.3, 0.7  # of a deviation; the logarithm of a ratio of variances: in the median channel
 _CHANCE = 3.0  # standard errors
+_TOGETHER, _BEYOND = 0.2, 2.0  # of the answers; times what one half of the images differs from the other by
+_ENOUGH, _BATCH = 64, 8  # images, and in a batch: the statistics of smaller ones are biased, which no half shows
 _SHOWN = 3  # norms whose sensitivity is measured
 
 
@@ -96,6 +98,8 @@ def drifted(case: Case) -> Iterator[Finding]:
     """Norms whose statistics are not those of the images: another domain, or statistics of other weights."""
     drifts = measured(case)
     hit = [drift for drift in drifts if drift.is_off]
+    if not hit:
+        yield from _little_by_little(case, drifts)
     if not hit or case.images is None:
         return
     sites = [drift.site for drift in hit]
@@ -110,6 +114,31 @@ def drifted(case: Case) -> Iterator[Finding]:
     cost = f"eval mode normalizes by other statistics; with the right ones answers change by {_cost(case, hit)}"
     mend = f"{case.recalibrate} (images like those of its use)" if images else case.recalibrate
     yield Finding(name, paths_of(sites), evidence, Certainty.LIKELY, cost, mend)
+
+
+@torch.no_grad()
+def _little_by_little(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
+    """Statistics that are each a little off, and together change the answers: of pruned weights, of few images."""
+    if case.images is None or not drifts or case.images.count < _ENOUGH or case.images.calls[0].count < _BATCH:
+        return
+    halves = case.images.calls[::2], case.images.calls[1::2]
+    renewed = []
+    for calls in (case.images.calls, *halves):
+        other = copy.deepcopy(case.model)
+        population.estimate_population(other, calls)
+        renewed.append(_outputs(other, case.images.calls[0]))
+    size = renewed[0].norm().clamp_min(1e-30)
+    change = float((_outputs(case.model, case.images.calls[0]) - renewed[0]).norm() / size)
+    chance = float((renewed[1] - renewed[2]).norm() / size)
+    if change < _TOGETHER or change < _BEYOND * chance:
+        return
+    evidence = (
+        f"with the statistics of these {case.images.count} images in all {len(drifts)} norms answers change by "
+        f"{change:.0%}, and by {chance:.0%} from one half of the images to the other; no norm by itself is far off"
+    )
+    cost = "eval mode normalizes by statistics of other weights or of few images; or these are other images"
+    sites = paths_of(drift.site for drift in drifts)
+    yield Finding("wrong-statistics", sites, evidence, Certainty.LIKELY, cost, case.recalibrate)
 
 
 @torch.no_grad()

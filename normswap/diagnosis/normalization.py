@@ -7,13 +7,14 @@ otherwise become something else; of several ways the right one is nearest.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from normswap.diagnosis.drift import measured
 from normswap.diagnosis.findings import Case, Certainty, Finding
-from normswap.diagnosis.image_batches import PARTS
+from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import flag
 from normswap.images.stem_statistics import at_first_norm
 from normswap.layers import affine
@@ -32,6 +33,7 @@ _FAR = 0.004  # nats, below which a fit is as good as chance lets it be
 # How many times nearer another way must be, in all and in every part, and how near, in nats: the right one is very
 # near, and a usual one that is nearly right is far nearer than a wrong one.
 _CLEARLY = ((2.0, 0.01), (5.0, 0.05))
+_ROUNDED = 0.02  # by which pixels may leave 0..1
 _BATCH = 32
 
 
@@ -52,6 +54,11 @@ class _Way:
         mean, std = (torch.tensor(values, dtype=pixels.dtype).reshape(-1, 1, 1) for values in (self.mean, self.std))
         return ((pixels.flip(1) if self.reverses else pixels) - mean) / std
 
+    def undo(self, images: Tensor) -> Tensor:
+        """Pixels of images that were prepared so, where the order of colours is the usual one."""
+        mean, std = (torch.tensor(values, dtype=images.dtype).reshape(-1, 1, 1) for values in (self.mean, self.std))
+        return images * std + mean
+
 
 def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     """Another way to prepare the images with which the first norm's statistics fit clearly better."""
@@ -67,16 +74,18 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     now = _distances(case.model, images)
     if now is None or now[0] < _FAR:
         return
-    raw = _as_pixels(images)
     tried = [(way, pixels, "") for way in _ways(present, images.shape[1])]
-    tried += [] if raw is None else [(way, *raw) for way in _ways(present, images.shape[1], usual=False)]
-    best, least, told_as = present, now, ""
+    for values, form in _as_pixels(images, present):
+        tried += [(way, values, form) for way in _ways(present, images.shape[1], usual=False)]
+    best, least, told_as, read = present, now, "", pixels
     for way, values, form in tried:
         distances = _distances(case.model, way.prepare(values))
         if distances is not None and distances[0] < least[0]:
-            best, least, told_as = way, distances, form
+            best, least, told_as, read = way, distances, form, values
     times = min(other / max(one, 1e-9) for one, other in zip(least, now, strict=True))
     if not any(times > factor and least[0] < near for factor, near in _CLEARLY):
+        return
+    if not _fits_all(case, best.prepare(read)):
         return
     evidence = (
         f"on these images the first norm sees what is {now[0]:.2g} nats from its statistics; with {best} "
@@ -86,12 +95,18 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     yield Finding("preprocessing", _first(case), evidence, Certainty.LIKELY, cost, _mend(case, best))
 
 
-def _as_pixels(images: Tensor) -> tuple[Tensor, str] | None:
-    """Images that nobody normalized, as pixels in 0..1, and what was given; None where some are negative."""
+def _as_pixels(images: Tensor, present: _Way) -> Iterator[tuple[Tensor, str]]:
+    """Images that nobody normalized, or that were normalized otherwise, as pixels in 0..1, and how they were given."""
     least, most = images.aminmax()
-    if least < 0 or most > 255:
-        return None
-    return (images, ", given as pixels in 0..1") if most <= 1 else (images * _BYTE, ", given as pixels in 0..255")
+    if least >= 0 and most <= 255:
+        yield (images, ", given as pixels in 0..1") if most <= 1 else (images * _BYTE, ", given as pixels in 0..255")
+    half_done = ((present.mean, (1.0,)), ((0.0,), present.std))
+    for mean, std in (*_USUAL, *half_done):
+        way = _Way(mean, std, reverses=False)
+        if len(mean) in (1, images.shape[1]) and way != present:
+            pixels = way.undo(images)
+            if pixels.min() > -_ROUNDED and pixels.max() < 1 + _ROUNDED:
+                yield pixels, f", given with {way}"
 
 
 def _ways(present: _Way, channels: int, *, usual: bool = True) -> Iterator[_Way]:
@@ -100,6 +115,12 @@ def _ways(present: _Way, channels: int, *, usual: bool = True) -> Iterator[_Way]
     for mean, std in values:
         for reverses in (False, True) if channels == 3 else (False,):
             yield _Way(mean, std, reverses)
+
+
+def _fits_all(case: Case, images: Tensor) -> bool:
+    """Whether most norms fit images that are prepared otherwise: else not their preparation is wrong."""
+    drifts = measured(replace(case, images=ImageBatches.read(case.model, images.split(_BATCH))))
+    return 2 * sum(drift.is_off for drift in drifts) <= len(drifts)
 
 
 def _mend(case: Case, way: _Way) -> str:

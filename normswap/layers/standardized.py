@@ -102,6 +102,17 @@ def compute(layer: Linearity, weight: Tensor) -> None:
         layer.weight.copy_(weight)
 
 
+@torch.no_grad()
+def scale_filters(layer: Linearity, factor: Tensor) -> None:
+    """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0 stays 0."""
+    whole = (
+        [layer.gain, layer.mean if keeps_mean(layer) else None] if isinstance(layer, STANDARDIZED) else [layer.weight]
+    )
+    for tensor in whole:
+        if tensor is not None:
+            tensor.copy_(tensor.double() * factor.to(tensor.device).view(-1, *(1,) * (tensor.ndim - 1)))
+
+
 class StandardizedConv(PlannedLayer):
     """`layers.Folded` with standardized filters; with `mean`, its filters need not sum to zero.
 

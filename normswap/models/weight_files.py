@@ -22,6 +22,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, first_line
+from normswap.models import broken_statistics
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
 
@@ -219,8 +220,10 @@ def _clean(state: Mapping[str, object], file: Path) -> tuple[State, list[str]]:
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
     """Raises SourceError naming the tensors that hold NaN or inf."""
     bad = [name for name, tensor in state.items() if tensor.is_floating_point() and not is_finite(tensor)]
-    if bad:
-        raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy="These weights are broken.")
+    alone = broken_statistics.are_all(bad)
+    if bad and not (alone and broken_statistics.are_taken()):
+        remedy = "`normswap recalibrate` measures statistics anew" if alone else "These weights are broken."
+        raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy=remedy)
 
 
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:

@@ -1,4 +1,8 @@
-"""Recalibrate: the same network with BatchNorm statistics of other images, as one more step of its plan."""
+"""Recalibrate: the same network with statistics of other images, as one more step of its plan.
+
+Where BatchNorms are, theirs are measured. Where none is left, the layers' outputs get the means and variances that they
+have in another network, the one before the change: a network alone does not say what they were.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,21 @@ from torch import nn
 
 from normswap import copying
 from normswap.calibration.population import norms_of
-from normswap.errors import RefusedError
+from normswap.calibration.restoring import Wanted, restore
+from normswap.errors import RefusedError, spelled
+from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Inputs
 from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress
-from normswap.plan import Step
-from normswap.surgery.carrying_out import Conversion, carry_out
+from normswap.plan import Body, Step
+from normswap.surgery import comparison
+from normswap.surgery.carrying_out import Conversion, applied, carry_out
+from normswap.surgery.conversion import convert
+from normswap.surgery.fitting import calls_of
 from normswap.surgery.made_images import Batches, ImageMaker
 from normswap.surgery.network import Network
+from normswap.surgery.report import require_passed
 
 
 @cpu_by_default()
@@ -25,6 +35,7 @@ def recalibrate(
     model: nn.Module | Network,
     batches: Batches,
     *,
+    against: nn.Module | Sequence[nn.Module] | Wanted = (),
     inputs: Inputs = None,
     size: Sequence[int] | None = None,
     seed: int | None = None,
@@ -36,15 +47,18 @@ def recalibrate(
     Args:
         batches: images (N, C, H, W), (images, labels), or what `inputs` may be, in batches of one size, or a function
             that gives them.
+        against: for a network without BatchNorm: the network before it was pruned, rounded or averaged, or several
+            whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
+            that still has its BatchNorms is folded for that. `Wanted(networks, scales=False)`: means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
         size: (C, H, W) of the noise.
-        progress: called after each batch with the batches done and their total.
+        progress: called after each batch with the batches done and their total; with `against`, after each layer.
         record: what the plan shall remember of the data: data, samples, batch_size.
 
     Statistics that are broken (NaN, a variance below zero) are no obstacle, as new ones take their place.
 
     Raises:
-        RefusedError: no BatchNorm with running statistics.
+        RefusedError: no BatchNorm with running statistics, and nothing to go by; or BatchNorms, and `against`.
         SourceError: unusable images, or batches of less than two.
     """
     if isinstance(batches, str | ImageMaker):
@@ -53,12 +67,54 @@ def recalibrate(
     if broken and not isinstance(model, Network):
         model = _reset(model, broken)
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
+    wanted = Wanted.of(against)
+    if wanted.networks:
+        return _restored(network, wanted, record)
+    if not _keeps_statistics(network.module):
+        raise RefusedError(
+            "the network has no BatchNorm with running statistics",
+            "and it does not say by itself what its layers gave before it was changed",
+            f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged",
+        )
     norms_of(network.module)
     done = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
         return done
     note = f"the statistics of {len(broken)} norms were broken ({', '.join(broken[:3])}); the report is about 0 and 1"
     return replace(done, notes=(*done.notes, note))
+
+
+def _keeps_statistics(model: nn.Module) -> bool:
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    return any(norm.running_mean is not None for norm in norms)
+
+
+def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
+    """The network with the moments per channel of the references."""
+    if _keeps_statistics(network.module):
+        raise RefusedError(
+            "the network keeps statistics of its own",
+            "its BatchNorms get those of the images without a reference",
+            f"Leave out '{spelled('against')}'",
+        )
+    bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
+    images = network.images
+    assert images is not None
+    step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
+    result = applied(network, step)
+    done = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
+    report = comparison.compare(network, result, exact=False)
+    require_passed(report, step.scheme)
+    what = "mean and variance" if wanted.scales else "mean"
+    note = f"{what} per channel of {done.layers} layers, {done.images} images"
+    lacking = f"{done.without_bias} layers have no bias: their means stay as they are"
+    return Conversion(network.after(result), report, {}, (note, lacking) if done.without_bias else (note,))
+
+
+def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
+    if not any(affine.is_batchnorm(module) for module in reference.modules()):
+        return reference
+    return convert(reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep").model
 
 
 def _broken(model: nn.Module) -> list[str]:

@@ -90,3 +90,8 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert command[: 2 + len(how)] == ["normswap", "convert", *how]
     assert main([*command[1:], "--dry-run"]) == 0
     assert main(["advise", str(demo_files.FOLDER), "--batch-size", "0"]) == 2
+
+
+def test_training_in_private_and_deploying_exclude_each_other() -> None:
+    with pytest.raises(OptionError, match="private=True and deploy=True"):
+        advice.advise(Network(nn.Conv2d(3, 4, 3)), "net", 8, private=True, deploy=True)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from commands import MODEL, Capture, run_json
+from matplotlib.figure import Figure
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from normswap import demo_files
@@ -24,7 +26,7 @@ from normswap.benchmarking import runtimes, timing, timing_plot
 from normswap.benchmarking.forms import Form, Group, Making, groups, of_file, of_model, original
 from normswap.benchmarking.runtimes import Settings
 from normswap.benchmarking.timing import Benchmark, Quartiles, TimedRow, quartiles, speedup
-from normswap.benchmarking.worker import Burst, Ready, Worker, begin
+from normswap.benchmarking.worker import Burst, Ready, Worker, begin, reason
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
 from normswap.exporting import exporter
@@ -439,3 +441,69 @@ def test_original_is_exported_by_torch_alone(here: Path, monkeypatch: pytest.Mon
     model = checkpoint.open_model("nf_resnet26", weights="random", arch_args={"num_classes": 2})
     file = original(model, (3, 32, 32), making(here, Settings(), [1])).make["onnx"]()
     assert any(node.op_type == "BatchNormalization" for node in onnx.load(file, load_external_data=False).graph.node)
+
+
+def test_bars_are_as_long_as_their_speeds() -> None:
+    rows = [
+        TimedRow("n", form, "eager", 4, ms=ms, ms_low=ms - 0.5, ms_high=ms + 0.5, speedup=2 / ms)
+        for form, ms in (("original", 2.0), ("folded", 1.0))
+    ]
+    axes = Figure().subplots()
+    timing_plot._panel(axes, rows, ["original", "folded"])
+    widths = {
+        str(bars.get_label()): bars.patches[0].get_width() for bars in axes.containers if hasattr(bars, "patches")
+    }
+    assert widths["folded"] == pytest.approx(2 * widths["original"])
+    assert [text.get_text() for text in axes.texts] == ["1.00 x", "2.00 x"]
+
+
+def test_the_innermost_cause_is_told() -> None:
+    outer = RuntimeError("outer")
+    outer.__cause__ = KeyError("inner")
+    assert reason(outer) == "KeyError: 'inner'"
+    assert reason(ValueError("alone")) == "ValueError: alone"
+
+
+@pytest.mark.parametrize(("batches", "dynamic"), [([1], False), ([2], True), ([1, 2], True)])
+def test_a_file_for_one_image_is_not_dynamic(here: Path, batches: list[int], dynamic: bool) -> None:
+    assert making(here, Settings(), batches).dynamic is dynamic
+
+
+def test_a_file_without_description_is_given_images_of_the_size_asked_for(here: Path) -> None:
+    scripted(Times(1), here / "net.ts")
+    assert of_file(here / "net.ts", None, None, 64)[1] == (3, 64, 64)
+    assert of_file(here / "net.ts", None, None, None)[1] == (3, 224, 224)
+
+
+def test_where_nobody_knows_what_is_right_the_first_is_compared_with(here: Path) -> None:
+    forms = [
+        Form(name, {"torchscript": lambda by=by: scripted(Times(by), here / f"{by}.ts")})
+        for name, by in (("a", 1), ("b", 3))
+    ]
+    rows = Benchmark(Settings(rounds=1, seconds=0.01), here, ["torchscript"]).run([Group("x", forms, (3, 8, 8))])
+    assert [row.status for row in rows] == ["ok", "wrong"]
+    assert rows[1].error == pytest.approx(2)
+
+
+def test_onnxruntime_gives_the_answer_of_the_images_that_it_was_opened_with(here: Path) -> None:
+    shaped = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3, 4, 4)) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "net", shaped[:1], shaped[1:])
+    opset = [helper.make_opsetid("", 18)]
+    (here / "net.onnx").write_bytes(helper.make_model(graph, opset_imports=opset, ir_version=9).SerializeToString())
+    images = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
+    session = runtimes._onnxruntime(here / "net.onnx", "onnx", "", Settings(), images)
+    session.run()
+    assert np.array_equal(session.read(), 2 * images)
+
+
+@pytest.mark.parametrize(
+    ("device", "off", "status"), [("cpu", 5e-3, "wrong"), ("cuda", 5e-3, "ok"), ("cuda", 2e-2, "wrong")]
+)
+def test_a_gpu_may_round_what_it_convolves(here: Path, device: str, off: float, status: str) -> None:
+    """Ten bits of mantissa (TF32) are allowed there, and no more."""
+    form = Form("net", {}, answers=Times(1))
+    group = Group("x", [form], (3, 8, 8))
+    output = group.images(1).numpy() * (1 + off)
+    contender = timing.Contender(TimedRow("x", "net", "eager", 1), ready=Ready(output, 0.0, None))
+    Benchmark(Settings(device=device), here, [])._check([contender], group, 1)
+    assert contender.row.status == status

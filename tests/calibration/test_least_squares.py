@@ -709,3 +709,10 @@ def test_a_network_that_takes_more_than_images_gets_alternating_constants_too() 
     given = {"batch": {"image": torch.randn(2, 3, 9, 9), "state": torch.randn(2, 4)}}
     done = conversion.convert(Batches().eval(), "groupnorm", inputs=given)
     assert "+-+-+-+-" in done.plan.to_json()
+
+
+@pytest.mark.parametrize(("errors", "best", "looked"), [([5, 3, 2, 4, 5, 1], 2, 5), ([1, 2, 1.5, 3, 0], 4, 5)])
+def test_a_valley_ends_where_the_error_has_risen_twice_running(errors: list[float], best: int, looked: int) -> None:
+    seen: list[int] = []
+    assert least_squares._first_valley(lambda at: seen.append(at) or float(errors[at]), len(errors)) == best
+    assert len(seen) == looked

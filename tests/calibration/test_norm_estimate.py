@@ -131,3 +131,18 @@ def test_without_data_it_says_how(to: str, data: Any, kind: type[NormswapError],
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double().eval()
     with pytest.raises(kind, match=message):
         normswap.convert(net, to, calibrate=data, size=SIZE)
+
+
+def test_images_that_can_be_read_once_are_kept_for_each_step() -> None:
+    """Two steps that are both fitted: the same result from a list and from what gives its batches once."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    ).eval()  # fmt: skip
+    batches = [torch.randn(8, 3, 10, 10) for _ in range(3)]
+    listed, once = (
+        normswap.convert(net, "dyt", inputs=batches[0], calibrate=images) for images in (batches, iter(batches))
+    )
+    assert [step.scheme for step in listed.plan.steps] == ["estimate", "dyt"]
+    assert all(value.equal(once.model.state_dict()[name]) for name, value in listed.model.state_dict().items())

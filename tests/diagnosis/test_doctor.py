@@ -214,6 +214,12 @@ def test_no_healthy_network_has_a_fault(name: str) -> None:
     assert diagnosed(opened(name), name).faults == ()
 
 
+def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None:
+    """Its convolutions have absorbed the norms: what stands in the bias tells nothing of statistics."""
+    folded = normswap.convert(opened("demo"), "folded")
+    assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
+
+
 def test_an_untrained_network_is_called_so() -> None:
     assert [one.name for one in diagnosed(timm.create_model("resnet18").eval()).faults] == ["untrained"]
 
@@ -274,3 +280,45 @@ def test_the_command_ends_with_1_where_something_is_wrong(capfd: Capture, tmp_pa
     ill = run_json(capfd, "doctor", MODEL, "--weights", str(tmp_path / "reset.pth"), code=1)
     assert ill["findings"][0]["name"] == "never-updated"
     assert f"normswap recalibrate {MODEL}" in ill["findings"][0]["mend"]
+
+
+def test_a_file_of_broken_statistics_is_mended_by_the_command_that_is_named(capfd: Capture, tmp_path: Any) -> None:
+    model = opened("demo")
+    FAULTS["NaN in a variance"][0](model)
+    torch.save(model.state_dict(), tmp_path / "broken.pth")
+    options = ["--weights", str(tmp_path / "broken.pth")]
+    ill = run_json(capfd, "doctor", MODEL, *options, code=1)
+    assert ill["findings"][0]["name"] == "not-finite"
+    images = ["--data", "demo", "--samples", "32", "--batch-size", "16", "--workers", "0", "-o", str(tmp_path / "out")]
+    run_json(capfd, "recalibrate", MODEL, *options, *images)
+    assert diagnosed(normswap.load(tmp_path / "out")).faults == ()
+
+
+def test_faults_stand_before_remarks() -> None:
+    """A channel in which nothing varies is a remark, also where its check comes before that of a fault."""
+    model = opened("demo")
+    at(model, 0.5).running_var[0] = 0
+    contradicted = FAULTS["mean and variance exchanged"][0]
+    contradicted(model)
+    found = diagnosed(model).findings
+    assert [one.fault for one in found] == sorted((one.fault for one in found), reverse=True)
+    assert {one.fault for one in found} == {True, False}
+
+
+def test_channels_in_which_nothing_varies_are_counted() -> None:
+    model = opened("demo")
+    at(model, 0.5).running_var[:3] = 0
+    (found,) = (one for one in diagnosed(model).findings if one.name == "constant-channel")
+    assert found.evidence.startswith("3 channels")
+    assert not any(one.name == "constant-channel" for one in diagnosed(opened("demo")).findings)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_frozen_norms_are_counted_in_either_mode(*, training: bool) -> None:
+    model = opened("demo")
+    thawed(model)
+    model.train(training)
+    (found,) = (one for one in diagnosed(model).findings if one.name == "thawed")
+    assert f"frozen in 5 of {len(norms(model))}" in found.evidence
+    assert found.fault is training
+    assert len(found.paths) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,18 @@ def at_night(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return [batch * 0.15 - 1.4 + 0.6 * torch.randn(batch.shape, generator=noise) for batch in batches]
 
 
+def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """In -1..1, by another library's habit."""
+    return [pixels(model, batch) * 2 - 1 for batch in batches]
+
+
+@torch.no_grad()
+def of_two_images(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Statistics of the last two images that it saw in training mode."""
+    estimate_population(model, [batches[0][:2]])
+    return batches
+
+
 @torch.no_grad()
 def small_variances(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Trained with an eps of 1e-3, that mattered; now it is torch's."""
@@ -100,6 +113,8 @@ PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str,
     "0..255": (in_bytes, "preprocessing", "given as pixels in 0..255"),
     "another normalization": (by_half, "preprocessing", "0.485,0.456,0.406"),
     "one norm of other weights": (other_weights, "wrong-statistics", "others' statistics"),
+    "in -1..1": (about_zero, "preprocessing", "given with mean 0.5, std 0.5"),
+    "two images' statistics": (of_two_images, "wrong-statistics", "no norm by itself is far off"),
     "night": (at_night, "drifted-domain", "other than those of the training"),
     "eps": (small_variances, "eps", "with 0.001"),
 }
@@ -190,3 +205,36 @@ def test_no_healthy_network_has_a_fault(name: str) -> None:
 
     model = open_model("demo") if name == "demo" else zoo_networks.trained(name)
     assert normswap.diagnose(model, images=images(model)).faults == ()
+
+
+def test_chance_is_taken_off_what_a_norm_is_off() -> None:
+    site: Any = None
+    there = (torch.zeros(1), torch.ones(1))
+    assert not drift.Drift(site, 0.5, 0.1, 0.0, 0.0, there).is_off  # 0.5 - 3 x 0.1 is no more than 0.3
+    assert drift.Drift(site, 0.7, 0.1, 0.0, 0.0, there).is_off
+    assert not drift.Drift(site, 0.0, 0.0, 0.9, 0.1, there).is_off
+    assert drift.Drift(site, 0.0, 0.0, 1.1, 0.1, there).is_off
+
+
+def test_the_error_is_that_of_a_mean_over_parts() -> None:
+    parts = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean, error = drift._typical(parts)
+    assert mean == pytest.approx(statistics.median(abs(statistics.mean(column)) for column in parts.T.tolist()))
+    errors = [statistics.stdev(column) / 4**0.5 for column in parts.T.tolist()]
+    assert error == pytest.approx(statistics.median(errors))
+
+
+def test_modes_are_compared_image_by_image() -> None:
+    """A network without norms answers alike in batches of any size."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    batch = torch.randn(10, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    assert eval_and_train._agreement(model, batch, 4) == 1.0  # 8 of the 10 are in whole batches
+
+
+def test_modes_agree_from_the_first_size_on_at_which_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {1: None, 2: 0.5, 8: 0.95, 32: 0.97}
+    monkeypatch.setattr(eval_and_train, "_agreement", lambda model, images, size: shares[size])
+    model = trained()
+    (row,) = eval_and_train.batch_sizes(_case(model, images(model)))
+    assert "1: stops, 2: 50%" in row.evidence
+    assert row.evidence.endswith("they agree from 8 on")

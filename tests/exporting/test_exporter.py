@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import demo_files
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
-from normswap.exporting import formats, sidecar
+from normswap.exporting import equalization, formats, sidecar
 from normswap.exporting.exported_module import FileContents
 from normswap.graph import inspection, recording
 from normswap.models import zoo
@@ -575,3 +576,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(common) == 2
     assert main([*common, "--force", "--input-size", "3,64"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_softmax_wants_classes(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=0, channels=(4, 4, 4, 4), layers=(1, 1, 1, 1))
+    with pytest.raises(OptionError, match="the network has no classifier"):
+        normswap.export(model, tmp_path / "net.ts", input_size=(3, 64, 64), softmax=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peaks_are_the_mean_of_the_largest_of_each_image() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    batches = [torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(count)) for count in (2, 3)]
+    found = equalization._peaks(net, [SimpleNamespace(path="2")], batches)  # type: ignore[list-item]
+    with torch.no_grad():
+        values = net[:2](torch.cat(batches)).double()
+    assert torch.allclose(found["2"].double(), values.abs().amax((2, 3)).mean(0), rtol=1e-6)

@@ -133,3 +133,9 @@ def test_in_int8_all_is_computed_on_bytes(tmp_path: Path) -> None:
     found = kinds(onnx.load(seen))
     assert found["QuantizeLinear"] == found["DequantizeLinear"] == 1
     assert not {"Relu", "Conv", "Add", "ReduceMean", "MaxPool"} & set(found)
+
+
+def test_what_an_inner_graph_reads_is_read() -> None:
+    inner = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["outer"], ["y"])], "then", [], [])
+    node = onnx.helper.make_node("If", ["which"], ["out"], then_branch=inner, else_branch=inner)
+    assert {*onnx_arranging._read(onnx.helper.make_graph([node], "net", [], []))} == {"which", "outer"}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import NormswapError, VerificationError
-from normswap.exporting import exporter, formats
+from normswap.exporting import checks, exporter, formats
 from normswap.models.calling import named_tensors
 
 X = batches(1)[0]
@@ -209,3 +209,22 @@ def test_a_number_of_boxes_that_hangs_on_the_image(form: str, tmp_path: Path) ->
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
             seen.add(len(a))
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"), [(None, [1, 3, 4, 2]), (3, [3, 1, 3, 1, 2]), (2, [2, 2, 2, 2, 2]), (8, [4, 4, 2])]
+)
+def test_batches_are_split_to_the_size_of_a_file(size: int | None, parts: list[int]) -> None:
+    images = torch.arange(10.0).view(10, 1, 1, 1)
+    batches = [(images[:4], torch.arange(4)), (images[4:8], None), (images[8:], None)]
+    made = [*checks.split(batches, size)]
+    assert [len(x) for x, _ in made] == parts
+    assert torch.cat([x for x, _ in made]).equal(images)
+    assert torch.cat([y for _, y in made if y is not None]).equal(torch.arange(4))
+
+
+@pytest.mark.parametrize(("label", "hits"), [(1, 100.0), (0, 0.0), (None, None)])
+def test_the_hits_of_a_single_image_are_counted(label: int | None, hits: float | None) -> None:
+    sums, scores = checks._AnswerSums(), torch.tensor([[0.0, 1.0]])
+    sums.add(1, scores, scores, scores, None if label is None else torch.tensor([label]))
+    assert sums.hits("file") == hits

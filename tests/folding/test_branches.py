@@ -188,3 +188,20 @@ def test_as_many_as_timm_leaves(arch: str) -> None:
     assert convolutions(done.model) == convolutions(reparameterize_model(net))
     with torch.no_grad():
         assert (net(x) - done.model(x)).norm() < 1e-9 * net(x).norm()
+
+
+@pytest.mark.parametrize(
+    ("conv", "fits"),
+    [(nn.Conv2d(4, 4, 3, padding=1), True), (nn.Conv2d(4, 4, 3, padding=1, stride=2), False),
+     (nn.Conv2d(4, 8, 3, padding=1), False), (nn.Conv2d(4, 4, 3), False)],
+)  # fmt: skip
+def test_the_input_itself_is_a_tap_only_where_maps_stay_as_they_are(conv: nn.Conv2d, fits: bool) -> None:
+    assert branches._fits(conv, None) is fits
+
+
+def test_a_weight_that_another_layer_has_too_is_left_alone() -> None:
+    net = Summed(ConvNorm(3), ConvNorm(1), then=nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False)))
+    net = built(net)
+    net.then[1].weight = net.arms[0][0].weight
+    found = branches.find(PlanBuilder(inspect(net, images())))
+    assert all("arms.0.0" not in (one.main, *one.others) for one in found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.images import datasets
+from normswap.images import datasets, places
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
@@ -258,3 +259,20 @@ def test_shared_checkpoint() -> None:
     model = zoo.open_source(str(SHARED / "checkpoints/resnetv2_18_narrow"))
     loader = make_loader(model, str(SHARED / "data/cifar10/test.tar.xz"), samples=300, workers=0)
     assert evaluate(model, loader).top1 == pytest.approx(77, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [({"a": 0, "b": 1}, {"a": 0, "b": 1}), ({"a": 0, "b": 0}, {}), ({}, {}), (["a", "b"], {})]
+)
+def test_names_of_labels_are_those_of_a_dataset_that_tells_them_apart(names: Any, found: dict[str, int]) -> None:
+    assert datasets._names(SimpleNamespace(class_to_idx=names)) == found
+
+
+def test_files_of_a_table_are_named_from_its_folder(images: Path) -> None:
+    rows = "\n".join(f"{path.relative_to(images)},{path.parent.name}" for path in sorted(images.rglob("*.png")))
+    first = min(images.rglob("*.png"))
+    (images / "all.csv").write_text(f"file,label\n{rows}\n")
+    table = places.CsvReader(images / "all.csv")
+    assert table._filename(0, basename=True) == "0.png"
+    assert table._filename(0) == str(first.relative_to(images))
+    assert table._filename(0, absolute=True) == str(first)

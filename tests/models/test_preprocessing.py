@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 
 from normswap.cli.app import main
 from normswap.errors import OptionError
@@ -157,3 +159,28 @@ def test_what_is_stated_stays_with_the_network(name: str, capfd: pytest.CaptureF
     assert "assumed, as the network does not say" in capfd.readouterr().out
     assert main(["verify", "out", "--trust-factory", "--data", "photos", "--workers", "0", "--mean", "0.1,0.2"]) == 2
     assert "mean has 2 numbers" in capfd.readouterr().err
+
+
+def test_the_distance_is_the_divergence_of_two_normal_distributions() -> None:
+    """KL(N(m, v) | N(m0, v0)), by torch's own; the median of the channels."""
+    model, images = silent(), torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    norm: Any = model[1]
+    norm.running_mean.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
+    norm.running_var.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(4))
+    x = model[0](images).detach().double().transpose(0, 1).flatten(1)
+    seen, kept = (Normal(mean.double(), var.double().sqrt()) for mean, var in (
+        (x.mean(1), x.var(1)), (norm.running_mean, norm.running_var)))  # fmt: skip
+    found = stem_statistics._distance(model, images)
+    assert found == pytest.approx(float(kl_divergence(seen, kept).median()), rel=1e-6)
+
+
+def test_advice_has_the_mean_and_std_to_give() -> None:
+    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
+    model = trained_on(silent(), pixels, 0.0, 1 / 255)
+    (said,) = stem_statistics.advice(model, model_images(model, pixels))
+    assert said.endswith(f"with mean 0 and std {1 / 255:.4g}")
+
+
+def model_images(model: nn.Module, pixels: Tensor) -> Tensor:
+    mean, std = (torch.tensor(data_config(model)[name]).reshape(1, 3, 1, 1) for name in ("mean", "std"))
+    return (pixels - mean) / std

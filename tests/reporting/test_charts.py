@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from normswap.reporting import charts
+from normswap.reporting import charts, figures, records, tables
 from normswap.reporting.charts import Chart, Rule, Series
+from normswap.reporting.records import BlockFact
 
 
 def marks(text: str) -> dict[str, tuple[float, float]]:
@@ -96,3 +99,55 @@ def test_colours_are_the_page_s_own() -> None:
     text = charts.over_blocks("a chart", [Series("x", [(0.0, 1.0, "one")], drop=True)], y_label="y", stages=["a"])
     assert "var(--c1)" in text
     assert not re.search(r"#[0-9a-f]{6}\b(?![\w-]*\")", re.sub(r'(id|href)="[^"]*"|url\(#\w+\)', "", text))
+
+
+def test_marks_of_two_looks_and_lines_to_the_axis() -> None:
+    """Lines down to the axis are drawn where they are asked for, and nowhere else."""
+
+    def paths(*, drop: bool) -> int:
+        series = Series("x", [(0.0, 1.0, "one"), (1.0, 2.0, "two")], drop=drop)
+        text = charts.over_blocks("a chart", [series], y_label="y", stages=["a", "a"])
+        return len(re.findall(r'<path d="M ([\d.]+) [\d.]+\nL \1 [\d.]+\n"', text))
+
+    assert paths(drop=True) == paths(drop=False) + 2
+
+
+def test_a_band_is_as_wide_as_its_stage() -> None:
+    chart = Chart("x", "y")
+    chart.bands(["a", "b", "b", "c", "c", "c"])
+    spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in chart.axes.patches]  # type: ignore[attr-defined]
+    assert spans == [(-0.5, 0.5), (2.5, 5.5)]  # every other stage is shaded
+
+
+def test_a_histogram_ends_where_its_edges_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Chart] = []
+    monkeypatch.setattr(Chart, "svg", lambda self, label: seen.append(self) or "")
+    charts.histogram("a histogram", [1, 2, 3, 5], [10, 0, 40], colour=1, x_label="x", y_label="y")
+    assert seen[0].axes.get_xlim() == (1, 5)
+
+
+def test_signal_is_drawn_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks whose variances are alike do not look far apart."""
+    asked: list[dict[str, Any]] = []
+    drawn: list[Series] = []
+    monkeypatch.setattr(
+        charts, "over_blocks", lambda label, series, **options: drawn.extend(series) or asked.append(options) or ""
+    )
+    point = SimpleNamespace(depth=1, block="b", stage="a", added_variance=3.0, branch_variance=3.0)
+    facts = SimpleNamespace(against="source", signal={"before": (point,), "after": (point,)})
+    figures._signal(facts, "added_variance", "title", "variance")  # type: ignore[arg-type]
+    assert len({series.colour for series in drawn}) == len(drawn) == 2
+    assert asked[0]["zero"]
+    assert not asked[0]["log"]
+
+
+def test_roles_have_different_colours() -> None:
+    assert len(set(records.COLOURS.values())) == len(records.COLOURS)
+
+
+@pytest.mark.parametrize(
+    ("members", "text"), [([0, 1, 2], "a … c"), ([0, 2], "a, c"), ([2, 3], "c, d"), ([0, 1, 3, 4], "a … b, d … e")]
+)
+def test_neighbours_in_a_stage_are_one_run(members: list[int], text: str) -> None:
+    blocks = [BlockFact(path, stage, "", ()) for path, stage in zip("abcde", "11122", strict=True)]
+    assert re.sub(r"<[^>]*>", "", tables._runs(members, blocks)) == text

@@ -126,3 +126,9 @@ def test_there_must_be_a_norm() -> None:
     seen = inspection.inspect(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double(), pictures(1))
     with pytest.raises(RefusedError, match="no BatchNorm to replace by a Dynamic Tanh"):
         conversion.plan_step(seen, "dyt")
+
+
+def test_layernorms_are_refused_with_the_reason() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
+    with pytest.raises(RefusedError, match="statistics of each token, and without these too much is lost"):
+        convert(model, "dyt", inputs=torch.randn(4, 8))

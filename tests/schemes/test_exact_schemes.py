@@ -374,3 +374,13 @@ def test_levels_of_a_pyramid_are_no_branches(scheme: str) -> None:
     network = net(forward, **ONE, lateral=conv, conv2=conv, conv3=conv)().eval()
     done = normswap.convert(network, scheme, **({"mean": "keep"} if scheme == "nf" else {}))
     assert done.report.passed
+
+
+@pytest.mark.parametrize(
+    ("padding", "keeps"), [(0, False), (1, True), ("valid", False), ("same", True), ((0, 1), True), ((0, 0), False)]
+)
+def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, keeps: bool) -> None:
+    layer = reparametrized.InputBiased.of(nn.Conv2d(2, 2, 3, padding=padding))
+    assert not reparametrized.keeps_input_bias(layer)  # a bias of 0 is none
+    nn.init.ones_(layer.in_bias)  # type: ignore[arg-type]
+    assert reparametrized.keeps_input_bias(layer) is keeps

@@ -265,3 +265,54 @@ def test_like_a_name(arch: str, tmp_path: Path) -> None:
     again = normswap.load(normswap.save(done, tmp_path / "net"))
     assert type(again) is type(own)
     assert apart(done.model, again, x.float()) == 0
+
+
+def test_batches_that_grow_weigh_by_their_values() -> None:
+    layer, x = nn.Identity(), torch.randn(9, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x += torch.arange(9.0).view(-1, 1, 1, 1)
+    model = nn.Sequential(layer, nn.Conv2d(2, 1, 1).double())
+    seen = measure(model, {"0": layer}, x.split([1, 2, 6])).moments["0"]
+    values = x.transpose(0, 1).flatten(1)
+    assert torch.allclose(seen.mean, values.mean(1), rtol=1e-12)
+    assert torch.allclose(seen.variance, values.var(1), rtol=1e-12)
+
+
+class Beside(nn.Module):
+    """A convolution that is read by a norm, behind an identity, and by an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.same, self.norm = nn.Conv2d(3, 4, 3), nn.Identity(), nn.BatchNorm2d(4)
+        self.other, self.head = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.head(self.other(self.norm(self.same(x)) + x.relu()).relu()).mean((2, 3))
+
+
+def test_a_norm_behind_an_identity_is_enough() -> None:
+    torch.manual_seed(0)
+    done = normswap.convert(
+        Beside().double().eval(), "batchnorm", inputs=images()[0], calibrate=images(), where="activation"
+    )
+    assert list(batchnorms(done.model)) == ["norm", "other.then"]
+
+
+class Joined(nn.Module):
+    """A norm of what two convolutions give, one beside the other."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(3, width, 3, bias=not normed) for width in (4, 5))
+        self.norm, self.head = nn.BatchNorm2d(9) if normed else nn.Identity(), nn.Conv2d(9, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.cat([self.one(x), self.two(x)], 1)).relu()).mean((2, 3))
+
+
+def test_a_norm_of_two_convolutions_gets_the_bias_of_each_in_its_place() -> None:
+    torch.manual_seed(0)
+    net = Joined(normed=False).double().eval()
+    like = Joined(normed=True)
+    done = normswap.convert(net, "batchnorm", like=like, inputs=images()[0], calibrate=images())
+    assert apart(net, done.model, images()[1]) < LIMIT

@@ -13,16 +13,18 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from small import small
 from timm.data import create_transform
 from torch import nn
 
 from normswap import convert
-from normswap.errors import OutputError
+from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.images.datasets import make_loader
 from normswap.models import weight_files
 from normswap.storage import atomic_write, checkpoint
+from normswap.storage.header_record import read_header
 
 FILES = {"one": "1", "two": "2"}
 
@@ -262,3 +264,18 @@ def test_sidecars_say_the_size_that_timm_resizes_to(share: float) -> None:
     first = create_transform((3, 224, 224), crop_pct=share).transforms[0]
     assert said["to"] == [first.size, first.size]
     assert said["crop_pct"] == share
+
+
+def test_what_exists_is_replaced_by_force_alone(tmp_path: Path) -> None:
+    file = tmp_path / "there"
+    file.write_text("before")
+    with pytest.raises(OutputError, match=r"exists.*force=True to replace it"):
+        atomic_write.check_writable(file)
+    atomic_write.check_writable(file, force=True)
+    assert file.read_text() == "before"
+
+
+def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors", {"normswap": "[1]"})
+    with pytest.raises(SourceError, match="the header cannot be read"):
+        read_header(tmp_path)

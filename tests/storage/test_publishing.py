@@ -15,7 +15,7 @@ from torch import nn
 
 import normswap
 from normswap.cli.app import main
-from normswap.storage import checkpoint, publishing
+from normswap.storage import checkpoint, model_card, publishing
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 
@@ -119,3 +119,12 @@ def test_a_damaged_directory_is_not_pushed(source: nn.Module, hub: dict[str, Pat
 
 def test_nobody_knows_what_builds_a_network_of_ones_own() -> None:
     assert publishing._arguments(nn.Linear(2, 2), None) is None
+
+
+@pytest.mark.parametrize(("alone", "library"), [(True, "timm"), (False, "normswap")])
+def test_the_card_imports_what_loads_the_network(*, alone: bool, library: str) -> None:
+    card = 'library_name: timm\nimport normswap\nmodel = normswap.load("path/to/this/directory")\n'
+    lines = model_card.published(card, "me/net", alone=alone).splitlines()
+    assert [line for line in lines if line.startswith("import")] == [f"import {library}"]
+    assert ("from huggingface_hub import snapshot_download" in lines) is not alone
+    assert f"library_name: {library}" in lines

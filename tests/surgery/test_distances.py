@@ -99,3 +99,9 @@ class Block(nn.Module):
 def test_branches_that_do_nothing_are_said(share: float, said: list[str]) -> None:
     model = nn.Sequential(Block(share), nn.Conv2d(3, 2, 1)).double().eval()
     assert list(comparison.compare(Network(model, X), model).vacuous) == said
+
+
+def test_an_answer_of_zeros_points_nowhere() -> None:
+    x = torch.ones(1, 3)
+    error = comparison._error("logits", "float32", x, torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2))
+    assert (error.cosine, error.relative_l2) == (0.0, 1.0)

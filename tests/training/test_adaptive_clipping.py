@@ -99,3 +99,17 @@ def test_three_launches_a_parameter_at_most() -> None:
         adaptive_clip_grad(model.parameters(), SHARE)
     assert ours.count <= 3 * count
     assert theirs.count >= 9 * count
+
+
+def test_parameters_of_two_dtypes_are_clipped_each_in_its_own() -> None:
+    odd = Odd()
+    model, ours = graded(odd), graded(odd)
+    for module in (model, ours):
+        module.get_submodule("linear").float()  # its gradients, too
+    adaptive_clip_grad(model.parameters(), SHARE)
+    adaptive_clipping.clip(ours.parameters(), SHARE)
+    for a, b in zip(model.parameters(), ours.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None and b.grad is not None:
+            assert a.grad.dtype == b.grad.dtype
+            assert torch.allclose(a.grad, b.grad, rtol=1e-6 if a.grad.dtype == torch.float32 else 1e-12)

@@ -405,3 +405,12 @@ def test_dropout_trains(images: Path, tmp_path: Path) -> None:
     same = [torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True)]
     assert not any(same)
     assert all(map(torch.equal, one.model.parameters(), again.model.parameters()))
+
+
+def test_the_accuracy_that_is_told_is_the_latest(images: Path, tmp_path: Path) -> None:
+    plan = recipe(images, data={"batch_size": 40, "validation": str(images)}, optim={"lr": 0.1}, train={"epochs": 3})
+    told: list[TrainingProgress] = []
+    result = train(network(), plan, tmp_path / "run", progress=told.append)
+    rows = [row["top1"] for row in result.rows]
+    assert len(rows) == 4  # before the first epoch, and after each
+    assert [moment.top1 for moment in told] == rows[:3]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from normswap.errors import OptionError, TrainingError
+from normswap.errors import OptionError, OutputError, TrainingError
 from normswap.training import launching
+from normswap.training.run_folder import Folder
 
 
 def failure(code: int) -> ChildFailedError:
@@ -76,3 +78,17 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launching.count("auto") == 1
     monkeypatch.setattr(launching.torch.cuda, "device_count", lambda: 4)
     assert launching.count("auto") == 4
+
+
+def test_the_smallest_signal_is_one(launched: dict[str, Any]) -> None:
+    launched["raises"] = failure(-1)  # SIGHUP: a terminal that was closed
+    with pytest.raises(TrainingError, match="killed by signal 1"):
+        launching.launch(2, [])
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError) as said:
+        Folder(tmp_path / "file" / "run", {}).begin(None)  # type: ignore[arg-type]
+    assert "Errno" not in str(said.value)
+    assert str(said.value).endswith("Not a directory")

@@ -59,7 +59,10 @@ def run(
     """
     if beside is not None and not beside.is_file():
         raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
-    opened = opening.open(model)
+    from normswap.models import broken_statistics
+
+    with broken_statistics.taken():
+        opened = opening.open(model)
     from normswap.diagnosis.doctor import body_of, diagnose
     from normswap.models import devices
 

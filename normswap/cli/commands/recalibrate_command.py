@@ -1,10 +1,10 @@
-"""`normswap recalibrate`: BatchNorm statistics of a new domain."""
+"""`normswap recalibrate`: statistics of a new domain, or of weights that were changed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -13,10 +13,11 @@ from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
-from normswap.cli.options import Json, Model
+from normswap.cli.options import Json, Model, open_model
 from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line, next_step
+from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder
 
@@ -38,6 +39,18 @@ class Domain(Images):
     split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "train"
 
 
+@dataclass(frozen=True)
+class Before:
+    """The network as it was, for one without BatchNorm that was changed."""
+
+    GROUP: ClassVar[str] = "Where MODEL has no BatchNorm, and was pruned, rounded or averaged"
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE", help="The network before that; again: each network that MODEL averages."),
+    ] = None
+    means_only: Annotated[bool, typer.Option("--means-only", help="Change biases alone, no weights.")] = False
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
     app.command(
@@ -46,6 +59,7 @@ def register(app: typer.Typer) -> None:
             KEYS,
             "recalibrate demo --data demo",
             "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night",
+            "recalibrate folded-and-pruned --against folded --data IMAGES -o mended",
         ),
     )(spread(run))
 
@@ -57,6 +71,7 @@ def run(
         Path | None,
         typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-recalibrated]."),
     ] = None,
+    before: Before,
     images: Domain,
     seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
@@ -67,20 +82,30 @@ def run(
 
     Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased variance. Labels are not
     needed; weights, gamma and beta stay.
+
+    A network without BatchNorm (folded, freed of norms) that was then pruned, rounded or averaged: with --against
+    SOURCE every layer's output gets back the mean and variance per channel that it has there.
     """
+    if before.means_only and not before.against:
+        raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
-    opened = opening.open(model)
+    from normswap.models import broken_statistics
+
+    with broken_statistics.taken():
+        opened = opening.open(model)
     from normswap.analysis import summary
+    from normswap.calibration.restoring import Wanted
     from normswap.models import devices
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
     net = devices.place(opened, images.device)
+    sources = tuple(devices.place(opening.state(open_model(name)), images.device) for name in before.against or ())
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         done = recalibrate(
-            net, loader, seed=seed, progress=advance,
+            net, loader, against=Wanted(sources, scales=not before.means_only), seed=seed, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
     checkpoint.save(done, place, force=force)

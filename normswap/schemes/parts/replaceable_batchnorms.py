@@ -33,7 +33,11 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
         remedy = f"Where BatchNorm was folded away, {ways} brings it back"
         kind = next((type(m).__name__ for m in modules.values() if affine.is_registered(m)), None)
         remedy = f"Say what it reads: normswap.register_norm({kind}, affine=..., statistics=...)" if kind else remedy
-        raise RefusedError(f"no BatchNorm to replace by a {replacement}", remedy=remedy)
+        why = ""
+        if any(isinstance(module, nn.LayerNorm) for module in modules.values()):
+            why = "its LayerNorms take statistics of each token, and without these too much is lost"
+            remedy = f"'{spelled('to', 'rmsnorm')}' is exact, where it can be had"
+        raise RefusedError(f"no BatchNorm to replace by a {replacement}", why, remedy)
     builder = fold_norms(anatomy, leave=norms)
     return builder, _readable(builder, norms)
 

@@ -14,11 +14,19 @@ from normswap.plan import Step
 from normswap.schemes import Scheme
 
 
-def plan(anatomy: Anatomy, *, data: str = "", samples: int | None = None, batch_size: int = 64) -> PlanBuilder:
-    """Plan no edit: statistics alone are set.
+def plan(
+    anatomy: Anatomy,
+    *,
+    data: str = "",
+    samples: int | None = None,
+    batch_size: int = 64,
+    against: int = 0,
+    scales: bool = True,
+) -> PlanBuilder:
+    """Plan no edit: statistics alone are set; or, without BatchNorms, values of layers (`surgery/recalibration.py`).
 
     Args:
-        data, samples, batch_size: for the record.
+        data, samples, batch_size, against, scales: for the record.
     """
     return PlanBuilder(anatomy)
 

@@ -78,6 +78,10 @@ def _set_eps(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Mod
     return model, images
 
 
+def _column(numbers: str) -> Tensor:
+    return torch.tensor([float(part) for part in numbers.split(",")]).reshape(-1, 1, 1)
+
+
 def _prepare(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Module, Images]:
     mean, std = (
         torch.tensor([float(part) for part in re.findall(rf"{name} ([\d.,e-]*\d)", finding.evidence)[0].split(",")])
@@ -88,6 +92,9 @@ def _prepare(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Mod
 
     def prepare(x: Tensor) -> Tensor:
         pixels = x if "given as" in finding.evidence else x * present[1] + present[0]
+        if "given with" in finding.evidence:
+            means, stds = (re.findall(rf"{name} ([\d.,e-]*\d)", finding.evidence)[1] for name in ("mean", "std"))
+            pixels = x * _column(stds) + _column(means)
         pixels = pixels / 255 if "0..255" in finding.evidence else pixels
         pixels = pixels.flip(1) if "BGR" in finding.evidence else pixels
         return (pixels - mean.reshape(-1, 1, 1)) / std.reshape(-1, 1, 1)

@@ -1,27 +1,57 @@
-"""Accuracy after magnitude pruning, before and after new statistics: `recalibrate`, and torch's own `update_bn`.
+"""Accuracy after pruning, averaging and rounding, before and after `recalibrate`; and by torch's and NNCF's own tools.
 
     PYTHONPATH=tests python tests/lab/benchmarks/recalibrate_pruned.py [--images N] > FILE.md
 
-The smallest weights of each convolution are set to 0 (torch's `l1_unstructured`), without training. Statistics from
-1000 unlabelled training images in batches of 100; top-1 on CIFAR-10 test images.
+Pruned: the smallest weights of each convolution are set to 0 (torch's `l1_unstructured`), without training. Averaged:
+the weights of two short trainings of the network (SGD, 0.05, 6000 images, other seeds). Rounded: weights to so many
+bits, one step per tensor. Statistics from 1000 unlabelled training images in batches of 100; top-1 on CIFAR-10 test
+images.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import nncf
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 from trained_networks import NETWORKS, SHARED
 
+import normswap
+from normswap.calibration.restoring import Wanted
 from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
-SHARES = (0.3, 0.5, 0.7)
+SHARES, BITS = (0.3, 0.5, 0.7), (6, 5, 4)
+DATA = SHARED / "data" / "cifar10"
+Change = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A network after a change, those that it was before, and what a peer makes of it."""
+
+    label: str
+    sources: tuple[nn.Module, ...]
+    network: nn.Module
+    peer: Callable[[], nn.Module] | None = None
+
+    @property
+    def has_norms(self) -> bool:
+        return any(isinstance(module, nn.BatchNorm2d) for module in self.network.modules())
+
+
+def layers(model: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
+    return (module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear))
 
 
 def pruned(model: nn.Module, share: float) -> nn.Module:
@@ -31,6 +61,39 @@ def pruned(model: nn.Module, share: float) -> nn.Module:
             prune.l1_unstructured(module, "weight", amount=share)
             prune.remove(module, "weight")
     return other
+
+
+@torch.no_grad()
+def rounded(model: nn.Module, bits: int) -> nn.Module:
+    other = copy.deepcopy(model)
+    for layer in layers(other):
+        step = layer.weight.abs().max() / (2 ** (bits - 1) - 1)
+        layer.weight.copy_((layer.weight / step).round() * step)
+    return other
+
+
+@torch.no_grad()
+def averaged(one: nn.Module, two: nn.Module) -> nn.Module:
+    """Parameters alone, as averages of weights are made; buffers are those of the first."""
+    other = copy.deepcopy(one)
+    for mean, first, second in zip(other.parameters(), one.parameters(), two.parameters(), strict=True):
+        mean.copy_((first + second) / 2)
+    return other
+
+
+def trained(model: nn.Module, seed: int) -> nn.Module:
+    other = copy.deepcopy(model).train()
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    batches = make_loader(model, str(DATA / "train.tar.xz"), batch_size=100, workers=1, samples=6000, seed=seed)
+    pairs = list(batches)
+    images, labels = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+    for chosen in torch.randperm(len(images)).split(100):
+        optimizer.zero_grad()
+        x = images[chosen]
+        F.cross_entropy(other(x.flip(3) if torch.rand(()) < 0.5 else x), labels[chosen]).backward()
+        optimizer.step()
+    return other.eval()
 
 
 @torch.inference_mode()
@@ -46,29 +109,71 @@ def by_torch(model: nn.Module, images: list[Tensor]) -> nn.Module:
     return other
 
 
+def by_nncf(model: nn.Module, images: list[Tensor], *, corrects: bool) -> nn.Module:
+    """In int8 by NNCF, with its fast bias correction or without."""
+    how = nncf.AdvancedQuantizationParameters(disable_bias_correction=not corrects)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return nncf.quantize(
+            copy.deepcopy(model), nncf.Dataset(images), subset_size=len(images), advanced_parameters=how
+        )
+
+
 def zeros(model: nn.Module) -> int:
-    return sum(int((module.weight == 0).sum()) for module in model.modules() if isinstance(module, nn.Conv2d))
+    return sum(int((layer.weight == 0).sum()) for layer in layers(model))
+
+
+def changes(model: nn.Module, images: list[Tensor]) -> Iterator[Changed]:
+    for share in SHARES:
+        sparse = pruned(model, share)
+        yield Changed(f"pruned {share:.0%}", (model,), sparse, lambda sparse=sparse: by_torch(sparse, images))
+    one, two = (trained(model, seed) for seed in (0, 1))
+    mean = averaged(one, two)
+    yield Changed("average of two trainings", (one, two), mean, lambda: by_torch(mean, images))
+    free = {scheme: normswap.convert(model, scheme).model for scheme in ("folded", "skipinit")}
+    for scheme, share in (("folded", 0.3), ("folded", 0.5), ("folded", 0.7), ("skipinit", 0.5)):
+        yield Changed(f"`{scheme}`, pruned {share:.0%}", (free[scheme],), pruned(free[scheme], share))
+    pair = [normswap.convert(network, "folded").model for network in (one, two)]
+    yield Changed("`folded`, average of two trainings", tuple(pair), averaged(*pair))
+    for bits in BITS:
+        yield Changed(f"`folded`, rounded to {bits} bits", (free["folded"],), rounded(free["folded"], bits))
+
+
+def row(name: str, change: Changed, images: list[Tensor], test: list[tuple[Tensor, Tensor]]) -> str:
+    values = [sum(top1(source, test) for source in change.sources) / len(change.sources), top1(change.network, test)]
+    if change.has_norms:
+        mended, means = recalibrate(change.network, images).model, None
+    else:
+        mended = recalibrate(change.network, images, against=change.sources).model
+        means = recalibrate(change.network, images, against=Wanted(change.sources, scales=False)).model
+    cells = [f"{value:.1f}" for value in (*values, top1(mended, test))]
+    cells += [f"{top1(other, test):.1f}" if other else "-" for other in (means, change.peer and change.peer())]
+    kept = "yes" if zeros(mended) == zeros(change.network) else "no"
+    return f"| `{name}` | {change.label} | {' | '.join(cells)} | {kept} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--images", type=int, default=2000)
     count = parser.parse_args().images
-    data = SHARED / "data" / "cifar10"
-    print("| network | pruned | top-1 as trained | pruned | recalibrated | `update_bn` | zeros kept |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| network | change | top-1 before | changed | recalibrated | means alone | torch's `update_bn` | zeros kept |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    int8 = []
     for name in ("resnet18_narrow", "resnetv2_18_narrow"):
         model = open_model(str(NETWORKS[name]))
-        test = list(make_loader(model, str(data / "test.tar.xz"), batch_size=100, workers=1, samples=count))
-        train = [x for x, _ in make_loader(model, str(data / "train.tar.xz"), batch_size=100, workers=1, samples=1000)]
-        whole = top1(model, test)
-        for share in SHARES:
-            sparse = pruned(model, share)
-            ours = recalibrate(sparse, train).model
-            values = [top1(one, test) for one in (sparse, ours, by_torch(sparse, train))]
-            kept = "yes" if zeros(ours) == zeros(sparse) else "no"
-            print(f"| `{name}` | {share:.0%} | {whole:.1f} | " + " | ".join(f"{one:.1f}" for one in values)
-                  + f" | {kept} |", flush=True)  # fmt: skip
+        test = list(make_loader(model, str(DATA / "test.tar.xz"), batch_size=100, workers=1, samples=count))
+        train = [x for x, _ in make_loader(model, str(DATA / "train.tar.xz"), batch_size=100, workers=1, samples=1000)]
+        for change in changes(model, train):
+            print(row(name, change, train, test), flush=True)
+        folded = normswap.convert(model, "folded").model
+        values = [folded, *(by_nncf(folded, train[:3], corrects=corrects) for corrects in (False, True))]
+        whole, bare, corrected = (top1(network, test) for network in values)
+        int8.append(
+            f"- `{name}`, `folded`: {whole:.1f}; in int8 by NNCF {bare:.1f}, with its bias correction {corrected:.1f}."
+        )
+    print()
+    print("\n".join(int8))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     pip install cosmic-ray pytest-cov
     python tests/lab/mutation/reached.py                                   # which tests reach which line
-    python tests/lab/mutation/drawn.py -o tests/lab/mutation/drawn.md          # resumes; 50 errors a room
+    python tests/lab/mutation/drawn.py --seed 1 --count 25 -o tests/lab/mutation/drawn_1.md        # resumes
+    python tests/lab/mutation/numbers_of_errors.py                                   # all drawings in one table
 
-In every room that decides what a result is, places are drawn (a place is a node of the source that an operator of
+In every room places are drawn (a place is a node of the source that an operator of
 cosmic-ray changes, annotations apart: they are never evaluated), then one of the operators at each. The error is
 planted in a copy, where tests that reach its line run until one fails. What is known is kept in runs/drawn.jsonl for
 the text of the file as it is. Who survives is given more time with `--again`; what cannot be told from the right
@@ -35,7 +36,10 @@ from equivalents import EQUIVALENTS, UNNOTICED, Reason
 from noticed import NOTICED
 from workplace import ROOT, check_the_copy, circumstance, compile_all, copied, outcome_of, written
 
-ROOMS = ("graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training")
+ROOMS = (
+    "graph", "folding", "schemes", "surgery", "layers", "storage", "calibration", "training", "exporting", "models",
+    "images", "diagnosis", "analysis", "benchmarking", "reporting", "cli",
+)  # fmt: skip
 KNOWN = ROOT / "runs" / "drawn.jsonl"
 RECORDS = (
     "tests/house/test_house.py::test_records_do_not_change_but_those_that_grow"  # reads the source: reaches no line
@@ -146,7 +150,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="errors of each room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=45, help="seconds of tests for one error, as they took before")
-    parser.add_argument("--again", action="store_true", help="those that have survived, too")
+    parser.add_argument("--again", action="store_true", help="those that have survived, too, but for what is named")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="plant nothing, write the table of what is known")
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
@@ -185,7 +189,9 @@ def check_that_they_pass(tests: set[str]) -> None:
 
 def settled(mutant: Mutant, row: dict[str, Any] | None, again: bool) -> bool:
     """Whether there is nothing more to find out."""
-    return row is not None and (row["killed"] or not again or reason(row) is not None)
+    if row is None or row["killed"] or not again:
+        return row is not None
+    return reason(row) is not None or _named(UNNOTICED, row) is not None
 
 
 def reason(row: dict[str, Any]) -> str | None:
@@ -200,9 +206,8 @@ def _named(reasons: Sequence[Reason], row: dict[str, Any]) -> str | None:
 
 def table(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
     """By room, then every survivor."""
-    command = (
-        f"python tests/lab/mutation/drawn.py --count {args.count} --seed {args.seed} -o tests/lab/mutation/drawn.md"
-    )
+    options = f"--count {args.count} --seed {args.seed} -o tests/lab/mutation/drawn_{args.seed}.md"
+    command = f"python tests/lab/mutation/drawn.py {options}"
     lines = ["# Errors drawn at random", "", *circumstance().lines(command, "cpu"),
              "Equivalent: nothing that the program says or writes is another. Killed: of those that are not.", "",
              "| room | drawn | tried | killed | equivalent | survived | killed, % |",

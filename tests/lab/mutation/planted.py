@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import errors_of_additions
 import errors_of_constants
 import errors_of_devices
 import errors_of_fitting
@@ -33,7 +34,7 @@ from workplace import LIMIT, ROOT, check_the_copy, circumstance, copied, outcome
 
 FILES = (
     errors_of_proof, errors_of_constants, errors_of_devices, errors_of_fitting, errors_of_rescaling,
-    errors_of_layers, errors_of_runs, errors_of_survivors,
+    errors_of_layers, errors_of_runs, errors_of_survivors, errors_of_additions,
 )  # fmt: skip
 ERRORS = tuple(error for file in FILES for error in file.ERRORS)
 KNOWN = ROOT / "runs" / "planted.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numbers_of_errors
 import pytest
 from planted import ERRORS, patched, planted
 from planted_error import Planted
@@ -31,6 +32,10 @@ def test_an_error_whose_place_has_changed_is_refused_in_a_line() -> None:
     with pytest.raises(SystemExit, match="has its old text 0 times") as said:
         patched(Planted("this", "there.py", "old", "new", ()), "something else")
     assert "\n" not in str(said.value)
+
+
+def test_the_table_of_numbers_is_that_of_the_files() -> None:
+    assert numbers_of_errors.FILE.read_text(encoding="utf-8") == numbers_of_errors.table()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,185 @@
+"""Mean and variance per channel of each layer's output, brought back to a reference's by bias and weights.
+
+What a BatchNorm's new statistics do for a network that has none any more: it was folded, or freed of norms, and then
+pruned, rounded or averaged. With m and d the mean and deviation of a channel on the images, and m', d' those wanted:
+
+    r = d' / d,      W <- r W,      b <- r (b - m) + m'
+
+Layer after layer, each on what the corrected ones before it give. The wanted moments are measured on a reference, the
+network before it was changed; of several references they are averaged (Jordan et al. 2023, arXiv:2211.08403, section
+3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2. A weight of 0 stays 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, fx, nn
+
+from normswap.calibration.channel_moments import ChannelMoments
+from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
+from normswap.calibration.sampling import fits
+from normswap.errors import RefusedError, SourceError
+from normswap.graph.tracing import inputs
+from normswap.layers import standardized
+from normswap.layers.planned_layer import Linearity
+from normswap.models.calling import Example, named_tensors
+from normswap.models.modes import Progress, evaluating
+
+_NEEDED = 2  # images
+_ROUNDING = 1e-3  # of the outputs: the same operations one by one differ by far less
+_CONSTANT = 1e-10  # of the wanted variance: a channel that varies by less is left as wide as it is
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """Which moments the outputs of layers shall have.
+
+    Args:
+        networks: they are as those of this network; of several, as their average.
+        scales: variances too, by the weights; without, the biases alone change.
+    """
+
+    networks: tuple[nn.Module, ...] = ()
+    scales: bool = True
+
+    @classmethod
+    def of(cls, networks: nn.Module | Sequence[nn.Module] | Wanted) -> Wanted:
+        """Of one network, or of several."""
+        if isinstance(networks, Wanted):
+            return networks
+        return cls((networks,) if isinstance(networks, nn.Module) else tuple(networks))
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Counts: layers that were restored, those of them that have no bias to carry a mean, and images."""
+
+    layers: int
+    without_bias: int
+    images: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A layer, and its node in each reference and, last, in the network itself."""
+
+    path: str
+    layer: Linearity
+    nodes: tuple[fx.Node, ...]
+
+
+@torch.no_grad()
+def restore(
+    model: nn.Module,
+    wanted: Wanted,
+    batches: Iterable[object],
+    *,
+    progress: Progress | None = None,
+) -> Restored:
+    """Bring the outputs of `model`'s convolutions and linear maps, in place, to the references' moments per channel.
+
+    Args:
+        wanted: by networks with the same layers at the same paths.
+        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
+        progress: called after each layer with the layers done and their total.
+
+    Raises:
+        RefusedError: no layer is in all networks, or the network computes what its modules do not (fake quantizers that
+            another library hooks in).
+        SourceError: unusable or too few images.
+    """
+    with evaluating(model, *wanted.networks):
+        recorded, examples = interpreters(batches, *wanted.networks, model)
+        places = list(_places(recorded))
+        if not places:
+            why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
+            raise RefusedError("the reference has no layer of the network's", why)
+        first, *rest = examples
+        _check_recorded(recorded[-1], first.first(2))
+        lockstep = Lockstep(recorded, [first, *rest], needed=_NEEDED)
+        try:
+            for done, place in enumerate(places, 1):
+                *there, now = _moments(lockstep, place)
+                if now.count < 2:
+                    raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
+                _set(place.layer, now, there, scales=wanted.scales)
+                if progress is not None:
+                    progress(done, len(places))
+        finally:
+            lockstep.close()
+    return Restored(len(places), sum(place.layer.bias is None for place in places), lockstep.images)
+
+
+def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
+    """The layers that are called once in every network, in order of the last one's forward."""
+    *references, changed = [interpreter.traced for interpreter in recorded]
+    for node in changed.nodes:
+        layer = changed.module(node)
+        if layer is None or not _is_plain(layer) or len(changed.calls[id(layer)]) != 1:
+            continue
+        nodes = []
+        for reference in references:
+            same = reference.modules.get(str(node.target))
+            calls = [] if same is None else reference.calls.get(id(same), [])
+            if len(calls) == 1 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape:
+                nodes += calls
+        if len(nodes) == len(references):
+            yield _Place(str(node.target), layer, (*nodes, node))
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
+    """Whether its weight is a tensor of its own, and not made of others."""
+    return fits(layer) and type(layer._parameters.get("weight")) is nn.Parameter
+
+
+def _check_recorded(interpreter: Interpreter, example: Example) -> None:
+    """Check that node by node the network computes what it computes as a whole.
+
+    Raises:
+        RefusedError: it does not.
+    """
+    values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
+    outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
+    ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
+    for whole, by_nodes in zip(outputs.values(), ends, strict=False):
+        if not isinstance(by_nodes, Tensor) or whole.shape != by_nodes.shape or not whole.is_floating_point():
+            continue
+        if float((whole - by_nodes).norm()) > _ROUNDING * float(whole.norm()):
+            why = "another library hooks something in, such as fake quantizers, that no module shows"
+            raise RefusedError("the network computes something else than its modules", why, "Restore it before that")
+
+
+def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
+    """Those of the layer's output in each network, over all images."""
+    channels = len(place.layer.weight)
+    seen = [_none(channels) for _ in place.nodes]
+    for held in lockstep.run_to([*place.nodes]):
+        for interpreter, values, node, moments in zip(lockstep.interpreters, held, place.nodes, seen, strict=True):
+            layer = interpreter.traced.linear(str(node.target))
+            output = layer(values[inputs(node)[0].name])
+            if interpreter is not lockstep.interpreters[-1]:  # the network's value will be another when it is set
+                values[node.name] = output
+            rows = output.flatten(0, -2).T if isinstance(layer, nn.Linear) else output.transpose(0, 1).flatten(1)
+            moments.add(rows.detach().double().cpu())
+    return seen
+
+
+def _none(channels: int) -> ChannelMoments:
+    return ChannelMoments(0, *(torch.zeros(channels, dtype=torch.float64) for _ in range(2)))
+
+
+def _set(layer: Linearity, now: ChannelMoments, there: Sequence[ChannelMoments], *, scales: bool) -> None:
+    mean = torch.stack([one.mean for one in there]).mean(0)
+    factor = torch.ones_like(mean)
+    if scales:
+        deviation = torch.stack([one.variance.sqrt() for one in there]).mean(0)
+        varies = now.variance > _CONSTANT * deviation.square()
+        factor = torch.where(varies & (deviation > 0), deviation / now.variance.sqrt(), factor)
+        standardized.scale_filters(layer, factor)
+    if layer.bias is not None:
+        bias = layer.bias.detach().double().cpu()
+        layer.bias.copy_(factor * (bias - now.mean) + mean)

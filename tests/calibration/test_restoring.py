@@ -1,0 +1,159 @@
+"""Networks without BatchNorm get back the means and variances that their layers gave before they were changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from commands import MODEL, Capture, run_json
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import normswap
+from normswap.calibration.restoring import Wanted
+from normswap.errors import RefusedError
+from normswap.storage.checkpoint import open_model
+from normswap.surgery.recalibration import recalibrate
+
+
+def network(*, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, bias=bias), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.SiLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).double().eval()
+
+
+def images(count: int = 40) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [*torch.randn(count, 3, 9, 9, dtype=torch.float64).split(16)]
+
+
+@torch.no_grad()
+def pruned(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        if parameter.ndim > 1:
+            parameter[parameter.abs() < parameter.abs().median()] = 0
+    return other
+
+
+@torch.no_grad()
+def moments(model: nn.Module, batches: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """By torch's own forward, all images at once."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+
+            def keep(_layer: Any, _args: Any, out: Tensor, path: str = path) -> None:
+                rows = out.transpose(0, 1).flatten(1)
+                seen[path] = (rows.mean(1), rows.var(1))
+
+            layer.register_forward_hook(keep)
+    model(torch.cat(batches))
+    return seen
+
+
+def test_every_layer_has_the_moments_of_the_reference() -> None:
+    source, batches = network(), images()
+    sparse = pruned(source)
+    done = recalibrate(sparse, batches, against=source, size=(3, 9, 9))
+    wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
+    assert len(got) == 3
+    for path, pair in wanted.items():
+        for one, two in zip(pair, got[path], strict=True):
+            assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
+    zeros = [(one == 0).equal(two == 0) for one, two in zip(sparse.parameters(), done.model.parameters(), strict=True)]
+    assert all(zeros)
+    assert "3 layers, 40 images" in done.notes[0]
+
+
+def test_by_biases_alone_the_weights_stay() -> None:
+    source, batches = network(), images()
+    sparse = pruned(source)
+    done = recalibrate(sparse, batches, against=Wanted((source,), scales=False), size=(3, 9, 9))
+    wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
+    assert all(torch.allclose(wanted[path][0], got[path][0], rtol=1e-9, atol=1e-12) for path in wanted)
+    assert all(torch.equal(dict(done.model.named_parameters())[name], value)
+               for name, value in sparse.named_parameters() if value.ndim > 1)  # fmt: skip
+
+
+def test_of_several_references_the_moments_are_averaged() -> None:
+    one, two, batches = network(), network(), images()
+    with torch.no_grad():
+        two[0].bias.add_(1.0)  # type: ignore[index, operator, union-attr]
+    got = moments(recalibrate(network(), batches, against=[one, two], size=(3, 9, 9)).model, batches)
+    first, second = moments(one, batches), moments(two, batches)
+    assert torch.allclose(got["0"][0], (first["0"][0] + second["0"][0]) / 2)
+    assert torch.allclose(got["2"][1].sqrt(), (first["2"][1].sqrt() + second["2"][1].sqrt()) / 2)
+
+
+def test_a_layer_without_bias_keeps_its_means() -> None:
+    source = network(bias=False)
+    done = recalibrate(pruned(source), images(), against=source, size=(3, 9, 9))
+    assert done.notes[1] == "1 layers have no bias: their means stay as they are"
+
+
+def test_channels_that_do_not_vary_are_not_blown_up() -> None:
+    source = network()
+    dead = copy.deepcopy(source)
+    with torch.no_grad():
+        dead[0].weight[0] = 0  # type: ignore[index, union-attr]
+    done = recalibrate(dead, images(), against=source, size=(3, 9, 9))
+    assert all(bool(parameter.isfinite().all()) for parameter in done.model.parameters())
+
+
+def test_a_folded_network_goes_by_its_source_with_norms() -> None:
+    source = open_model(MODEL)
+    torch.manual_seed(0)
+    batches = [*torch.randn(32, *source.pretrained_cfg["input_size"]).split(16)]
+    sparse = pruned(normswap.convert(source, "folded").model)
+    done = recalibrate(sparse, batches, against=source)
+    assert distance(source, done.model, batches) < 0.5 * distance(source, sparse, batches)
+
+
+@torch.no_grad()
+def distance(one: nn.Module, two: nn.Module, batches: list[Tensor]) -> float:
+    x = torch.cat(batches)
+    return float((one(x) - two(x)).norm() / one(x).norm())
+
+
+@pytest.mark.parametrize(("model", "options", "words"), [
+    (network(), {}, "against=SOURCE"),
+    (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).double(), {"against": network()}, "Leave out"),
+    (nn.Sequential(nn.Conv2d(3, 4, 3)).double(), {"against": network()}, "at other paths"),
+])  # fmt: skip
+def test_what_cannot_be_restored_is_refused(model: nn.Module, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedError) as error:
+        recalibrate(model.eval(), images(), size=(3, 9, 9), **options)
+    assert words in str(error.value)
+
+
+class Rounding(TorchFunctionMode):
+    """Rounds what a convolution gives, as fake quantizers do that a library hooks in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return (out * 4).round() / 4 if func is torch.conv2d else out
+
+
+class Hooked(nn.Sequential):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Rounding():
+            return super().__call__(*args, **kwargs)
+
+
+def test_what_is_hooked_in_is_not_overlooked() -> None:
+    source = network()
+    with pytest.raises(RefusedError, match="something else than its modules"):
+        recalibrate(Hooked(*copy.deepcopy(source)), images(), against=source, size=(3, 9, 9))
+
+
+def test_the_command(capfd: Capture, tmp_path: Any) -> None:
+    folded = normswap.convert(open_model(MODEL), "folded")
+    normswap.save(folded, tmp_path / "folded")
+    normswap.save(pruned(folded.model), tmp_path / "sparse")
+    options = ["--data", "demo", "--samples", "32", "--batch-size", "16", "--workers", "0", "-o", str(tmp_path / "out")]
+    body = run_json(capfd, "recalibrate", str(tmp_path / "sparse"), "--against", str(tmp_path / "folded"), *options)
+    assert "32 images" in body["notes"][0]
+    assert normswap.load(tmp_path / "out") is not None

@@ -1,0 +1,99 @@
+"""What commands print and ask for, by the parts that do it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from normswap.cli import conversion_table, grouped_options, progress, tables
+from normswap.cli.commands import convert_command, finetune_command
+from normswap.cli.commands.export_command import Written
+from normswap.cli.fitting_images import Fitting
+from normswap.exporting.settings import FileSettings
+from normswap.training import launching
+from normswap.training.progress_records import TrainingProgress
+
+
+def test_a_log_has_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.training() as (show, _):
+        for update in range(1, 9):
+            show(TrainingProgress(update, 8, update / 4, 2.0, 10.0, 0.1, 1.0, None))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in said] == ["1.00/2", "2.00/2"]
+
+
+def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.facts(("name", "value"), ("longer name", "another"))
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "name         value", "longer name  another"
+    ]  # fmt: skip
+
+
+def test_an_option_stands_under_the_heading_of_its_record() -> None:
+    hint = Annotated[int, typer.Option(help="how many")]
+    assert grouped_options._under(None, hint) is hint
+    under: Any = grouped_options._under("Images", hint)
+    assert under.__metadata__[0].rich_help_panel == "Images"
+    assert hint.__metadata__[0].rich_help_panel is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("samples", "count"), [(None, 128), (7, 7)])
+def test_so_many_images_are_made_as_are_asked_for(samples: int | None, count: int) -> None:
+    made: Any = Fitting(calibrate="synthetic", samples=samples)._images(None)  # type: ignore[arg-type]
+    assert made.count == count
+
+
+def test_the_command_has_the_defaults_of_the_function() -> None:
+    asked, default = Written(output=Path("net.onnx")), FileSettings()
+    shared = {field.name for field in dataclasses.fields(Written)} & {
+        field.name for field in dataclasses.fields(FileSettings)
+    }
+    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax", "count_plain"}
+    assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
+
+
+@pytest.mark.parametrize(("dry", "words"), [(True, "would convert"), (False, "converted")])
+def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = {
+        "scheme": "folded",
+        "options": {},
+        "edits": [],
+        "report": None,
+        "outcomes": {},
+        "alphas": {},
+        "notes": [],
+        "renames": [],
+    }
+    conversion_table._print_step("demo", step, dry=dry)
+    assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
+
+
+def test_every_process_is_told_the_network_and_the_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launching, "launch", lambda processes, words, restarts: told.append(list(words)) or 0)
+    words = ["demo", "train.seed=3", "data.batch_size=8"]
+    training, opening = finetune_command.TrainingOptions(nproc="2"), finetune_command.ImageOpening()
+    assert (
+        finetune_command.run(
+            words, recipe="cifar10_recover_bn", output=tmp_path / "run", training=training, opening=opening
+        )
+        == 0
+    )
+    assert told[0][:4] == ["finetune", *words]
+
+
+@pytest.mark.parametrize("option", ["dry_run", "plan", "from_plan", "force"])
+def test_a_plan_is_carried_out_and_nothing_replaced_unless_asked_for(option: str) -> None:
+    assert not getattr(convert_command.Planning(), option)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 values)"), ([], "")]
+)
+def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
+    assert tables.few(values) == text
