@@ -25,7 +25,6 @@ from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
 
 _STRAYING = 4  # times what float32 costs the source, as in `comparison`
-_ROUNDING = 3  # times what rounding costs in PyTorch: files of eleven networks were off by 0.1 to 1.4 times that
 _ROUNDED = 16  # samples that rounding is measured on
 _INT8 = 1.0  # what int8 may cost is the user's to say (`--max-drop`); zeros are off by 1
 # images (N, C, H, W), or all that goes in, and labels (N,) if there are any
@@ -169,7 +168,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
     allowed = comparison.FLOAT32_TOLERANCE
     if reference.softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
         allowed *= max(1.0, 2 * sums.peak)
-    allowed = max(allowed, _ROUNDING * sums.rounding.relative)
+    allowed = max(allowed, comparison.ROUNDING * sums.rounding.relative)  # eleven files were off by 0.1 to 1.4 times it
     if sums.distance.relative > allowed:
         allowed = max(allowed, _STRAYING * _stray(reference, first, name, sums))
     return allowed

@@ -236,6 +236,34 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     assert not comparison.compare(Network(model, xs), broken, precise=precise, traced=False).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gamma not taken", "gamma's sign lost", "bias dropped", "channels permuted"])
+def test_half_precision_refuses_a_wrong_result_without_float64(name: str, dtype: torch.dtype) -> None:
+    """Allowed is three times what the format's own rounding costs the source, here against a copy in float64."""
+    model, xs = copy.deepcopy(source()).to(dtype), [x.to(dtype) for x in inputs()]
+    good: Any = applying.apply_step(model, step(model, "skipinit")[0])
+    found = comparison.verify(model, good, xs)
+    assert found.passed
+    wide = copy.deepcopy(model).double()
+    rounding = max(float((r := run(wide, x.double())).sub(run(model, x)).norm() / r.norm()) for x in xs)
+    assert found.tolerance[str(dtype)[6:]] == pytest.approx(3 * rounding, rel=1e-6)
+    with torch.no_grad():
+        MUTANTS[name](good.get_submodule(PATH), model.get_submodule(PATH + ".bn1"))
+    assert not comparison.verify(model, good, xs).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_number_that_was_rounded_well_by_chance_refuses_nothing(dtype: torch.dtype) -> None:
+    """Twenty regressions of one number on one input: some are rounded to nearly what they are in float64."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        head = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
+        model = lived_in(
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), head), torch.randn(4, 3, 9, 9).double()
+        ).to(dtype)
+        assert conversion.convert(model, "folded", inputs=torch.randn(1, 3, 9, 9).to(dtype)).report.passed
+
+
 def test_reports_survive_json() -> None:
     for report in (compared(none), compared(MUTANTS["not a number"])):
         assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
