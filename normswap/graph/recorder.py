@@ -45,12 +45,15 @@ _MARK = "_normswap_mark"
 
 
 class _Mark:
-    """The memory of a tensor: the node that made it, or that of a collection and its place in there."""
+    """The memory of a tensor: the node that made it, or that of a collection and its place in there.
 
-    __slots__ = ("keys", "node", "run", "version")
+    `written`: a module wrote into the tensor and returned it under another name.
+    """
+
+    __slots__ = ("keys", "node", "run", "version", "written")
 
     def __init__(self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[object, ...] = ()) -> None:
-        self.run, self.node, self.version, self.keys = run, node, at, keys
+        self.run, self.node, self.version, self.keys, self.written = run, node, at, keys, False
 
     def __deepcopy__(self, memo: object) -> _Mark:
         return self
@@ -155,11 +158,13 @@ class Recorder(TorchFunctionMode):
 
     def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
         """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
+        leaf = node.op == "call_module"  # something that makes a copy may sit there one day
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
             self._set(tensor, node)
+            if leaf and (mark := self._mark(tensor)) is not None:
+                mark.written = True
         if isinstance(result, Tensor):
-            leaf = node.op == "call_module"  # something that makes a copy may sit there one day
             if any(result is t for t in tensors) and (leaf or not any(result is t for t in overwritten)):
                 result = torch.Tensor.detach(result)  # passed on as it is: the same memory under another name
             self._set(result, node)
@@ -206,6 +211,8 @@ class Recorder(TorchFunctionMode):
             name = str(key) if fetch is getattr else key
             mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
             mark.keys = tuple(rest)
+        if mark.written:
+            mark.node.meta["old_name"] = True
         if mark.version != version(tensor):
             write = self._writes.get(memory(tensor))
             if write is not None:

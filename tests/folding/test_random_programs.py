@@ -132,6 +132,20 @@ def test_a_layer_between_two_names_is_refused(layer: str) -> None:
     assert distance(run(model, x.clone()), run(swapped(model, "skipinit"), x.clone())) <= 1e-10
 
 
+@pytest.mark.parametrize(("named", "refused"), [(3, True), (2, False)], ids=["before", "after"])
+def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> None:
+    """Where a later layer reads its result under the name from before, a scalar behind it would not reach that."""
+    code: list[Instruction] = [
+        ("norm", 0, 0, 0), ("conv", 1, 0, 0), ("module", "act", 0, 0), ("conv", 0, 2, 0), ("norm", 0, 3, 0),
+        ("sum", "+", 0, named),
+    ]  # fmt: skip
+    model, x = prepared(Program(code, 1), 0)
+    planned, builder = step(model, "skipinit")
+    assert bool(builder.refusals) == refused
+    if not refused:
+        assert distance(run(model, x.clone()), run(applying.apply_step(model, planned), x.clone())) <= 1e-10
+
+
 @settings(max_examples=100)
 @given(program=programs, seed=st.integers(0, 3))
 def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
