@@ -101,16 +101,16 @@ ERRORS = (
     ),
     Planted(
         "files in half precision may be anything",
-        "normswap/exporting/checks.py",
-        "_ROUNDING = 3",
-        "_ROUNDING = 30",
+        "normswap/surgery/comparison.py",
+        "\nROUNDING = 3",
+        "\nROUNDING = 30",
         GATES,
     ),
     Planted(
         "files in half precision may be as float32",
-        "normswap/exporting/checks.py",
-        "_ROUNDING = 3",
-        "_ROUNDING = 0",
+        "normswap/surgery/comparison.py",
+        "\nROUNDING = 3",
+        "\nROUNDING = 0",
         GATES,
     ),
     Planted(
