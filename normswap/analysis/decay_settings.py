@@ -1,4 +1,4 @@
-"""What may be asked of weight decay: the policies and the ranges of numbers, seen before torch is imported."""
+"""The settings of weight decay: policies and ranges of numbers, checked before torch is imported."""
 
 from __future__ import annotations
 
