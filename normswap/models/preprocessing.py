@@ -91,4 +91,4 @@ def _per_channel(name: str, numbers: tuple[float, ...], channels: int) -> list[f
 
 
 def _said(value: object) -> str:
-    return stated_images.said(value) if isinstance(value, list | tuple) else str(value)
+    return stated_images.comma_list(value) if isinstance(value, list | tuple) else str(value)

@@ -32,13 +32,13 @@ class Preprocessing:
             OptionError: they cannot.
         """
         if self.std is not None and min(self.std) <= 0:
-            raise OptionError(f"std {said(self.std)}", "it must be positive: images are divided by it")
+            raise OptionError(f"std {comma_list(self.std)}", "it must be positive: images are divided by it")
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise OptionError(f"crop-pct {self.crop_pct:g}", "it is a share of the image's side, above 0 and at most 1")
         if self.interpolation is not None and self.interpolation not in INTERPOLATIONS:
             raise OptionError(f"interpolation {self.interpolation}", f"it is one of {', '.join(INTERPOLATIONS)}")
 
 
-def said(value: Sequence[float]) -> str:
+def comma_list(value: Sequence[float]) -> str:
     """Numbers as the command line takes them."""
     return ",".join(f"{one:g}" for one in value)

@@ -116,9 +116,9 @@ def check_given(scheme: str, known: Sequence[Option], values: Mapping[str, objec
     for option in known:
         if option.name in values:
             option.check(values[option.name])
-    said = [option for option in known if values.get(option.name, option.default) != option.default]
-    names = [option.name for option in said]
-    for option in said:
+    changed = [option for option in known if values.get(option.name, option.default) != option.default]
+    names = [option.name for option in changed]
+    for option in changed:
         if option.instead_of in names:
             both = f"{spelled(option.instead_of)} and {spelled(option.name)}"
             raise OptionError(both, "each says the same in its own way", "Give one of them")
