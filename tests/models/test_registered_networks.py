@@ -1,4 +1,4 @@
-"""Networks that somebody registered with timm, without a record of weights: opened, found again, or refused in a line."""
+"""Networks that somebody registered with timm without a record of weights: opened, found again, or refused."""
 
 from __future__ import annotations
 
