@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from narrow_networks import source
-from torch import Tensor
+from torch import Tensor, nn
 
-from normswap.calibration.lockstep import SIZE, Interpreter
+from normswap.calibration.lockstep import SIZE, Interpreter, Lockstep, interpreters
+from normswap.errors import VerificationError
 from normswap.models.calling import Example
 
 
@@ -24,3 +26,17 @@ def test_only_what_is_still_read_is_kept() -> None:
     (answer,) = (value for name, value in values.items() if name != SIZE)
     assert isinstance(answer, Tensor)
     assert torch.allclose(answer, reference)
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_values_that_overflow_in_one_batch_are_an_error(bad: int) -> None:
+    """In whichever batch: it is asked once for all of them."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).eval()
+    nn.init.constant_(model[0].weight, 40.0)
+    batches = [torch.rand(4, 3, 8, 8) for _ in range(3)]
+    batches[bad] = batches[bad] * 1e38
+    lockstep = Lockstep(*interpreters(batches, model))
+    last = next(node for node in lockstep.interpreters[0].nodes if node.target == "2")
+    with pytest.raises(VerificationError, match="not finite on the calibration images"):
+        list(lockstep.run_to([last]))
+    lockstep.close()
