@@ -31,8 +31,9 @@ def test_only_what_is_still_read_is_kept() -> None:
 @pytest.mark.parametrize("bad", [0, 2])
 def test_values_that_overflow_in_one_batch_are_an_error(bad: int) -> None:
     """In whichever batch: it is asked once for all of them."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).eval()
-    nn.init.constant_(model[0].weight, 40.0)
+    first = nn.Conv2d(3, 4, 3)
+    nn.init.constant_(first.weight, 40.0)
+    model = nn.Sequential(first, nn.ReLU(), nn.Conv2d(4, 3, 3)).eval()
     batches = [torch.rand(4, 3, 8, 8) for _ in range(3)]
     batches[bad] = batches[bad] * 1e38
     lockstep = Lockstep(*interpreters(batches, model))
