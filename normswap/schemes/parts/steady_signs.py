@@ -29,10 +29,11 @@ from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced
 from normswap.layers import affine
 from normswap.layers.per_sample import letters_of
+from normswap.models import network_input
 from normswap.models.modes import evaluating, hooked
 
 COUNT, BATCH = 128, 64  # images of leaves
-LARGEST = {1: 4096, 2: 96, 3: 32}  # their largest side, by its dimensions
+LARGEST = {1: 4096, 2: 128, 3: 32}  # their largest side, by its dimensions
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
 STARTS = 2
 STEPS, RATE, FARTHEST = 24, 0.12, 1.5  # of the descent; how far a factor's logarithm may go from where it started
@@ -139,7 +140,10 @@ def _observe(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
 def _sizes(traced: Traced) -> list[list[int]]:
     """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
     shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
-    channels, *sides = shape if traced.form.listed else shape[1:]
+    recorded = tuple(shape if traced.form.listed else shape[1:])
+    own = network_input.candidates(traced.modules[""])[0]
+    # a record is made at a size where a network for photographs has few places to a channel left at its end
+    channels, *sides = own if recorded in network_input.small(own) else recorded
     largest = LARGEST.get(len(sides))
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
 
