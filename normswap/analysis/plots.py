@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from normswap.analysis import picture_formats
 from normswap.analysis.signal_propagation import Point
-from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -120,24 +120,8 @@ def save(figure: Figure, file: str | Path) -> Path:
         OutputError: it cannot be written, or not in the format that the suffix names.
     """
     file = Path(file)
-    form = check_format(file)
+    form = picture_formats.check(file)
     return atomic_write.whole(file, lambda temporary: figure.savefig(temporary, format=form, dpi=100))
-
-
-def check_format(file: Path) -> str:
-    """Return the picture format that the suffix names.
-
-    Raises:
-        OptionError: matplotlib is not installed.
-        OutputError: it cannot write that.
-    """
-    require_packages(f"a picture ({file})", ("matplotlib",), "plots")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    form, known = file.suffix.removeprefix(".").lower(), sorted(FigureCanvasBase.get_supported_filetypes())
-    if form not in known:
-        raise OutputError(f"{file}: no picture format {form!r}", remedy=f"Known: {', '.join(known)}")
-    return form
 
 
 def to_json(curves: Curves, expected: Mapping[str, Sequence[float]] | None = None) -> Body:

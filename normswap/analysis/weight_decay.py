@@ -39,7 +39,8 @@ from timm.optim import auto_group_layers, param_groups_weight_decay
 from torch import fx, nn
 
 from normswap import provenance
-from normswap.errors import OptionError, TraceError, spelled
+from normswap.analysis import decay_settings
+from normswap.errors import TraceError
 from normswap.graph.inspection import LINEAR, Anatomy, Block
 from normswap.layers import affine
 from normswap.layers.channel_norm import is_at_each_position
@@ -49,7 +50,6 @@ from normswap.models.default_device import cpu_by_default
 from normswap.plan import AbsorbMode, Body
 from normswap.surgery.network import Network
 
-POLICIES = ("kim2022", "timm", "all", "weights-only")
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
 _GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
 _KIM = {
@@ -106,8 +106,7 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
     Raises:
         OptionError: unknown policy.
     """
-    if policy not in POLICIES:
-        raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join(POLICIES)}")
+    decay_settings.check(policy)
     named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
@@ -147,11 +146,9 @@ def param_groups(
         OptionError: unknown policy, or a number out of range.
     """
     network_input.require_module(model)
-    for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scalar_lr_scale", scalar_lr_scale)):
-        if value is not None and not 0 <= value < float("inf"):
-            raise OptionError(f"{spelled(name, value)} is not a number >= 0")
-    if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise OptionError(f"{spelled('layer_decay', layer_decay)} is not in (0, 1]")
+    decay_settings.check(
+        policy, layer_decay=layer_decay, weight_decay=weight_decay, lr=lr, scalar_lr_scale=scalar_lr_scale
+    )
     scale_of = _layer_scales(model, layer_decay, min_scale)
     groups: dict[str, Body] = {}
     for one in roles(model, policy, network):

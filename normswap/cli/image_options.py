@@ -9,6 +9,7 @@ import typer
 
 from normswap.cli.options import Device, Opening, remark
 from normswap.errors import OptionError
+from normswap.models.stated_images import Preprocessing
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -35,16 +36,26 @@ class Stated:
         str | None, typer.Option(metavar="NAME", help="bilinear, bicubic ...: how it resizes.")
     ] = None
 
+    def stated(self) -> Preprocessing:
+        """The record of it.
+
+        Raises:
+            OptionError: no image can be prepared so.
+        """
+        mean, std = _numbers("--image-mean", self.image_mean), _numbers("--image-std", self.image_std)
+        values = Preprocessing(mean, std, self.crop_pct, self.interpolation)
+        values.check()
+        return values
+
     def state(self, model: nn.Module) -> nn.Module:
         """The network itself, whose record says so from now on.
 
         Raises:
             OptionError: no image can be prepared so.
         """
-        from normswap.models.preprocessing import Preprocessing, state
+        from normswap.models.preprocessing import state
 
-        mean, std = _numbers("--image-mean", self.image_mean), _numbers("--image-std", self.image_std)
-        return state(model, Preprocessing(mean, std, self.crop_pct, self.interpolation))
+        return state(model, self.stated())
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class ImageOpening(Stated, Opening):
 
     def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
         """See `Opening.open`."""
+        self.stated()  # what is wrong with it is said before anything is opened
         return self.state(Opening.open(self, name, mapped=mapped, runs=runs))
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from normswap.analysis import picture_formats
 from normswap.cli import progress
 from normswap.errors import OptionError, flag
 from normswap.models import source_names
-from normswap.storage import atomic_write
+from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -120,6 +121,7 @@ def open_model(
     **asked: Unpack[Asked],
 ) -> nn.Module:
     """`checkpoint.open_model`, and on a terminal something to look at meanwhile; `runs`: see `Opening.open`."""
+    network_folder.check_not_empty(Path(name))
     if not Path(name).is_dir() and Path(name).suffix.lower() not in source_names.EXPORTED:
         source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # downloads show a bar of their own
@@ -207,9 +209,7 @@ class Drawn:
             OptionError, OutputError: they cannot be written there.
         """
         if self.output is not None:
-            from normswap.analysis.plots import check_format
-
-            check_format(self.output)
+            picture_formats.check(self.output)
         for file in (self.output, self.csv):
             if file is not None:
                 atomic_write.check_writable(file, force=self.force)

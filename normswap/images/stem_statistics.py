@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from normswap.layers import affine
 from normswap.models import calling
 from normswap.models.modes import evaluating, hooked
-from normswap.models.preprocessing import Preprocessing, data_config
+from normswap.models.preprocessing import data_config
+from normswap.models.stated_images import Preprocessing
 
 COUNT = 64  # images
 _USUAL = (

@@ -36,8 +36,9 @@ class PlannedLayer:
 
     def __init_subclass__(cls, **rest: object) -> None:
         super().__init_subclass__(**rest)
-        if _BY_NAME.setdefault(cls.__name__, cls).__module__ != cls.__module__:
-            raise PlanError(f"two layers are called {cls.__name__}", f"one is in {_BY_NAME[cls.__name__].__module__}")
+        known = _BY_NAME.setdefault(cls.__name__, cls)
+        if known.__module__ != cls.__module__ and not issubclass(cls, known):  # torch.export subclasses what it records
+            raise PlanError(f"two layers are called {cls.__name__}", f"one is in {known.__module__}")
 
     @classmethod
     def replacing(cls, *args: Any, **kwargs: Any) -> Held:

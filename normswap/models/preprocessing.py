@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from timm.data import resolve_data_config
 from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, spelled
-from normswap.models import network_input
+from normswap.models import network_input, stated_images
 from normswap.models.hub_config import GENERAL, Cfg, per_channel
+from normswap.models.stated_images import Preprocessing
 from normswap.provenance import Provenance
-
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")  # Pillow's, by timm's names
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """The preprocessing of an image before the network; None: as its record says, or as is assumed.
-
-    Args:
-        mean, std: of pixels in 0..1, one number per channel, or one for all.
-        crop_pct: the share of the resized image's side that the crop in its centre keeps.
-        interpolation: how it is resized.
-    """
-
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    crop_pct: float | None = None
-    interpolation: str | None = None
 
 
 def data_config(model: nn.Module) -> Cfg:
@@ -62,6 +45,7 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
     Raises:
         OptionError: a value that no image can be prepared by.
     """
+    values.check()
     stated = {
         part.name: getattr(values, part.name) for part in fields(values) if getattr(values, part.name) is not None
     }
@@ -69,7 +53,6 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
         channels = data_config(model)["input_size"][0]
         for name in {"mean", "std"} & set(stated):
             stated[name] = _per_channel(name, stated[name], channels)
-        _check(stated)
         origin = provenance.of(model) or Provenance()
         provenance.attach(model, replace(origin, pretrained_cfg={**_stated(model), **stated}))
     return model
@@ -107,16 +90,5 @@ def _per_channel(name: str, numbers: tuple[float, ...], channels: int) -> list[f
     return list(numbers) if len(numbers) == channels else list(numbers) * channels
 
 
-def _check(values: Cfg) -> None:
-    if min(values.get("std", [1])) <= 0:
-        raise OptionError(f"std {_said(values['std'])}", "it must be positive: images are divided by it")
-    if not 0 < values.get("crop_pct", 1) <= 1:
-        raise OptionError(
-            f"crop-pct {values['crop_pct']:g}", "it is a share of the image's side, above 0 and at most 1"
-        )
-    if values.get("interpolation", "bicubic") not in INTERPOLATIONS:
-        raise OptionError(f"interpolation {values['interpolation']}", f"it is one of {', '.join(INTERPOLATIONS)}")
-
-
 def _said(value: object) -> str:
-    return ",".join(f"{one:g}" for one in value) if isinstance(value, list | tuple) else str(value)
+    return stated_images.comma_list(value) if isinstance(value, list | tuple) else str(value)

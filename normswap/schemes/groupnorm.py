@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from normswap.calibration.sequential_fit import refit
-from normswap.errors import OptionError, spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.models.modes import Progress
@@ -30,12 +29,6 @@ from normswap.schemes.parts.per_sample_rescaling import choose_rescaling
 
 def plan(anatomy: Anatomy, *, groups: int, group_size: int, steady: float) -> PlanBuilder:
     """A sample's value of d times the usual deviation is divided by sqrt(steady + (1 - steady) d^2) times the usual."""
-    if group_size and groups != 1:
-        raise OptionError(
-            f"{spelled('groups')} and {spelled('group_size')}",
-            "each says how many groups there are",
-            "Give one of them",
-        )
     return insert_per_sample_norms(
         anatomy, lambda channels: max(channels // group_size, 1) if group_size else groups, steady
     )

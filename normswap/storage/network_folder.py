@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from normswap.errors import OutputError, spelled
+from normswap.errors import OutputError, SourceError, spelled
 
 WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
 
@@ -28,6 +28,17 @@ def check_writable(place: Path, *, force: bool) -> None:
         )
     if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
         raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
+
+
+def check_not_empty(place: Path) -> None:
+    """See that a directory that is to be opened has something in it; which files, its reader says.
+
+    Raises:
+        SourceError: it has not.
+    """
+    if place.is_dir() and not any(place.iterdir()):
+        remedy = f"A model directory has {CONFIG} and {WEIGHTS}; for weights alone name the file."
+        raise SourceError(f"{place} has no {CONFIG}", "it is empty", remedy)
 
 
 def check_beside(place: Path) -> None:

@@ -15,10 +15,10 @@ import huggingface_hub as client
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OptionError, OutputError, first_line
+from normswap.errors import NormswapError, OutputError, first_line
 from normswap.models import hub, timm_models, weight_files
 from normswap.plan import Arch
-from normswap.storage import checkpoint, model_card
+from normswap.storage import checkpoint, hub_name, model_card
 from normswap.storage.network_folder import CARD, CONFIG, FILES
 from normswap.surgery import comparison
 
@@ -56,8 +56,7 @@ def push(
         SourceError: it is no such directory, or is damaged.
         OutputError: the hub does not take it.
     """
-    if repo.count("/") != 1:
-        raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
+    hub_name.check(repo)
     folder = Path(directory)
     model = checkpoint.load(folder, trust_factory=trust_factory)  # also sees that it is whole
     record = provenance.of(model)

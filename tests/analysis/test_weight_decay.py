@@ -14,7 +14,8 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.analysis.weight_decay import POLICIES, SCALARS, counts, param_groups, roles
+from normswap.analysis.decay_settings import POLICIES
+from normswap.analysis.weight_decay import SCALARS, counts, param_groups, roles
 from normswap.errors import OptionError, TraceError
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network

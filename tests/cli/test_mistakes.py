@@ -164,8 +164,43 @@ EARLY = (
     "empty output", "option of another scheme", "negative groups", "share above one", "scalar no number",
     "recipe not there", "recipe no YAML", "negative rate", "no such format", "two formats", "int8 of nothing", "int4",
     "no folder for the file", "no such runtime", "a sweep without rates", "a report into a folder",
-    "a report into a network", "average of nothing", "options of no source", "unknown command",
+    "a report into a network", "average of nothing", "options of no source", "unknown command", "path no text",
+    "a sweep into a file", "negative decay", "decay above one", "deviation of zero", "crop above one",
+    "no such resizing", "two of one", "picture of no kind", "no such name on the hub", "empty folder as model",
 )  # fmt: skip
+_SEEN = "the network is looked at, and that takes torch"
+_DATA = "the images are opened by timm's reader, which imports torch"
+_FILE = "what torch.load or safetensors says of the file decides"
+_NAMED = "the library that has the names imports torch"
+# of the others: why not
+LATE = {
+    "unknown layer": "the layers that plans may name are found by importing them",
+    "path of no module": _SEEN,
+    "only nothing": _SEEN,
+    "skip all": _SEEN,
+    "weights of nothing": _FILE,
+    "a pickle": _FILE,
+    "no weights file": _FILE,
+    "no such module": "a factory is imported where it is called, after torch, which nearly every one imports itself",
+    "no network in it": "the factory is called, and what it gives is compared with torch's class",
+    "no such encoder": _NAMED,
+    "no network of that library": _NAMED,
+    "images for nothing": "whether a scheme fits anything is a function of its file, which imports torch",
+    "device of no kind": "torch says which devices there are",
+    "no class folders": _DATA,
+    "no images": _DATA,
+    "one image": _DATA,
+    "broken image": _DATA,
+    "another number of classes": _SEEN,
+    "part that is not there": _DATA,
+    "a classifier of one class": _SEEN,
+    "nothing to train on": _DATA,
+    "a run into a folder of something": "the run is found or refused by what trains, beside its state",
+}
+
+
+def test_of_every_mistake_it_is_known_when_it_is_said() -> None:
+    assert sorted([*EARLY, *LATE]) == sorted(name for name, *_ in MISTAKES)
 
 
 def test_mistakes_of_the_command_line_are_said_before_torch_is_imported(here: Path) -> None:

@@ -19,7 +19,8 @@ from normswap.diagnosis import drift, eval_and_train
 from normswap.diagnosis.findings import Diagnosis
 from normswap.errors import SourceError
 from normswap.images.datasets import make_loader
-from normswap.models.preprocessing import Preprocessing, data_config, state
+from normswap.models.preprocessing import data_config, state
+from normswap.models.stated_images import Preprocessing
 from normswap.surgery.recalibration import recalibrate
 
 COUNT, BATCH = 96, 12

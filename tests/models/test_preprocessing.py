@@ -17,7 +17,8 @@ from normswap.cli.app import main
 from normswap.errors import OptionError
 from normswap.images import stem_statistics
 from normswap.models import zoo
-from normswap.models.preprocessing import Preprocessing, assumed, assumption, data_config, state
+from normswap.models.preprocessing import assumed, assumption, data_config, state
+from normswap.models.stated_images import Preprocessing
 
 FACTORY = """
 import torch

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from normswap.analysis import decay_settings
 from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, table
-from normswap.errors import OptionError
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -67,11 +67,10 @@ def run(
     The groups are those of `normswap.param_groups`; kim2022 sorts the gammas by their place in the network (Kim et al.
     2022), timm spares whatever is 1-D.
     """
-    from normswap.analysis.weight_decay import POLICIES, param_groups, roles
-
-    if policy not in POLICIES:
-        raise OptionError(f"--policy {policy!r} is none of {', '.join(POLICIES)}")
+    decay_settings.check(policy, layer_decay=layer_decay, weight_decay=weight_decay)
     net = opening.open(model)
+    from normswap.analysis.weight_decay import param_groups, roles
+
     groups = param_groups(net, weight_decay, policy, layer_decay=layer_decay)
     assigned = [asdict(one) for one in roles(net, policy)]
     body = {

@@ -14,6 +14,7 @@ from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, line, next_step
 from normswap.plan import Body
+from normswap.storage import hub_name
 
 ORDER = 95
 KEYS: Keys = {
@@ -50,6 +51,7 @@ def run(
     Weights with plan and proof, config, card and the source's norms go up in one commit. `hf-hub:OWNER/NAME` is a MODEL
     then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
     """
+    hub_name.check(repo)
     with progress.working(f"pushing {directory} to {repo}"):
         from normswap.storage import publishing
         from normswap.training.run_folder import check_no_run

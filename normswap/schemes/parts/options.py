@@ -43,6 +43,7 @@ class Option:
         metavar: what stands for its value in help texts, where that is no list of choices.
         choices: the words that it may be.
         range: the numbers that it may be.
+        instead_of: the option that says the same in another way; only one of the two is given.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Option:
     metavar: str = ""
     choices: tuple[str, ...] = ()
     range: Range | None = None
+    instead_of: str = ""
 
     @property
     def flag(self) -> str:
@@ -114,6 +116,12 @@ def check_given(scheme: str, known: Sequence[Option], values: Mapping[str, objec
     for option in known:
         if option.name in values:
             option.check(values[option.name])
+    changed = [option for option in known if values.get(option.name, option.default) != option.default]
+    names = [option.name for option in changed]
+    for option in changed:
+        if option.instead_of in names:
+            both = f"{spelled(option.instead_of)} and {spelled(option.name)}"
+            raise OptionError(both, "each says the same in its own way", "Give one of them")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -132,7 +140,7 @@ _GROUPS = Option(
 )  # fmt: skip
 _GROUP_SIZE = Option(
     "group_size", int, 0, "instead: so many channels to a group (robot policies take 16); 0: `groups` says it", "N",
-    range=Range(0),
+    range=Range(0), instead_of="groups",
 )  # fmt: skip
 _STEADY = Option(
     "steady", float, 0.9, "the share of a group's variance that is the same in every sample, by constants in its "

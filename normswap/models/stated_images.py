@@ -1,0 +1,44 @@
+"""How the user says that images are prepared, and whether any can be prepared so: seen before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from normswap.errors import OptionError
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")  # Pillow's, by timm's names
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """The preprocessing of an image before the network; None: as its record says, or as is assumed.
+
+    Args:
+        mean, std: of pixels in 0..1, one number per channel, or one for all.
+        crop_pct: the share of the resized image's side that the crop in its centre keeps.
+        interpolation: how it is resized.
+    """
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+
+    def check(self) -> None:
+        """See that images can be prepared so.
+
+        Raises:
+            OptionError: they cannot.
+        """
+        if self.std is not None and min(self.std) <= 0:
+            raise OptionError(f"std {comma_list(self.std)}", "it must be positive: images are divided by it")
+        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+            raise OptionError(f"crop-pct {self.crop_pct:g}", "it is a share of the image's side, above 0 and at most 1")
+        if self.interpolation is not None and self.interpolation not in INTERPOLATIONS:
+            raise OptionError(f"interpolation {self.interpolation}", f"it is one of {', '.join(INTERPOLATIONS)}")
+
+
+def comma_list(value: Sequence[float]) -> str:
+    """Numbers as the command line takes them."""
+    return ",".join(f"{one:g}" for one in value)
