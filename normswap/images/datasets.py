@@ -283,18 +283,30 @@ class LabelledImages(Dataset[object]):
     def _image(self, index: int) -> tuple[object, int]:
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
-            return image.convert(self.mode), label
+            return _converted(image, self.mode), label
         reader = self.images.reader
         if isinstance(reader, ReaderImageInTar):
             file, label = _tar_member(reader, index)
         else:
             file, label, *_ = reader[index]
         with file, Image.open(file) as image:
-            return image.convert(self.mode), label
+            return _converted(image, self.mode), label
 
     def _name(self, index: int) -> str:
         named = getattr(self.images, "filename", None)
         return str(named(index)) if named else f"image {index}"
+
+
+def _converted(image: Any, mode: str) -> object:
+    """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused.
+
+    Raises:
+        ValueError: its pixels have more bits.
+    """
+    if image.mode.startswith(("I", "F")):
+        bits = 16 if ";16" in image.mode else 32
+        raise ValueError(f"its pixels have {bits} bits (mode {image.mode}), and networks are given 8: scale them to 8")
+    return image.convert(mode)
 
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
