@@ -16,10 +16,6 @@ from torch import nn
 
 import normswap
 from normswap.errors import NormswapError, VerificationError
-from normswap.exporting.exported_file import ExportedFile
-from normswap.images.accuracy import evaluate
-from normswap.images.datasets import make_loader
-from normswap.storage import checkpoint
 
 pytest.importorskip("executorch")
 
@@ -44,19 +40,6 @@ def test_norms_after_activations(tmp_path: Path) -> None:
     done = normswap.export(model, tmp_path / "net.pte", input_size=(3, 16, 16))
     assert done.nodes == {"XnnpackBackend": 1}
     assert distance(run(model, x), run_alone(done.file, "executorch", x)) <= 1e-5
-
-
-def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
-    demo = checkpoint.open_model("demo")
-    normswap.export(demo, tmp_path / "demo.pte")
-    exported = ExportedFile.find(str(tmp_path / "demo.pte"))
-    assert exported is not None
-    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == ("executorch", "demo", "fp32")
-    of_file, of_demo = (
-        evaluate(net, make_loader(net, "demo", samples=60, workers=0)) for net in (exported.network(), demo)
-    )
-    assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
-    assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
 
 
 def test_nothing_is_printed(tmp_path: Path) -> None:

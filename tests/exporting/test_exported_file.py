@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from normswap.storage import checkpoint
 FILES = {
     "onnx": ("a.onnx", {}), "onnx-data": ("a.onnx", {"format": "onnx-data"}), "openvino": ("a.xml", {}),
     "pt2": ("a.pt2", {}), "torchscript": ("a.ts", {}), "safetensors": ("a.safetensors", {}),
+    "ncnn": ("a.param", {}), "executorch": ("a.pte", {}), "litert": ("a.tflite", {}),
     "pixels": ("a.torchscript", {"normalize": True, "softmax": True}),
     "any number": ("a.onnx", {"dynamic_batch": True}), "bf16": ("a.onnx", {"dtype": "bf16"}),
 }  # fmt: skip
@@ -53,7 +54,10 @@ def opened(file: Path) -> nn.Module:
 def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Path) -> None:
     ending, options = FILES[name]
     file, settings = tmp_path / ending, dict[str, Any](options)
-    normswap.export(demo(), file, **settings)
+    row = formats._FORMATS[formats.name_of(file, settings.get("format"))]
+    for package in cast(formats.Format, formats._module(row.module)).NEEDS:
+        pytest.importorskip(package)
+    done = normswap.export(demo(), file, **settings)
     network = opened(file)
     result = evaluate(network, make_loader(network, "demo", samples=IMAGES, workers=0))
     assert (result.top1, result.top5, result.count) == (of_checkpoint().top1, of_checkpoint().top5, IMAGES)
@@ -62,6 +66,8 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
         return
     exported = ExportedFile.find(str(file))
     assert exported is not None
+    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == (done.format, "demo", done.dtype)
+    assert exported.described()["nodes"] == done.nodes
     figures = exported_file.verify(exported, demo(), make_loader(demo(), "demo", samples=8, workers=0))
     assert (figures.passed, figures.agreement, figures.count) == (True, 1, 8)
     other = nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import normswap
 from normswap import Int8Settings
 from normswap.errors import NormswapError, VerificationError
-from normswap.exporting import exported_file, litert_file
+from normswap.exporting import litert_file
 from normswap.exporting.exported_file import ExportedFile
-from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint
 
@@ -120,22 +119,6 @@ def test_weights_begin_where_processors_want_them(tmp_path: Path) -> None:
     buffers = [held.Buffers(i).DataAsNumpy() for i in range(held.BuffersLength()) if held.Buffers(i).DataLength()]
     assert len(buffers) > 3
     assert {(one.ctypes.data - content.ctypes.data) % 16 for one in buffers} == {0}
-
-
-@pytest.mark.slow
-def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
-    demo = checkpoint.open_model("demo")
-    normswap.export(demo, tmp_path / "demo.tflite")
-    exported = ExportedFile.find(str(tmp_path / "demo.tflite"))
-    assert exported is not None
-    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == ("litert", "demo", "fp32")
-    of_file, of_demo = (
-        evaluate(net, make_loader(net, "demo", samples=60, workers=0)) for net in (exported.network(), demo)
-    )
-    assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
-    assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
-    assert exported_file.verify(exported, demo, make_loader(demo, "demo", samples=8, workers=0)).passed
-    assert exported.described()["nodes"]["CONV_2D"] == 22
 
 
 @pytest.mark.parametrize(

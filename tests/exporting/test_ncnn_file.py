@@ -22,9 +22,6 @@ from normswap import demo_files
 from normswap.errors import NormswapError, RefusedError
 from normswap.exporting import ncnn_file
 from normswap.exporting.exported_file import ExportedFile
-from normswap.images.accuracy import evaluate
-from normswap.images.datasets import make_loader
-from normswap.storage import checkpoint
 
 ncnn = pytest.importorskip("ncnn")
 pytest.importorskip("pnnx")
@@ -85,19 +82,6 @@ def test_three_dimensions(tmp_path: Path) -> None:
     done = normswap.export(model, tmp_path / "net.param", inputs=x)
     assert unfolded(done.nodes) == []
     assert (done.figures.passed, done.figures.count) == (True, 3)
-
-
-def test_the_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
-    demo = checkpoint.open_model("demo")
-    normswap.export(demo, tmp_path / "demo.param")
-    exported = ExportedFile.find(str(tmp_path / "demo.param"))
-    assert exported is not None
-    assert (exported.form.NAME, exported.metadata["source"], exported.precision) == ("ncnn", "demo", "fp32")
-    of_file, of_demo = (
-        evaluate(net, make_loader(net, "demo", samples=60, workers=0)) for net in (exported.network(), demo)
-    )
-    assert (of_file.top1, of_file.count) == (of_demo.top1, 60)
-    assert of_file.loss == pytest.approx(of_demo.loss, rel=1e-4)
 
 
 @pytest.mark.parametrize(
