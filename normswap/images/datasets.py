@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from normswap import demo_files, provenance
 from normswap.errors import OptionError, SourceError, first_line
 from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
+from normswap.images.pixels import converted
 from normswap.images.places import CsvReader, chosen
 from normswap.models import default_device, network_input, zoo
 from normswap.models.default_device import cpu_by_default
@@ -283,30 +284,18 @@ class LabelledImages(Dataset[object]):
     def _image(self, index: int) -> tuple[object, int]:
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
-            return _converted(image, self.mode), label
+            return converted(image, self.mode), label
         reader = self.images.reader
         if isinstance(reader, ReaderImageInTar):
             file, label = _tar_member(reader, index)
         else:
             file, label, *_ = reader[index]
         with file, Image.open(file) as image:
-            return _converted(image, self.mode), label
+            return converted(image, self.mode), label
 
     def _name(self, index: int) -> str:
         named = getattr(self.images, "filename", None)
         return str(named(index)) if named else f"image {index}"
-
-
-def _converted(image: Any, mode: str) -> object:
-    """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused.
-
-    Raises:
-        ValueError: its pixels have more bits.
-    """
-    if image.mode.startswith(("I", "F")):
-        bits = 16 if ";16" in image.mode else 32
-        raise ValueError(f"its pixels have {bits} bits (mode {image.mode}), and networks are given 8: scale them to 8")
-    return image.convert(mode)
 
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
