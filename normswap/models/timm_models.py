@@ -60,8 +60,8 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """Return timm's record of the weights that a name without a tag stands for."""
-    cfg = get_pretrained_cfg(name, allow_unregistered=False)
+    """Return timm's record of the weights that a name without a tag stands for; empty where it was given none."""
+    cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
 
@@ -97,7 +97,7 @@ def build(name: str, wanted: BuildRequest) -> Built:
 
 def _from_name(name: str, arguments: Cfg) -> Built:
     model = create(Arch(name, arguments))
-    cfg = _own_cfg(model)
+    cfg = _own_cfg(model) or {**_USUAL, "architecture": name}  # somebody's own, registered without a record
     arch = _untagged(cfg, arguments)  # a deprecated name has become its current one here
     source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
     return Built(model, arch, source, _seen(model, arch, cfg), lambda: _load_named(model, source, arguments, cfg))
@@ -106,7 +106,7 @@ def _from_name(name: str, arguments: Cfg) -> Built:
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
     """Return the architecture without a tag; what the tag implied (classes, channels, a fixed size) is an argument."""
     name = cfg["architecture"]
-    usual = _registered(name)
+    usual = {**_USUAL, **_registered(name)}
     implied: Cfg = {}
     if cfg["num_classes"] != usual["num_classes"]:
         implied["num_classes"] = cfg["num_classes"]
@@ -215,7 +215,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
     remembered = getattr(model, "_model_args", {})  # only newer timm does
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
-    if classes is not None and (classes != _registered(name)["num_classes"] or "num_classes" in remembered):
+    if classes is not None and (classes != _registered(name).get("num_classes") or "num_classes" in remembered):
         current["num_classes"] = classes
     stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     if stem is not None and stem.in_channels != 3:

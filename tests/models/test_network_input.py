@@ -138,3 +138,13 @@ def test_one_output_is_called_nothing() -> None:
     assert done.report.worst.output == ""
     x = torch.randn(1, C, 5, 5).double()
     assert distance(run(model, x), run(done.model, x)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("running_mean", float("nan")), ("running_var", float("inf")), ("running_var", -1.0)]
+)
+def test_one_broken_number_is_enough(name: str, value: float) -> None:
+    norm = nn.BatchNorm2d(3)
+    assert not network_input.has_broken_statistics(norm)
+    getattr(norm, name)[1] = value
+    assert network_input.has_broken_statistics(norm)
