@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from torch import nn
 
@@ -38,7 +39,6 @@ def recalibrate(
     against: nn.Module | Sequence[nn.Module] | Wanted = (),
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
-    size: Sequence[int] | None = None,
     seed: int | None = None,
     progress: Progress | None = None,
     **record: object,
@@ -67,7 +67,8 @@ def recalibrate(
     broken = [] if isinstance(model, Network) else _broken(model)
     if broken and not isinstance(model, Network):
         model = _reset(model, broken)
-    size = size if input_size is None else input_size
+    older = cast("Sequence[int] | None", record.pop("size", None))
+    size = older if input_size is None else input_size
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
     wanted = Wanted.of(against)
     if wanted.networks:
