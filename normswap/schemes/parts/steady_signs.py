@@ -99,8 +99,8 @@ def watching(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Seen]]]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
             mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-            energy = (square - 2 * centre * mean + centre.square()).clamp_min(0)
-            seen.setdefault(path, []).append(((mean - centre).cpu(), energy.cpu()))
+            both = torch.stack([mean - centre, (square - 2 * centre * mean + centre.square()).clamp_min(0)]).cpu()
+            seen.setdefault(path, []).append((both[0], both[1]))
 
         return norm.register_forward_pre_hook(hook)
 
