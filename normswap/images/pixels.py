@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from PIL import Image
 
 
-def converted(image: Any, mode: str) -> object:
+def converted(image: Image.Image, mode: str) -> object:
     """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused.
 
     Raises:
