@@ -20,7 +20,7 @@ from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.layers import per_sample
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms, per_sample_rescaling, steady_signs
+from normswap.schemes.parts import channels_seen, per_sample_norms, per_sample_rescaling, steady_signs
 from normswap.schemes.parts.steady_signs import Site
 from normswap.surgery import applying, conversion
 
@@ -206,6 +206,6 @@ def test_leaves_are_as_large_as_the_network_is_made_for_up_to_a_bound(
         sizes.add(tuple(size))
         return leaves(count, size, seed)
 
-    monkeypatch.setattr(steady_signs, "leaves", noted)
+    monkeypatch.setattr(channels_seen, "leaves", noted)
     conversion.plan_step(inspect(model), "groupnorm")
     assert sizes == {(3, seen, seen)}
