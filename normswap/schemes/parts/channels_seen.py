@@ -49,7 +49,7 @@ def joined(seen: Mapping[str, list[Seen]]) -> dict[str, Seen]:
 
 @torch.no_grad()
 def seen_on_leaves(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
-    """By path, what images of leaves make reach each norm; maybe nothing. They are as loud as the first norm expects."""
+    """By path, what images of leaves make reach each norm; or nothing. They are as loud as the first norm expects."""
     model = traced.modules[""]
     like = next(p for p in model.parameters() if p.is_floating_point())
     with evaluating(model):
