@@ -1,4 +1,4 @@
-"""What reaches each norm of images, as means and mean squares of its channels: also of images made of dead leaves."""
+"""Means and mean squares of the channels that reach each norm, of images; also of images made of dead leaves."""
 
 from __future__ import annotations
 
