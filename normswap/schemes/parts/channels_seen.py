@@ -73,8 +73,8 @@ def _sizes(traced: Traced) -> list[list[int]]:
     """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
     shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
     recorded = tuple(shape if traced.form.listed else shape[1:])
-    own = network_input.candidates(traced.modules[""])[0]
+    made_for = network_input.candidates(traced.modules[""])[0]
     # a record is made at a size where a network for photographs has few places to a channel left at its end
-    channels, *sides = own if recorded in network_input.small(own) else recorded
+    channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
