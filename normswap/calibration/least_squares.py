@@ -9,7 +9,7 @@ the algebra.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -263,7 +263,7 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """Tried all at once, for a device is waited for at each answer; from the smallest on until the error rises twice.
+    """Tried from the smallest on until the error has risen twice; all at once where each answer is a wait for a device.
 
     Of patches so wide that factors cost minutes, from the middle on downhill, fitted on the first half only.
     """
@@ -281,7 +281,8 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
     if costly:
         return RIDGES[_downhill(functools.cache(lambda at: float(error(RIDGES[at], 0, 1))), len(RIDGES))]
     ridges = prior.new_tensor(RIDGES)[:, None, None, None]
-    return RIDGES[_first_valley((error(ridges, 0, 1) + error(ridges, 1, 0)).tolist())]
+    parts = ridges.split(1) if prior.device.type == "cpu" else (ridges,)
+    return RIDGES[_first_valley(one for part in parts for one in (error(part, 0, 1) + error(part, 1, 0)).tolist())]
 
 
 def _downhill(error: Callable[[int], float], count: int) -> int:
@@ -292,10 +293,14 @@ def _downhill(error: Callable[[int], float], count: int) -> int:
     return at
 
 
-def _first_valley(errors: Sequence[float]) -> int:
-    """Where the error is least before it has risen twice running."""
-    risen = (at + 3 for at in range(len(errors) - 2) if errors[at] < errors[at + 1] < errors[at + 2])
-    return min(range(next(risen, len(errors))), key=errors.__getitem__)
+def _first_valley(errors: Iterable[float]) -> int:
+    """Where the error is least before it has risen twice running; no more of them are asked for then."""
+    seen: list[float] = []
+    for error in errors:
+        seen.append(error)
+        if len(seen) > 2 and seen[-1] > seen[-2] > seen[-3]:
+            break
+    return min(range(len(seen)), key=seen.__getitem__)
 
 
 def _bias(weight: Tensor, moments: Moments, asked: slice = slice(None)) -> Tensor:

@@ -219,7 +219,7 @@ def test_several_ridges_at_once_are_each_alone() -> None:
 def test_the_ridge_is_sought_until_the_error_has_risen_twice(
     errors: list[float], best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = iter([torch.tensor(errors) * 0.25, torch.tensor(errors) * 0.75])
+    told = iter([torch.tensor([share * error]) for error in errors for share in (0.25, 0.75)])
     monkeypatch.setattr(least_squares, "_error", lambda *given: next(told))
     folds = Folds()
     folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
@@ -654,7 +654,7 @@ def test_a_network_without_images_gets_alternating_constants() -> None:
 LAYERS: dict[int, tuple[Any, Any]] = {
     1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)
 }  # fmt: skip
-SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 120), (20, 96)), ((5, 40, 9), (5, 32, 9))]
+SIGNALS = [((9,), (9,)), ((5000,), (4096,)), ((20, 150), (20, 128)), ((5, 40, 9), (5, 32, 9))]
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["any size", "its own size only"])
