@@ -219,7 +219,8 @@ def test_several_ridges_at_once_are_each_alone() -> None:
 def test_the_ridge_is_sought_until_the_error_has_risen_twice(
     errors: list[float], best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = iter([torch.tensor(errors) * 0.25, torch.tensor(errors) * 0.75])
+    rising = 10 * torch.arange(6.0)  # the sum of both halves decides, not one of them
+    told = iter([torch.tensor(errors) + rising, -rising])
     monkeypatch.setattr(least_squares, "_error", lambda *given: next(told))
     folds = Folds()
     folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
