@@ -57,7 +57,8 @@ def moments(model: nn.Module, batches: list[Tensor]) -> dict[str, tuple[Tensor, 
 def test_every_layer_has_the_moments_of_the_reference() -> None:
     source, batches = network(), images()
     sparse = pruned(source)
-    done = recalibrate(sparse, batches, against=source, size=(3, 9, 9))
+    done = recalibrate(sparse, batches, against=source, input_size=(3, 9, 11))
+    assert {one.size[1:] for one in done.report.logits} == {(3, 9, 11)}
     wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
     assert len(got) == 3
     for path, pair in wanted.items():

@@ -58,6 +58,13 @@ def images(**shown: str) -> Callable[[Path], None]:
     return write
 
 
+def deep(here: Path) -> None:
+    """Lay two images, one of 16 bits."""
+    for name, mode in (("a", "L"), ("b", "I;16")):
+        (here / "images" / name).mkdir(parents=True)
+        Image.new(mode, (40, 40), 200).save(here / "images" / name / "x.png")
+
+
 def empty(here: Path) -> None:
     (here / "empty").mkdir()
 
@@ -112,6 +119,7 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("no images", empty, (*FIT, "empty"), ("empty is not a dataset of images",)),
     ("one image", images(a="RGB"), (*FIT, "images"), ("1 calibration images", "at least 2")),
     ("broken image", images(a="RGB", b="hi", c="L"), (*FIT, "images"), ("b/x.png", "no image that Pillow knows")),
+    ("deep pixels", deep, (*FIT, "images"), ("b/x.png", "16 bits", "scale them to 8")),
     ("another number of classes", images(a="RGB", b="L"), ("evaluate", "demo", "--data", "images"), ("2 classes",)),
     ("part that is not there", None, ("evaluate", "demo", "--data", "demo", "--split", "nope"), ("no part nope",)),
     ("deviation of zero", None, ("evaluate", "demo", "--data", "demo", "--std", "0,0,0"), ("positive",)),
@@ -191,6 +199,7 @@ LATE = {
     "no images": _DATA,
     "one image": _DATA,
     "broken image": _DATA,
+    "deep pixels": _DATA,
     "another number of classes": _SEEN,
     "part that is not there": _DATA,
     "a classifier of one class": _SEEN,
