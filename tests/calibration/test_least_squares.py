@@ -219,7 +219,8 @@ def test_several_ridges_at_once_are_each_alone() -> None:
 def test_the_ridge_is_sought_until_the_error_has_risen_twice(
     errors: list[float], best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = iter([torch.tensor([share * error]) for error in errors for share in (0.25, 0.75)])
+    rising = 10.0  # the sum of both halves decides, not one of them
+    told = iter([torch.tensor([v]) for at, error in enumerate(errors) for v in (error + rising * at, -rising * at)])
     monkeypatch.setattr(least_squares, "_error", lambda *given: next(told))
     folds = Folds()
     folds.add(torch.randn(8, 1, 4, 5, dtype=torch.float64), torch.randn(8, 1, 4, 3, dtype=torch.float64))
