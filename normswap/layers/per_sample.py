@@ -144,7 +144,7 @@ class ChannelRescaling:
         scale, lean = (_signed(signs, letters).to(mean) for signs, letters in ((flips, factors), (leans, sizes)))
         lean = lean.view(groups, -1) - lean.view(groups, -1).mean(1, keepdim=True)
         if sizes:
-            lean = lean / lean.square().mean(1, keepdim=True).sqrt()
+            lean = lean / lean.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)  # 0 where the group is silent
         variance = (scale.square() * var).view(groups, -1).mean(1, keepdim=True)
         size = (variance * steady / (1 - steady)).sqrt()
         return cls(scale, (size * lean).flatten() - scale * mean)

@@ -209,3 +209,18 @@ def test_leaves_are_as_large_as_the_network_is_made_for_up_to_a_bound(
     monkeypatch.setattr(channels_seen, "leaves", noted)
     conversion.plan_step(inspect(model), "groupnorm")
     assert sizes == {(3, seen, seen)}
+
+
+def test_a_group_of_dead_channels_stays_dead() -> None:
+    """As ImageNet-trained networks have them, filters and variances of 0, when groups are small."""
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    with torch.no_grad():
+        conv.weight[2:4], conv.bias[2:4], norm.running_var[2:4] = 0.0, 0.0, 0.0  # type: ignore[index]
+        norm.bias.copy_(torch.randn(8))
+    model = nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(8, 2, 1)).double().eval()
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    done = conversion.convert(model, "groupnorm", groups=4, inputs=x)
+    with torch.no_grad():
+        normed = done.model[1](done.model[0](x))
+    assert torch.allclose(normed[:, 2:4], norm.bias[2:4].view(2, 1, 1).expand_as(normed[:, 2:4]))
