@@ -263,22 +263,18 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """Tried from the smallest on until the error has risen twice; all at once where each answer is a wait for a device.
-
-    Of patches so wide that factors cost minutes, from the middle on downhill, fitted on the first half only.
-    """
+    """Tried from the smallest on until the error has risen twice; all at once where each answer is a wait for a device."""
     if not all(half.count > 1 for half in halves):
         return RIDGES[0]
     asked = slice(None, None, max(prior.shape[1] // _ASKED, 1))
     known = [half.covariances() for half in halves]
-    costly = prior.shape[2] >= _COSTLY
 
     def error(ridge: float | Tensor, one: int, other: int) -> Tensor:
         covariance, cross, _ = known[one]
         weight = Kernel.of(covariance, ridge).weights(cross[:, asked], prior[:, asked], zero_sum=zero_sum)
         return _error(weight, asked, halves[one], halves[other], known[other])
 
-    if costly:
+    if prior.shape[2] >= _COSTLY:  # factors cost minutes: from the middle on downhill, fitted on the first half only
         return RIDGES[_downhill(functools.cache(lambda at: float(error(RIDGES[at], 0, 1))), len(RIDGES))]
     ridges = prior.new_tensor(RIDGES)[:, None, None, None]
     parts = ridges.split(1) if prior.device.type == "cpu" else (ridges,)
