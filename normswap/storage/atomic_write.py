@@ -142,8 +142,9 @@ def check_writable(file: Path, *, force: bool = False) -> None:
     """Check that `file` may be written, before any work is done for it.
 
     Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, or it is a folder.
+        OutputError: it exists (and `force` is not given), its folder does not, it is a folder, or a link to nothing.
     """
+    check_link(file)
     if file.is_dir():
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
     finish(file)
@@ -151,6 +152,17 @@ def check_writable(file: Path, *, force: bool = False) -> None:
         raise OutputError(f"{file} exists", remedy=f"Give another name, or {spelled('force', True)} to replace it")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
+
+
+def check_link(place: Path) -> None:
+    """Check that what is to be written is no link whose target is gone: nobody knows which of the two is meant.
+
+    Raises:
+        OutputError: it is.
+    """
+    if place.is_symlink() and not place.exists():
+        what = f"{place} is a link to {place.readlink()}, which does not exist"
+        raise OutputError(what, remedy="Remove the link, or give another name")
 
 
 def swap(aside: Path, place: Path) -> None:

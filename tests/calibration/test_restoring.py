@@ -95,6 +95,31 @@ def test_a_layer_without_bias_keeps_its_means() -> None:
     assert done.notes[1] == "1 layers have no bias: their means stay as they are"
 
 
+class Calls(nn.Module):
+    """Calls its first convolution so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.times, self.first, self.last = times, nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.relu(self.first(x))
+        return self.last(x).mean((2, 3))
+
+
+@pytest.mark.parametrize("times", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_a_layer_that_is_called_twice_stays_as_it_is(times: tuple[int, int]) -> None:
+    """Its one weight cannot give two outputs the moments of one, nor one those of two."""
+    source, changed = (Calls(count).double().eval() for count in times)
+    sparse = pruned(changed)
+    done = recalibrate(sparse, images(), against=source, size=(3, 9, 9))
+    assert "of 1 layers" in done.notes[0]
+    before, after = sparse.state_dict(), done.model.state_dict()
+    assert [name for name in before if not before[name].equal(after[name])] == ["last.weight", "last.bias"]
+
+
 def test_channels_that_do_not_vary_are_not_blown_up() -> None:
     source = network()
     dead = copy.deepcopy(source)

@@ -69,6 +69,12 @@ def empty(here: Path) -> None:
     (here / "empty").mkdir()
 
 
+def dangling(here: Path) -> None:
+    """Lay links to what is not there."""
+    for name in ("out", "out.png"):
+        (here / name).symlink_to("gone")
+
+
 FIT = ("convert", "demo", "--to", "groupnorm", "-o", "out", "--calibrate")
 TRAIN = ("finetune", "demo", "-o", "run", "--recipe")
 
@@ -151,6 +157,12 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
      (*TRAIN, "finetune_imagenet_skipinit", "--data", "demo"), ("run exists",)),
     ("options of no source", None, ("verify", "demo", "--weights", "random", "--arch", "x"),
      ("--weights and --arch without --against",)),
+    ("a report on nothing", None, ("report", "nope"), ("nope is no directory",)),
+    ("nothing to push", None, ("push", "nope", "a/b"), ("nope is no directory",)),
+    ("output is a link to nothing", dangling, CONVERT, ("out is a link to gone, which does not exist", "Remove")),
+    ("a picture over a link to nothing", dangling, ("spp", "demo", "-o", "out.png"), ("out.png is a link to gone",)),
+    ("model is a link to nothing", dangling, ("inspect", "out"), ("out is a link to gone, which does not exist",)),
+    ("directory is a link to nothing", dangling, ("inspect", "local-dir:out"), ("out is a link to gone",)),
     ("unknown command", None, ("inspct", "demo"), ("Did you mean",)),
 ]  # fmt: skip
 
@@ -175,6 +187,8 @@ EARLY = (
     "a report into a network", "average of nothing", "options of no source", "unknown command", "path no text",
     "a sweep into a file", "negative decay", "decay above one", "deviation of zero", "crop above one",
     "no such resizing", "two of one", "picture of no kind", "no such name on the hub", "empty folder as model",
+    "a report on nothing", "nothing to push", "output is a link to nothing", "a picture over a link to nothing",
+    "model is a link to nothing", "directory is a link to nothing",
 )  # fmt: skip
 _SEEN = "the network is looked at, and that takes torch"
 _DATA = "the images are opened by timm's reader, which imports torch"
