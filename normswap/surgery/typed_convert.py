@@ -1,7 +1,7 @@
 """`convert` as editors and type checkers see it: each scheme with its own options.
 
 A name that they do not know, of a scheme that somebody has registered or held in a variable, takes the options of every
-scheme by keyword, and its own as `**options`, a `dict[str, Any]`.
+scheme by keyword, and its own as `**options`, a dict whose values have no type.
 """
 
 from __future__ import annotations
