@@ -1,6 +1,7 @@
 """`convert` as editors and type checkers see it: each scheme with its own options.
 
-A scheme that somebody has registered takes any.
+A name that they do not know, of a scheme that somebody has registered or held in a variable, takes the options of every
+scheme by keyword, and its own as `**options`, a dict whose values have no type.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class BatchnormOptions(EveryOption, total=False):
     """Of `batchnorm`."""
 
     where: Literal["norms", "activation", "conv"]
-    like: str
+    like: str | nn.Module
     ghost_batch: int
 
 
@@ -188,7 +189,9 @@ class TypedConvert(Protocol):
     ) -> Conversion: ...
 
     @overload
-    def __call__(self, model: nn.Module | Network | Conversion, to: str, **options: object) -> Conversion: ...
+    def __call__(
+        self, model: nn.Module | Network | Conversion, to: str, **options: Unpack[EveryOption]
+    ) -> Conversion: ...
 
 
 convert = cast(TypedConvert, conversion.convert)

@@ -44,6 +44,7 @@ class Option:
         choices: the words that it may be.
         range: the numbers that it may be.
         instead_of: the option that says the same in another way; only one of the two is given.
+        or_network: in Python it may be a module, too.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Option:
     choices: tuple[str, ...] = ()
     range: Range | None = None
     instead_of: str = ""
+    or_network: bool = False
 
     @property
     def flag(self) -> str:
@@ -161,7 +163,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
                "--calibrate, as `activation`: after each convolution whose values reach an activation next; `conv`: "
                "after each that another layer reads", choices=("norms", "activation", "conv")),
         Option("like", str, "", "instead: an architecture (named as MODEL is) whose norms' places are taken and whose "
-               "own class, without normswap's layers, holds the result", "ARCH"),
+               "own class, without normswap's layers, holds the result", "ARCH", or_network=True),
         Option("ghost_batch", int, 0, "how many samples share their statistics in training; 0: the whole batch", "N",
                range=Range(0)),
     ),
