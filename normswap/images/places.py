@@ -54,7 +54,7 @@ def chosen(folder: Path, split: str) -> Path:
 
 
 def passed_over(place: Path) -> str:
-    """What to note of a folder's pictures of formats that timm's reader does not know; empty if there are none.
+    """Count, for a note, the pictures of a folder that are of formats that timm's reader does not know; empty if none.
 
     It passes over them without a word, and an accuracy is then of the others alone.
     """
