@@ -163,7 +163,7 @@ def open_images(
     labels = LabelMap({}) if labelled is False or not names else no_labels(names) if flat else None
     labels = label_map(names, outputs_of(model), data) if labels is None else labels
     notes += [labels.note] if labels.note else []
-    notes += [other] if place is not None and place.is_dir() and (other := passed_over(place)) else []
+    notes += [counted] if place is not None and place.is_dir() and (counted := passed_over(place)) else []
     outputs = labels.outputs or None
     return LabelledImages(dataset, mode, transform, outputs, tuple(notes))
 

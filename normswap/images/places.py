@@ -60,11 +60,11 @@ def passed_over(place: Path) -> str:
     """
     others = _PICTURES - get_img_extensions(as_set=True)
     names = (name for _, _, files in os.walk(place, followlinks=True) for name in files)
-    found = [ending for name in names if (ending := os.path.splitext(name)[1].lower()) in others]
-    if not found:
+    endings = [ending for name in names if (ending := os.path.splitext(name)[1].lower()) in others]
+    if not endings:
         return ""
-    counted = "1 picture of another format" if len(found) == 1 else f"{len(found)} pictures of other formats"
-    return f"{counted} passed over: {', '.join(sorted(set(found)))}"
+    counted = "1 picture of another format" if len(endings) == 1 else f"{len(endings)} pictures of other formats"
+    return f"{counted} passed over: {', '.join(sorted(set(endings)))}"
 
 
 class CsvReader(Reader):
