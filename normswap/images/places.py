@@ -58,9 +58,9 @@ def passed_over(place: Path) -> str:
 
     It passes over them without a word, and an accuracy is then of the others alone.
     """
-    others = _PICTURES - get_img_extensions(as_set=True)
+    unread = _PICTURES - get_img_extensions(as_set=True)
     names = (name for _, _, files in os.walk(place, followlinks=True) for name in files)
-    endings = [ending for name in names if (ending := os.path.splitext(name)[1].lower()) in others]
+    endings = [ending for name in names if (ending := os.path.splitext(name)[1].lower()) in unread]
     if not endings:
         return ""
     counted = "1 picture of another format" if len(endings) == 1 else f"{len(endings)} pictures of other formats"
