@@ -13,6 +13,7 @@ import lzma
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from normswap import demo_files, provenance
 from normswap.errors import OptionError, SourceError, first_line
 from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
 from normswap.images.pixels import converted
-from normswap.images.places import CsvReader, chosen
+from normswap.images.places import CsvReader, chosen, passed_over
 from normswap.models import default_device, network_input, zoo
 from normswap.models.default_device import cpu_by_default
 from normswap.models.hub_config import Cfg
@@ -162,6 +163,7 @@ def open_images(
     labels = LabelMap({}) if labelled is False or not names else no_labels(names) if flat else None
     labels = label_map(names, outputs_of(model), data) if labels is None else labels
     notes += [labels.note] if labels.note else []
+    notes += [counted] if place is not None and place.is_dir() and (counted := passed_over(place)) else []
     outputs = labels.outputs or None
     return LabelledImages(dataset, mode, transform, outputs, tuple(notes))
 
@@ -220,7 +222,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
     if place is not None and place.suffix.lower() == ".csv":
         return ImageDataset(root, reader=CsvReader(place), input_img_mode=mode)
     try:
-        with quiet():
+        with quiet(), redirect_stdout(io.StringIO()):  # timm's readers print what else they raise
             return create_dataset(name, root=root or None, split=split, input_img_mode=mode, search_split=place is None)
     except ImportError as error:
         raise SourceError(f"{data} needs a package that is not installed", first_line(error)) from None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import IO
 
+from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader import Reader
 from timm.utils.misc import natural_key
 
@@ -14,6 +16,10 @@ from normswap.errors import SourceError, first_line
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
 _PACKED = ("", ".tar", ".tar.xz", ".tar.gz")
+_PICTURES = frozenset(
+    {".arw", ".avif", ".bmp", ".cr2", ".cr3", ".dng", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg",
+     ".jpg", ".jxl", ".nef", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)  # fmt: skip
 _FILE = ("file", "filename", "file_name", "path", "image")
 _LABEL = ("label", "class", "class_name", "category", "target", "wnid", "name")
 
@@ -45,6 +51,20 @@ def chosen(folder: Path, split: str) -> Path:
     if named_part is None and usual is None:
         raise SourceError(f"{folder} has no part {split}", remedy="A part is a folder in it: train, val, test ...")
     return named_part or folder
+
+
+def passed_over(place: Path) -> str:
+    """Count, for a note, the pictures of a folder that are of formats that timm's reader does not know; empty if none.
+
+    It passes over them without a word, and an accuracy is then of the others alone.
+    """
+    unread = _PICTURES - get_img_extensions(as_set=True)
+    names = (name for _, _, files in os.walk(place, followlinks=True) for name in files)
+    endings = [ending for name in names if (ending := os.path.splitext(name)[1].lower()) in unread]
+    if not endings:
+        return ""
+    counted = "1 picture of another format" if len(endings) == 1 else f"{len(endings)} pictures of other formats"
+    return f"{counted} passed over: {', '.join(sorted(set(endings)))}"
 
 
 class CsvReader(Reader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,29 @@ def test_workers(images: Path) -> None:
     here, there = batches(CONFIG, images), list(loader)
     assert torch.equal(torch.cat([pixels for pixels, _ in there]), here[0])
     assert [len(labels) for _, labels in there] == [5, 5, 2]
+
+
+def test_pictures_that_the_reader_of_folders_does_not_know_are_counted(images: Path) -> None:
+    for name in ("4.heic", "5.HEIC", "6.gif", "notes.txt", "labels.json"):
+        (images / CLASSES[0] / name).write_bytes(b"x")
+    loader = make_loader(CONFIG, str(images), workers=0)
+    assert loader.count == 12
+    assert "3 pictures of other formats passed over: .gif, .heic" in loader.notes
+    (images / CLASSES[0] / "6.gif").unlink()
+    (images / CLASSES[0] / "5.HEIC").unlink()
+    assert "1 picture of another format passed over: .heic" in make_loader(CONFIG, str(images), workers=0).notes
+    (images / CLASSES[0] / "4.heic").unlink()
+    assert not any("passed over" in note for note in make_loader(CONFIG, str(images), workers=0).notes)
+
+
+def test_a_package_that_is_missing_is_one_line_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
+    with pytest.raises(SourceError, match=r"hfds/a/b needs a package that is not installed: .*datasets"):
+        make_loader(CONFIG, "hfds/a/b", workers=0)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_split_folder(images: Path) -> None:
