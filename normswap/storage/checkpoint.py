@@ -31,7 +31,7 @@ from normswap.models import kinds, network_input, weight_files, zoo
 from normswap.models.default_device import cpu_by_default
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
-from normswap.storage import atomic_write, hub_folder, model_card, network_folder
+from normswap.storage import atomic_write, hub_folder, model_card, network_folder, one_writer
 from normswap.storage.header_record import VERSION, read_header, weights_of
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
@@ -90,20 +90,34 @@ def save(
         force: replace a directory that normswap, or timm, wrote before; of a link, the one that it points to.
 
     Raises:
-        OutputError: the place is taken or cannot be written.
+        OutputError: the place is taken, cannot be written, or is being written by another process.
     """
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
     model = network_input.require_module(model)
     network_folder.check_writable(place, force=force)
-    place = place.resolve()  # a link stays, and what it points to is replaced
     record = provenance.of(model) or Provenance(source=type(model).__name__)
     record = replace(record, arch=arch or unfolding.architecture(model))
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(place, error) from None
+    with one_writer.alone(place):
+        network_folder.check_writable(place, force=force)  # somebody may have written it since
+        _replace(place.resolve(), model, record, report)  # a link stays; the directory that it points to is replaced
+    return place
+
+
+def _unwritable(place: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write to {place}", error.strerror or str(error))
+
+
+def _replace(place: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+    """Write the directory beside its place, then put it there."""
+    try:
         aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     except OSError as error:
-        raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
+        raise _unwritable(place, error) from None
     try:
         aside.chmod(0o777 & ~atomic_write.umask())
         _write(aside, model, record, report)
@@ -112,7 +126,6 @@ def save(
         raise OutputError(f"cannot write {place}", str(error), "Nothing was changed there") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return Path(directory)
 
 
 @cpu_by_default()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,12 @@ from timm.data import create_transform
 from torch import nn
 
 from normswap import convert
+from normswap.cli.app import main
 from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.images.datasets import make_loader
 from normswap.models import weight_files
-from normswap.storage import atomic_write, checkpoint
+from normswap.storage import atomic_write, checkpoint, network_folder, one_writer
 from normswap.storage.header_record import read_header
 
 FILES = {"one": "1", "two": "2"}
@@ -279,3 +283,55 @@ def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors", {"normswap": "[1]"})
     with pytest.raises(SourceError, match="the header cannot be read"):
         read_header(tmp_path)
+
+
+HOLDER = (
+    "import pathlib, sys; from normswap.storage import one_writer\nwith one_writer.alone(pathlib.Path(sys.argv[1])): "
+)
+HOLDER += "print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
+def test_one_process_at_a_time_writes_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    place, model = tmp_path / "out", small()
+    said = f"{place} is being written by another process"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(OutputError, match=said):
+            checkpoint.save(model, place)
+        for command in ("convert demo --to folded", "recalibrate demo --data demo"):
+            assert main([*command.split(), "-o", str(place)]) == 2
+            out, err = capfd.readouterr()
+            assert (out, err.count("\n"), said in err) == ("", 1, True)
+        assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
+        other.kill()
+    checkpoint.save(model, place)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_who_holds_a_directory_writes_it_and_another_thread_does_not(tmp_path: Path) -> None:
+    place, model = tmp_path / "out", small()
+    with one_writer.alone(place), ThreadPoolExecutor(1) as thread:
+        with pytest.raises(OutputError, match="is being written"):
+            thread.submit(checkpoint.save, model, place).result()
+        checkpoint.save(model, place)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_another_process_wrote_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not there when the work began."""
+    place, model, check = tmp_path / "out", small(), network_folder.check_writable
+    checkpoint.save(model, place)
+    asked: list[Path] = []
+
+    def not_yet(place: Path, *, force: bool) -> None:
+        asked.append(place)
+        if len(asked) > 1:
+            check(place, force=force)
+
+    monkeypatch.setattr(network_folder, "check_writable", not_yet)
+    with pytest.raises(OutputError, match="exists"):
+        checkpoint.save(model, place)

@@ -6,6 +6,7 @@ The options of the schemes are made from their records (`schemes/parts/options.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -24,7 +25,7 @@ from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
 from normswap.schemes import Options, all_options, purpose_names
 from normswap.schemes.parts.options import Option
-from normswap.storage import atomic_write, network_folder
+from normswap.storage import atomic_write, network_folder, one_writer
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.carrying_out import Conversion
@@ -172,23 +173,26 @@ def run(
     if not dry_run:
         network_folder.check_writable(place, force=planning.force)
     planning.check_writable()
-    net = opening.open(model, mapped=fitting.calibrate is None)  # a fit takes so long that somebody may write the file
-    from normswap.models import devices  # torch is there now
-    from normswap.storage import checkpoint
-    from normswap.surgery.network import Network
+    with nullcontext() if dry_run else one_writer.alone(place):
+        net = opening.open(
+            model, mapped=fitting.calibrate is None
+        )  # a fit takes so long that somebody may write the file
+        from normswap.models import devices  # torch is there now
+        from normswap.storage import checkpoint
+        from normswap.surgery.network import Network
 
-    net = devices.place(net, fitting.device)
-    what = f"converting to {scheme}, verifying"
-    with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
-        if plan_from_file is not None:
-            done, bodies, steps = _follow(fitting.on(net, advance), plan_from_file, str(planning.from_plan))
-        elif dry_run:
-            done, bodies, steps = _plan_only(Network(net), wanted, measured=fitting.calibrate is not None)
-        else:
-            done, bodies, steps = _convert(fitting.on(net, advance), wanted)
-    if done is not None and not dry_run:
-        with progress.working(f"writing {place}"):
-            checkpoint.save(done, place, force=planning.force)
+        net = devices.place(net, fitting.device)
+        what = f"converting to {scheme}, verifying"
+        with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
+            if plan_from_file is not None:
+                done, bodies, steps = _follow(fitting.on(net, advance), plan_from_file, str(planning.from_plan))
+            elif dry_run:
+                done, bodies, steps = _plan_only(Network(net), wanted, measured=fitting.calibrate is not None)
+            else:
+                done, bodies, steps = _convert(fitting.on(net, advance), wanted)
+        if done is not None and not dry_run:
+            with progress.working(f"writing {place}"):
+                checkpoint.save(done, place, force=planning.force)
     if planning.plan is not None:
         atomic_write.text(planning.plan, Plan(tuple(steps)).to_json(indent=2, about=_ABOUT) + "\n")
     show(
