@@ -1,4 +1,4 @@
-"""A file whose runtime this system has not: the folded network is proven instead, and nobody calls the file verified."""
+"""A file whose runtime this system has not: the folded network is proven instead, and no file is called verified."""
 
 from __future__ import annotations
 
