@@ -41,7 +41,7 @@ class TensorFiles:
 
     def put(self, tensors: Sequence[Tensor]) -> CacheEntry:
         """Write plain tensors."""
-        rows = [tensor.detach().cpu() for tensor in tensors]
+        rows = _on_cpu([tensor.detach() for tensor in tensors])
         wanted = sum(tensor.nbytes for tensor in rows)
         # the shortest that is long enough; else the longest
         file = min(self.spare, key=lambda one: (self.spare[one] < wanted, abs(self.spare[one] - wanted)), default=None)
@@ -86,6 +86,14 @@ class TensorFiles:
     def _new(self) -> Path:
         self.made += 1
         return Path(self.folder.name) / str(self.made)
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The values on the CPU; those of a device come as bytes in one copy, for each copy is a wait."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [*tensors]
+    rows = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return [*torch.cat(rows).cpu().split([len(row) for row in rows])]
 
 
 def _bytes(tensor: Tensor) -> Any:

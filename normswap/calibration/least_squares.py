@@ -9,7 +9,7 @@ the algebra.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -176,16 +176,16 @@ class Kernel:
     """The part of a regression that depends on the inputs alone.
 
     Args:
-        factor: Cholesky's, of K (G, f, f).
-        damp: ridge * m, (G, 1, 1).
+        factor: Cholesky's, of K (..., G, f, f).
+        damp: ridge * m, (..., G, 1, 1).
     """
 
     factor: Tensor
     damp: Tensor
 
     @classmethod
-    def of(cls, covariance: Tensor, ridge: float) -> Kernel:
-        """Of a covariance (G, f, f).
+    def of(cls, covariance: Tensor, ridge: float | Tensor) -> Kernel:
+        """Of a covariance (G, f, f) and a ridge, or several (R, 1, 1, 1), each of which gives a kernel.
 
         Where sums in float32 left it further below zero than the ridge lifts it (wide patches that go together), the
         group's ridge is ten times as large, and again.
@@ -194,22 +194,24 @@ class Kernel:
             torch.linalg.LinAlgError: a number in it is not finite.
         """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
-        while bool(torch.isfinite(damp).all()):
-            kernel = covariance.clone()
-            kernel.diagonal(dim1=1, dim2=2).add_(damp[:, :, 0])
+        while True:
+            kernel = covariance.expand(*damp.shape[:-2], *covariance.shape[1:]).clone()
+            kernel.diagonal(dim1=-2, dim2=-1).add_(damp[..., 0])
             factor, failed = torch.linalg.cholesky_ex(kernel)
-            if not failed.any():
+            finite, fails = torch.stack([damp.isfinite().all(), (failed > 0).any()]).tolist()  # one wait for a device
+            if not finite:
+                raise torch.linalg.LinAlgError("the covariance is not finite")
+            if not fails:
                 return cls(factor, damp)
-            damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
-        raise torch.linalg.LinAlgError("the covariance is not finite")
+            damp = torch.where(failed[..., None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
-        """V (G, o, f) of `regress`."""
-        weight = torch.cholesky_solve((cross + self.damp * prior).transpose(1, 2), self.factor).transpose(1, 2)
+        """V (..., G, o, f) of `regress`."""
+        weight = torch.cholesky_solve((cross + self.damp * prior).mT, self.factor).mT
         if zero_sum is not None:
             u = zero_sum[:, :, None]
             for away in (torch.cholesky_solve(u, self.factor), u):  # then what rounding left
-                weight = weight - (weight @ u) / (away.transpose(1, 2) @ u) * away.transpose(1, 2)
+                weight = weight - (weight @ u) / (away.mT @ u) * away.mT
         return weight
 
 
@@ -261,7 +263,7 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """Tried from the smallest on, until the error has risen twice.
+    """Tried all at once, for a device is waited for at each answer; from the smallest on until the error rises twice.
 
     Of patches so wide that factors cost minutes, from the middle on downhill, fitted on the first half only.
     """
@@ -271,16 +273,15 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
     known = [half.covariances() for half in halves]
     costly = prior.shape[2] >= _COSTLY
 
-    @functools.cache
-    def error(at: int) -> float:
-        total = 0.0
-        for one, other in ((0, 1),) if costly else ((0, 1), (1, 0)):
-            covariance, cross, _ = known[one]
-            weight = Kernel.of(covariance, RIDGES[at]).weights(cross[:, asked], prior[:, asked], zero_sum=zero_sum)
-            total += _error(weight, asked, halves[one], halves[other], known[other])
-        return total
+    def error(ridge: float | Tensor, one: int, other: int) -> Tensor:
+        covariance, cross, _ = known[one]
+        weight = Kernel.of(covariance, ridge).weights(cross[:, asked], prior[:, asked], zero_sum=zero_sum)
+        return _error(weight, asked, halves[one], halves[other], known[other])
 
-    return RIDGES[_downhill(error, len(RIDGES)) if costly else _first_valley(error, len(RIDGES))]
+    if costly:
+        return RIDGES[_downhill(functools.cache(lambda at: float(error(RIDGES[at], 0, 1))), len(RIDGES))]
+    ridges = prior.new_tensor(RIDGES)[:, None, None, None]
+    return RIDGES[_first_valley((error(ridges, 0, 1) + error(ridges, 1, 0)).tolist())]
 
 
 def _downhill(error: Callable[[int], float], count: int) -> int:
@@ -291,29 +292,27 @@ def _downhill(error: Callable[[int], float], count: int) -> int:
     return at
 
 
-def _first_valley(error: Callable[[int], float], count: int) -> int:
-    errors: list[float] = []
-    for at in range(count):
-        errors.append(error(at))
-        if len(errors) > 2 and errors[-1] > errors[-2] > errors[-3]:
-            break
-    return min(range(len(errors)), key=errors.__getitem__)
+def _first_valley(errors: Sequence[float]) -> int:
+    """Where the error is least before it has risen twice running."""
+    risen = (at + 3 for at in range(len(errors) - 2) if errors[at] < errors[at + 1] < errors[at + 2])
+    return min(range(next(risen, len(errors))), key=errors.__getitem__)
 
 
 def _bias(weight: Tensor, moments: Moments, asked: slice = slice(None)) -> Tensor:
     x, y = moments.means()
-    bias = y[:, asked] - (weight @ x[:, :, None])[:, :, 0]
+    bias = y[:, asked] - (weight @ x[:, :, None])[..., 0]
     return bias if moments.biased else torch.zeros_like(bias)
 
 
-def _error(weight: Tensor, asked: slice, fitted_on: Moments, other: Moments, known: Covariances) -> float:
+def _error(weight: Tensor, asked: slice, fitted_on: Moments, other: Moments, known: Covariances) -> Tensor:
     """Mean square error on `other` of weights, with their biases, that were fitted on `fitted_on`, summed over targets.
 
     Args:
+        weight: (..., G, o, f); the error is (...).
         asked: which targets the weights are for.
         known: the covariances of `other`.
     """
     covariance, cross, variance = known
     offset = _bias(weight, other, asked) - _bias(weight, fitted_on, asked)
-    square = ((weight @ covariance) * weight).sum(2) - 2 * (weight * cross[:, asked]).sum(2)
-    return float((square + variance[:, asked] + offset.square()).sum())
+    square = ((weight @ covariance) * weight).sum(-1) - 2 * (weight * cross[:, asked]).sum(-1)
+    return (square + variance[:, asked] + offset.square()).sum((-2, -1))

@@ -192,9 +192,13 @@ class Lockstep:
         """Go on to the given node of each network, which is not run yet; gives each batch's values there.
 
         Who computes the value of such a node may leave it among them.
+
+        Raises:
+            VerificationError: after the last batch: a value of any of them is not finite.
         """
         ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
         keep = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
+        finite: list[Tensor] = []
         for i, entries in enumerate(self.batches):
             caches = [ActivationCache(self.store, slots) for slots in entries]
             try:
@@ -203,24 +207,14 @@ class Lockstep:
             except Exception as error:  # a way that only other images take
                 raise misfit(error, "these images take another way through the network than the first") from None
             for slots, cache in zip(entries, caches, strict=True):
-                self._check_finite(cache.held[name] for name in cache.held.keys() - slots.keys())
+                finite += _finite(cache.held[name] for name in cache.held.keys() - slots.keys())
             yield [*caches]
             if keep:
                 self.batches[i] = [cache.keep(slots) for slots, cache in zip(entries, caches, strict=True)]
+        if finite and not bool(torch.stack(finite).all()):  # asked once for all batches: a device is waited for
+            raise VerificationError("the network gives values that are not finite on the calibration images")
         if keep:
             self.reached = ends
-
-    def _check_finite(self, values: Iterable[object]) -> None:
-        """Check that every number among the values is finite.
-
-        Raises:
-            VerificationError: a tensor among the values has something else in it than numbers.
-        """
-        for value in values:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-                least, most = value.aminmax()
-                if not (least.isfinite() and most.isfinite()):
-                    raise VerificationError("the network gives values that are not finite on the calibration images")
 
     def store_rows(self, index: int, rows: tuple[Tensor, ...]) -> None:
         """Put what was drawn from a stop's batch beside the batches, in the place of the last stop's."""
@@ -232,3 +226,11 @@ class Lockstep:
         """The rows that were put there, batch by batch."""
         for index in range(len(self.batches)):
             yield tuple(self.store.read(self.rows[index]))
+
+
+def _finite(values: Iterable[object]) -> Iterator[Tensor]:
+    """Of each tensor of numbers whether all of them are finite, as a bool () on its device."""
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            least, most = value.aminmax()
+            yield least.isfinite() & most.isfinite()

@@ -38,10 +38,10 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
         places = draw(x.shape[1], count, generator).to(x.device)
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
-    places = draw(math.prod(sides), count, generator).to(x.device)
+    places = draw(math.prod(sides), count, generator)
     seen = _read(layer, x, torch.unravel_index(places, sides))  # (N, C, p, taps)
     seen = seen.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
-    return seen, _grouped(layer, y, places)
+    return seen, _grouped(layer, y, places.to(y.device))
 
 
 def targets(layer: Linearity, y: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -66,19 +66,22 @@ def _grouped(conv: nn.modules.conv._ConvNd, y: Tensor, places: Tensor) -> Tensor
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """Give the inputs of these places of the output, (N, C, p, taps); the zeros of the padding are never written."""
+    """Give the inputs of these places of the output, (N, C, p, taps); the zeros of the padding are never written.
+
+    Args:
+        at: along each side, on the CPU, where the indices are reckoned: none of them is waited for.
+    """
     maps, padding = own_forwards.read(conv, x)
     sides = maps.shape[2:]
     flat, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
-    flat, inside = flat.to(x.device), inside.to(x.device)
     for side, place in enumerate(at):  # along each side, (p, 1 .. k .. 1)
-        tap = torch.arange(conv.kernel_size[side], device=x.device) * conv.dilation[side]
+        tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
         index = place.view(-1, *(1,) * len(at)) * conv.stride[side] - padding[side]
         index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])
         flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
-    seen = maps.flatten(2)[:, :, flat.flatten(1)]
-    return seen if bool(inside.all()) else seen * inside.flatten(1).to(seen.dtype)
+    seen = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
+    return seen if bool(inside.all()) else seen * inside.flatten(1).to(seen)
 
 
 def draw(places: int, count: int, generator: torch.Generator) -> Tensor:

@@ -9,6 +9,7 @@ gradient, no labels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -150,7 +151,9 @@ class End:
             return cls(one.scale, one.shift, (), None)
         return cls(one.scale, one.shift, (), None if one.arms else one.live)
 
+    @functools.cached_property
     def alive(self) -> bool:
+        """Whether the layer's output says something of what comes of it; read from the device once."""
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, held: list[Values], source_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,12 +199,12 @@ def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: in
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
-    relaxing = ROUNDS if end.live and end.alive() else 0
+    relaxing = ROUNDS if end.live and end.alive else 0
     places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // layer.lockstep.shown))
     folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(seed)
     for i, held in enumerate(layer()):
         source_value = held[0][layer.theirs.name] = source(held[0][inputs(layer.theirs)[0].name])
-        target, offset = end.target(held, source_value) if end.alive() else (source_value, source_value)
+        target, offset = end.target(held, source_value) if end.alive else (source_value, source_value)
         draw, seen = generator.get_state(), held[1][inputs(layer.ours)[0].name]
         x, y = patches(module, seen, target, places, generator)
         x = x if factors is None else x / units

@@ -121,7 +121,7 @@ def open_model(
     **asked: Unpack[Asked],
 ) -> nn.Module:
     """`checkpoint.open_model`, and on a terminal something to look at meanwhile; `runs`: see `Opening.open`."""
-    network_folder.check_not_empty(Path(name))
+    network_folder.check_not_empty(Path(name.removeprefix("local-dir:")))
     if not Path(name).is_dir() and Path(name).suffix.lower() not in source_names.EXPORTED:
         source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # downloads show a bar of their own

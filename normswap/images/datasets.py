@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from normswap import demo_files, provenance
 from normswap.errors import OptionError, SourceError, first_line
 from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
+from normswap.images.pixels import converted
 from normswap.images.places import CsvReader, chosen
 from normswap.models import default_device, network_input, zoo
 from normswap.models.default_device import cpu_by_default
@@ -283,14 +284,14 @@ class LabelledImages(Dataset[object]):
     def _image(self, index: int) -> tuple[object, int]:
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
-            return image.convert(self.mode), label
+            return converted(image, self.mode), label
         reader = self.images.reader
         if isinstance(reader, ReaderImageInTar):
             file, label = _tar_member(reader, index)
         else:
             file, label, *_ = reader[index]
         with file, Image.open(file) as image:
-            return image.convert(self.mode), label
+            return converted(image, self.mode), label
 
     def _name(self, index: int) -> str:
         named = getattr(self.images, "filename", None)

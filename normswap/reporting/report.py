@@ -19,7 +19,7 @@ from normswap.analysis import summary
 from normswap.analysis.signal_propagation import Point, signal
 from normswap.diagnosis.doctor import diagnose
 from normswap.diagnosis.findings import Finding
-from normswap.errors import NormswapError, SourceError
+from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
@@ -32,7 +32,7 @@ from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.reporting import page
 from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
-from normswap.storage import atomic_write, checkpoint, header_record
+from normswap.storage import atomic_write, checkpoint, header_record, network_folder
 from normswap.surgery import reverification, unfolding
 from normswap.surgery.network import Network
 
@@ -61,8 +61,7 @@ def collect(
     Raises:
         SourceError: `directory` is not there, was not written by normswap, or is damaged.
     """
-    if not directory.is_dir():
-        raise SourceError(f"{directory} is no directory", remedy="Name one that `normswap convert` wrote")
+    network_folder.check_directory(directory)
     say(f"loading {directory}")
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)

@@ -87,7 +87,7 @@ def save(
     Args:
         arch: how to build the bare architecture, where the network does not know it itself; of a factory of your own:
             `Arch("package.module:factory", kwargs, "factory")`.
-        force: replace a directory that normswap, or timm, wrote before.
+        force: replace a directory that normswap, or timm, wrote before; of a link, the one that it points to.
 
     Raises:
         OutputError: the place is taken or cannot be written.
@@ -96,6 +96,7 @@ def save(
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
     model = network_input.require_module(model)
     network_folder.check_writable(place, force=force)
+    place = place.resolve()  # a link stays, and what it points to is replaced
     record = provenance.of(model) or Provenance(source=type(model).__name__)
     record = replace(record, arch=arch or unfolding.architecture(model))
     try:
@@ -111,7 +112,7 @@ def save(
         raise OutputError(f"cannot write {place}", str(error), "Nothing was changed there") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return place
+    return Path(directory)
 
 
 @cpu_by_default()

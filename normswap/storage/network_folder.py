@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from normswap.errors import OutputError, SourceError, spelled
+from normswap.storage import atomic_write
 
 WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
 
@@ -13,9 +14,11 @@ def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
     Raises:
-        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
+        OutputError: it exists (without `force`), holds something that normswap did not write, lies in a network, or
+            is a link to nothing.
     """
     check_beside(place)
+    atomic_write.check_link(place)
     if not place.exists():
         return
     if not place.is_dir():
@@ -34,11 +37,23 @@ def check_not_empty(place: Path) -> None:
     """See that a directory that is to be opened has something in it; which files, its reader says.
 
     Raises:
-        SourceError: it has not.
+        SourceError: it has not, or is a link to nothing.
     """
+    if place.is_symlink() and not place.exists():
+        raise SourceError(f"{place} is a link to {place.readlink()}, which does not exist")
     if place.is_dir() and not any(place.iterdir()):
         remedy = f"A model directory has {CONFIG} and {WEIGHTS}; for weights alone name the file."
         raise SourceError(f"{place} has no {CONFIG}", "it is empty", remedy)
+
+
+def check_directory(place: Path) -> None:
+    """See that a directory that is to be opened is one.
+
+    Raises:
+        SourceError: it is none.
+    """
+    if not place.is_dir():
+        raise SourceError(f"{place} is no directory", remedy="Name one that `normswap convert` wrote")
 
 
 def check_beside(place: Path) -> None:

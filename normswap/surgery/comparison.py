@@ -230,15 +230,19 @@ def _agreement(a: Tensor, b: Tensor) -> float | None:
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     agreement = _agreement(a, b) if site == "logits" else None
     a, b, size = a.double().flatten(), b.double().flatten(), tuple(x.shape)
-    if a.shape != b.shape or not bool(torch.isfinite(b).all()) or not bool(torch.isfinite(a).all()):
+    if a.shape != b.shape:
         return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
-    difference, norm = a - b, a.norm()
+    if not len(a):
+        return Error(site, precision, size, 0.0, 0.0, 1.0, agreement)
+    difference = a - b
+    numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)
+    norm, other, error, most, top, other_top, product = torch.stack(numbers).tolist()  # one wait for a device
+    if not (math.isfinite(top) and math.isfinite(other_top)):
+        return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
     if not norm:
-        zero = float(b.norm())
-        return Error(site, precision, size, zero, zero, 1.0 if not zero else 0.0, agreement)
-    relative, largest = float(difference.norm() / norm), float(difference.abs().max() / a.abs().max())
-    cosine = float((a @ b) / (norm * b.norm()).clamp_min(1e-300))
-    return Error(site, precision, size, relative, largest, cosine, agreement)
+        return Error(site, precision, size, other, other, 1.0 if not other else 0.0, agreement)
+    cosine = product / max(norm * other, 1e-300)
+    return Error(site, precision, size, error / norm, most / top, cosine, agreement)
 
 
 def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from torch import nn
 
@@ -37,7 +38,7 @@ def recalibrate(
     *,
     against: nn.Module | Sequence[nn.Module] | Wanted = (),
     inputs: Inputs = None,
-    size: Sequence[int] | None = None,
+    input_size: Sequence[int] | None = None,
     seed: int | None = None,
     progress: Progress | None = None,
     **record: object,
@@ -51,7 +52,7 @@ def recalibrate(
             whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
             that still has its BatchNorms is folded for that. `Wanted(networks, scales=False)`: means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
-        size: (C, H, W) of the noise.
+        input_size: (C, H, W) of the noise; it was called `size`, which is taken, too.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
         record: what the plan shall remember of the data: data, samples, batch_size.
 
@@ -66,6 +67,8 @@ def recalibrate(
     broken = [] if isinstance(model, Network) else _broken(model)
     if broken and not isinstance(model, Network):
         model = _reset(model, broken)
+    older = cast("Sequence[int] | None", record.pop("size", None))
+    size = older if input_size is None else input_size
     network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
     wanted = Wanted.of(against)
     if wanted.networks:

@@ -311,6 +311,8 @@ def test_shared_and_parametrized_weights() -> None:
         ({"weight_decay": float("nan")}, "weight_decay"),
         ({"layer_decay": 0.0}, "layer_decay"),
         ({"lr": -0.1}, "lr"),
+        ({"lr": 1.0, "scalar_lr_scale": -0.1}, "scalar_lr_scale"),
+        ({"weight_decay": float("inf")}, "weight_decay"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from narrow_networks import source
-from torch import Tensor
+from torch import Tensor, nn
 
-from normswap.calibration.lockstep import SIZE, Interpreter
+from normswap.calibration.lockstep import SIZE, Interpreter, Lockstep
+from normswap.errors import VerificationError
 from normswap.models.calling import Example
 
 
@@ -24,3 +28,36 @@ def test_only_what_is_still_read_is_kept() -> None:
     (answer,) = (value for name, value in values.items() if name != SIZE)
     assert isinstance(answer, Tensor)
     assert torch.allclose(answer, reference)
+
+
+class Pointwise(nn.Module):
+    """A function, and a layer to stop at."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.function(x))
+
+
+@pytest.mark.parametrize("function", [torch.reciprocal, torch.log], ids=["to inf", "to -inf"])
+@pytest.mark.parametrize("broken", [0, 1, 2, None])
+def test_one_value_that_is_not_finite_is_refused_in_whichever_batch(
+    function: Callable[[Tensor], Tensor], broken: int | None
+) -> None:
+    batches = [torch.ones(2, 4) for _ in range(3)]
+    if broken is not None:
+        batches[broken][1, 2] = 0.0
+    examples = [Example((batch,)) for batch in batches]
+    interpreter = Interpreter(Pointwise(function).eval(), Example((torch.ones(2, 4),)))
+    lockstep = Lockstep([interpreter], examples)
+    (layer,) = (node for node in interpreter.nodes if node.target == "layer")
+    try:
+        if broken is None:
+            assert len([*lockstep.run_to([layer])]) == 3
+        else:
+            with pytest.raises(VerificationError, match="not finite"):
+                list(lockstep.run_to([layer]))
+    finally:
+        lockstep.close()

@@ -57,7 +57,8 @@ def moments(model: nn.Module, batches: list[Tensor]) -> dict[str, tuple[Tensor, 
 def test_every_layer_has_the_moments_of_the_reference() -> None:
     source, batches = network(), images()
     sparse = pruned(source)
-    done = recalibrate(sparse, batches, against=source, size=(3, 9, 9))
+    done = recalibrate(sparse, batches, against=source, input_size=(3, 9, 11))
+    assert {one.size[1:] for one in done.report.logits} == {(3, 9, 11)}
     wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
     assert len(got) == 3
     for path, pair in wanted.items():
@@ -92,6 +93,31 @@ def test_a_layer_without_bias_keeps_its_means() -> None:
     source = network(bias=False)
     done = recalibrate(pruned(source), images(), against=source, size=(3, 9, 9))
     assert done.notes[1] == "1 layers have no bias: their means stay as they are"
+
+
+class Calls(nn.Module):
+    """Calls its first convolution so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.times, self.first, self.last = times, nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.relu(self.first(x))
+        return self.last(x).mean((2, 3))
+
+
+@pytest.mark.parametrize("times", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_a_layer_that_is_called_twice_stays_as_it_is(times: tuple[int, int]) -> None:
+    """Its one weight cannot give two outputs the moments of one, nor one those of two."""
+    source, changed = (Calls(count).double().eval() for count in times)
+    sparse = pruned(changed)
+    done = recalibrate(sparse, images(), against=source, size=(3, 9, 9))
+    assert "of 1 layers" in done.notes[0]
+    before, after = sparse.state_dict(), done.model.state_dict()
+    assert [name for name in before if not before[name].equal(after[name])] == ["last.weight", "last.bias"]
 
 
 def test_channels_that_do_not_vary_are_not_blown_up() -> None:

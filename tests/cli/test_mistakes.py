@@ -58,8 +58,21 @@ def images(**shown: str) -> Callable[[Path], None]:
     return write
 
 
+def deep(here: Path) -> None:
+    """Lay two images, one of 16 bits."""
+    for name, mode in (("a", "L"), ("b", "I;16")):
+        (here / "images" / name).mkdir(parents=True)
+        Image.new(mode, (40, 40), 200).save(here / "images" / name / "x.png")
+
+
 def empty(here: Path) -> None:
     (here / "empty").mkdir()
+
+
+def dangling(here: Path) -> None:
+    """Lay links to what is not there."""
+    for name in ("out", "out.png"):
+        (here / name).symlink_to("gone")
 
 
 FIT = ("convert", "demo", "--to", "groupnorm", "-o", "out", "--calibrate")
@@ -112,6 +125,7 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("no images", empty, (*FIT, "empty"), ("empty is not a dataset of images",)),
     ("one image", images(a="RGB"), (*FIT, "images"), ("1 calibration images", "at least 2")),
     ("broken image", images(a="RGB", b="hi", c="L"), (*FIT, "images"), ("b/x.png", "no image that Pillow knows")),
+    ("deep pixels", deep, (*FIT, "images"), ("b/x.png", "16 bits", "scale them to 8")),
     ("another number of classes", images(a="RGB", b="L"), ("evaluate", "demo", "--data", "images"), ("2 classes",)),
     ("part that is not there", None, ("evaluate", "demo", "--data", "demo", "--split", "nope"), ("no part nope",)),
     ("deviation of zero", None, ("evaluate", "demo", "--data", "demo", "--std", "0,0,0"), ("positive",)),
@@ -143,6 +157,12 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
      (*TRAIN, "finetune_imagenet_skipinit", "--data", "demo"), ("run exists",)),
     ("options of no source", None, ("verify", "demo", "--weights", "random", "--arch", "x"),
      ("--weights and --arch without --against",)),
+    ("a report on nothing", None, ("report", "nope"), ("nope is no directory",)),
+    ("nothing to push", None, ("push", "nope", "a/b"), ("nope is no directory",)),
+    ("output is a link to nothing", dangling, CONVERT, ("out is a link to gone, which does not exist", "Remove")),
+    ("a picture over a link to nothing", dangling, ("spp", "demo", "-o", "out.png"), ("out.png is a link to gone",)),
+    ("model is a link to nothing", dangling, ("inspect", "out"), ("out is a link to gone, which does not exist",)),
+    ("directory is a link to nothing", dangling, ("inspect", "local-dir:out"), ("out is a link to gone",)),
     ("unknown command", None, ("inspct", "demo"), ("Did you mean",)),
 ]  # fmt: skip
 
@@ -167,6 +187,8 @@ EARLY = (
     "a report into a network", "average of nothing", "options of no source", "unknown command", "path no text",
     "a sweep into a file", "negative decay", "decay above one", "deviation of zero", "crop above one",
     "no such resizing", "two of one", "picture of no kind", "no such name on the hub", "empty folder as model",
+    "a report on nothing", "nothing to push", "output is a link to nothing", "a picture over a link to nothing",
+    "model is a link to nothing", "directory is a link to nothing",
 )  # fmt: skip
 _SEEN = "the network is looked at, and that takes torch"
 _DATA = "the images are opened by timm's reader, which imports torch"
@@ -191,6 +213,7 @@ LATE = {
     "no images": _DATA,
     "one image": _DATA,
     "broken image": _DATA,
+    "deep pixels": _DATA,
     "another number of classes": _SEEN,
     "part that is not there": _DATA,
     "a classifier of one class": _SEEN,

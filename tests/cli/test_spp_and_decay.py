@@ -43,6 +43,7 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
     assert err == ""
     assert "resnet18, norms removed" in out
     assert "layer4.1" in out
+    assert out.endswith("next: normswap advise resnet18\n")
     first, again = run_json(capfd, *small), run_json(capfd, *small)
     assert first == again
     assert run_json(capfd, *small, "--seed", "1") != first
@@ -130,3 +131,8 @@ def test_decay_of_a_converted_network_and_by_layer(capfd: Capture) -> None:
     scales = {group["lr_scale"] for group in body["groups"]}
     assert max(scales) == 1.0
     assert len(scales) > 5
+
+
+def test_decay_says_where_its_groups_are_used(capfd: Capture) -> None:
+    assert main(["decay", *SMALL]) == 0
+    assert capfd.readouterr().out.endswith("next: normswap finetune resnet18 --recipe RECIPE --data IMAGES\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,11 @@ def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return [pixels(model, batch) * 2 - 1 for batch in batches]
 
 
+def divided(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Divided by the deviations, but the means were forgotten."""
+    return [pixels(model, batch) / torch.tensor(data_config(model)["std"]).reshape(-1, 1, 1) for batch in batches]
+
+
 @torch.no_grad()
 def of_two_images(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Statistics of the last two images that it saw in training mode."""
@@ -115,6 +121,7 @@ PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str,
     "another normalization": (by_half, "preprocessing", "0.485,0.456,0.406"),
     "one norm of other weights": (other_weights, "wrong-statistics", "others' statistics"),
     "in -1..1": (about_zero, "preprocessing", "given with mean 0.5, std 0.5"),
+    "means forgotten": (divided, "preprocessing", "given with mean 0, std 0.247"),
     "two images' statistics": (of_two_images, "wrong-statistics", "no norm by itself is far off"),
     "night": (at_night, "drifted-domain", "other than those of the training"),
     "eps": (small_variances, "eps", "with 0.001"),
@@ -215,6 +222,17 @@ def test_chance_is_taken_off_what_a_norm_is_off() -> None:
     assert drift.Drift(site, 0.7, 0.1, 0.0, 0.0, there).is_off
     assert not drift.Drift(site, 0.0, 0.0, 0.9, 0.1, there).is_off
     assert drift.Drift(site, 0.0, 0.0, 1.1, 0.1, there).is_off
+
+
+def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
+    """Every other batch is dark: statistics of one half are no more than such images make of it by chance."""
+    model = trained()
+    case = _case(model, images(model))
+    estimate_population(model, [call.images for call in case.images.calls[::2]])
+    sites = [drift.Drift(site, 0.0, 0.0, 0.0, 0.0, (torch.zeros(1), torch.ones(1))) for site in case.sites]
+    dark = [call.map(lambda x: 0.3 * x - 1) if at % 2 else call for at, call in enumerate(case.images.calls)]
+    mixed = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=tuple(dark)))
+    assert [*drift._little_by_little(mixed, sites)] == []
 
 
 def test_the_error_is_that_of_a_mean_over_parts() -> None:

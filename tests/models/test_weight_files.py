@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from small import SMALL, State, same, small
 
 from normswap.errors import SourceError
-from normswap.models import weight_files
+from normswap.models import broken_statistics, weight_files
+from normswap.models.weight_files import check_finite
 from normswap.models.zoo import hash_tensors, open_source
 
 
@@ -139,6 +140,17 @@ def test_bad_file(tmp_path: Path, state: State, case: str) -> None:
     assert all(word in str(caught.value) for word in said), str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_broken_statistics_are_taken_while_nothing_else_is_broken(state: State) -> None:
+    name, nan = "layer2.0.bn1.running_var", float("nan")
+    mendable = _poison(state, name, nan)
+    with broken_statistics.taken():
+        check_finite(mendable, "it")
+        with pytest.raises(SourceError, match="These weights are broken"):
+            check_finite(_poison(mendable, "fc.weight", nan), "it")
+    with pytest.raises(SourceError, match="recalibrate"):
+        check_finite(mendable, "it")
 
 
 def by_hand(state: State) -> str:

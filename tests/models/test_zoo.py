@@ -155,6 +155,7 @@ def test_torchvision_file(
         ("mobilenetv3_large_100.miil_in21k", {}, "mobilenetv3_large_100.miil_in21k", {"num_classes": 11221}),
         ("gluon_resnet18_v1b", {}, "resnet18.gluon_in1k", {}),  # a deprecated name
         ("resnet50_mlp", {}, "resnet50_mlp.untrained", {}),
+        ("vit_tiny_patch16_384", {}, "vit_tiny_patch16_384.augreg_in21k_ft_in1k", {}),  # its own size is no argument
     ],
 )
 def test_random_weights(source: str, options: dict[str, Any], name: str, kwargs: dict[str, Any]) -> None:

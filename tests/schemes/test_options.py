@@ -54,6 +54,7 @@ def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why:
 
 def test_what_an_option_may_be() -> None:
     assert schemes.resolve("dyt", {"bend": 4})["bend"] == 4
+    assert schemes.resolve("groupnorm", {"groups": 4, "group_size": 0})["groups"] == 4  # 0: `groups` says it
     assert schemes.resolve("layernorm", {"steady": 0})["steady"] == 0
     assert schemes.resolve("skipinit", {"alpha": "0.5"})["alpha"] == "0.5"
 

@@ -20,7 +20,7 @@ from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.layers import per_sample
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms, per_sample_rescaling, steady_signs
+from normswap.schemes.parts import channels_seen, per_sample_norms, per_sample_rescaling, steady_signs
 from normswap.schemes.parts.steady_signs import Site
 from normswap.surgery import applying, conversion
 
@@ -191,3 +191,21 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
     with torch.inference_mode():
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())
+
+
+@pytest.mark.parametrize(("own", "seen"), [(32, 32), (80, 80), (224, 128)])
+def test_leaves_are_as_large_as_the_network_is_made_for_up_to_a_bound(
+    own: int, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as small as the record's image: at the end of a network for photographs that has a place or four left."""
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2)).eval()
+    model.pretrained_cfg = {"input_size": (3, own, own)}
+    sizes: set[tuple[int, ...]] = set()
+
+    def noted(count: int, size: list[int], seed: int) -> Tensor:
+        sizes.add(tuple(size))
+        return leaves(count, size, seed)
+
+    monkeypatch.setattr(channels_seen, "leaves", noted)
+    conversion.plan_step(inspect(model), "groupnorm")
+    assert sizes == {(3, seen, seen)}

@@ -191,6 +191,18 @@ def test_the_place_is_respected(saved: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["letters", "out"]
 
 
+def test_of_a_link_the_directory_that_it_points_to_is_replaced(saved: Path, tmp_path: Path) -> None:
+    link = tmp_path / "links" / "net"
+    link.parent.mkdir()
+    link.symlink_to(saved)
+    before = (saved / "model.safetensors").read_bytes()
+    assert checkpoint.save(convert(lived("resnet18"), "folded"), link, force=True) == link
+    assert link.readlink() == saved
+    assert (saved / "model.safetensors").read_bytes() != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["links", "out"]
+    assert list(link.parent.iterdir()) == [link]
+
+
 @pytest.mark.parametrize("what", ["model.safetensors", "norms.safetensors"])
 def test_a_full_disk_loses_nothing(saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}

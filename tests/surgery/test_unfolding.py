@@ -24,9 +24,9 @@ def make():
 @pytest.fixture
 def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A network that takes images of one size, which nothing but its record says."""
-    (tmp_path / "one_size.py").write_text(FACTORY)
+    (tmp_path / "made_for_forty.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    model = checkpoint.open_model("one_size:make", weights="random", input_size=SIZE)
+    model = checkpoint.open_model("made_for_forty:make", weights="random", input_size=SIZE)
     return lived_in(model, torch.randn(4, *SIZE))
 
 

@@ -80,8 +80,20 @@ def test_the_command_draws_and_writes_a_table(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curves", str(run(tmp_path / "a"))]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("a "))
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.strip().startswith("a "))
     assert line.split() == ["a", "2", "0.7000", "71.50", "79.00", "80.25", "2"]
+    assert out.endswith("next: normswap evaluate RUN/best --data IMAGES\n")
+
+
+def test_the_next_step_is_the_network_of_the_best_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, top1 in ((Path("a"), 78), (Path("b"), 90), (Path("c"), 84)):
+        (run(place, ROWS[0], f"1,78,0.02,0.7,{top1},99,,1000,20,1") / "best").mkdir()
+    assert main(["curves", "a", "b", "c"]) == 0
+    assert capsys.readouterr().out.endswith("next: normswap evaluate b/best --data IMAGES\n")
 
 
 def test_the_table_for_latex_is_the_table_that_is_printed(tmp_path: Path) -> None:

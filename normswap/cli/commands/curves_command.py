@@ -14,7 +14,7 @@ from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Drawn, Json
 from normswap.cli.printing import show
-from normswap.cli.tables import table, written
+from normswap.cli.tables import next_step, table, written
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -78,7 +78,7 @@ def run(
         body = {"runs": [one.to_json() for one in measured]}
         columns, rows = list(_COLUMNS), [_row(one) for one in body["runs"]]
     files += [curves.write_latex(columns, rows, latex)] if latex is not None else []
-    show({**body, "files": files}, json, partial(_print, columns, rows))
+    show({**body, "files": files}, json, partial(_print, runs, columns, rows))
     return 0
 
 
@@ -92,6 +92,14 @@ def _row(run: Body) -> list[str]:
     return [run["name"], trained, "" if loss is None else f"{loss:.4f}", *shown, at]
 
 
-def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], body: Body) -> None:
+def _print(places: Sequence[Path], columns: Sequence[str], rows: Sequence[Sequence[str]], body: Body) -> None:
     table("", columns, rows, right=columns[1:])
     written(body["files"])
+    next_step("evaluate", _best_network(places, body.get("runs", ())) or "RUN/best", "--data", "IMAGES")
+
+
+def _best_network(places: Sequence[Path], runs: Sequence[Body]) -> Path | None:
+    """The network of the run that came out best, if it is there."""
+    scored = [(run["best"]["top1"], place) for place, run in zip(places, runs, strict=False) if run["best"]]
+    best = max(scored, key=lambda pair: pair[0], default=None)
+    return best[1] / "best" if best and (best[1] / "best").is_dir() else None

@@ -13,7 +13,7 @@ from normswap.cli.grouped_options import spread
 from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
-from normswap.cli.tables import facts, table
+from normswap.cli.tables import facts, next_step, table
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -115,6 +115,7 @@ def _print(body: Body, *, each: bool) -> None:
     if each:
         rows = [(one["path"], one["role"], _yes(one)) for one in body["parameters"]]
         table("Parameters", ("parameter", "role", "decays"), rows)
+    next_step("finetune", body["source"], "--recipe", "RECIPE", "--data", "IMAGES")
 
 
 def _yes(one: Body) -> str:

@@ -14,7 +14,7 @@ from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, line, next_step
 from normswap.plan import Body
-from normswap.storage import hub_name
+from normswap.storage import hub_name, network_folder
 
 ORDER = 95
 KEYS: Keys = {
@@ -52,6 +52,7 @@ def run(
     then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
     """
     hub_name.check(repo)
+    network_folder.check_directory(directory)
     with progress.working(f"pushing {directory} to {repo}"):
         from normswap.storage import publishing
         from normswap.training.run_folder import check_no_run

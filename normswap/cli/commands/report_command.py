@@ -19,6 +19,7 @@ from normswap.cli.tables import line, next_step
 from normswap.errors import require_packages
 from normswap.plan import Body
 from normswap.reporting import page_file
+from normswap.storage import network_folder
 
 ORDER = 140
 KEYS: Keys = {
@@ -69,6 +70,7 @@ def run(
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
     page_file.check_writable(file, force=force)
+    network_folder.check_directory(directory)
     with progress.stages() as say:
         say("starting")
         from normswap.reporting import report

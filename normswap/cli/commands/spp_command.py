@@ -16,7 +16,7 @@ from normswap.cli.image_options import Images
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import show
-from normswap.cli.tables import table, written
+from normswap.cli.tables import next_step, table, written
 from normswap.errors import OptionError
 from normswap.plan import Body
 
@@ -85,7 +85,7 @@ def run(
     if look.statistics not in _STATISTICS:
         raise OptionError(f"--statistics {look.statistics!r} is none of {', '.join(_STATISTICS)}")
     drawn.check_writable()
-    show(_measure(models, opening, images, look, drawn), json, _print)
+    show(_measure(models, opening, images, look, drawn), json, partial(_print, models))
     return 0
 
 
@@ -135,7 +135,7 @@ def _batches(model: nn.Module, images: Seen, look: Look) -> tuple[list[Tensor], 
     return [x], f"{images.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {look.seed}"
 
 
-def _print(body: Body) -> None:
+def _print(models: Sequence[str], body: Body) -> None:
     """The signal at every residual block, one table per network."""
     for name, points in body["curves"].items():
         expected = body["expected"].get(name) or [None] * len(points)
@@ -143,3 +143,4 @@ def _print(body: Body) -> None:
                 for p, value in zip(points, expected, strict=True)]  # fmt: skip
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
     written(body["files"])
+    next_step("advise", models[0])

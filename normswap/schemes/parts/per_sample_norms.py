@@ -49,14 +49,18 @@ def insert_per_sample_norms(
 def _count(builder: PlanBuilder, path: str, module: nn.Module, wanted: int, channelwise: bool) -> int | None:
     """How many groups this norm gets; None where it is refused."""
     channels = affine.channels(module)
-    count = nearest_divisor(channels, wanted)
     flat = isinstance(module, nn.BatchNorm1d)
-    if channels == count and (flat or (channels > 1 and not channelwise)):  # the only channel of a map has its places
-        remedy = f"`{spelled('groups', 1)}`" if flat else f"fewer groups, or `{spelled('to', 'instancenorm')}`"
-        remedy = f"leave it out with `{spelled('skip')}`" if channels == 1 else remedy
-        builder.refusals[path] = f"{count} groups of {channels} channels: a group of one element erases it; {remedy}"
+    if flat and (channels == 1 or channelwise):  # the only channel of a map has its places
+        remedy = f"leave it out with `{spelled('skip')}`" if channels == 1 else f"`{spelled('to', 'groupnorm')}`"
+        builder.refusals[path] = f"{channels} groups of {channels} channels: a group of one element erases it; {remedy}"
         return None
-    if count != wanted:
+    if channelwise:
+        return channels
+    count = nearest_divisor(channels, wanted)
+    if count == channels > 1:
+        count = next(d for d in range(channels // 2, 0, -1) if channels % d == 0)
+        builder.notes.append(f"{path}: {count} groups of its {channels} channels, as one alone would lose its mean")
+    elif count != wanted:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {wanted}")
     return count
 

@@ -18,7 +18,8 @@ from normswap.layers.per_sample import group_moments, moved, per_filter
 from normswap.layers.placeholders import Chain
 from normswap.models.modes import evaluating
 from normswap.plan import Step
-from normswap.schemes.parts.steady_signs import Seen, Site, joined, watching
+from normswap.schemes.parts.channels_seen import Seen, joined, watching
+from normswap.schemes.parts.steady_signs import Site
 
 ENOUGH, MOST = 16, 512  # images
 

@@ -14,32 +14,25 @@ It asks how channels' means go together from image to image. That is seen well e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from normswap.calibration.natural_noise import leaves
 from normswap.graph.inspection import Anatomy
-from normswap.graph.tracing import Traced
 from normswap.layers import affine
 from normswap.layers.per_sample import letters_of
-from normswap.models.modes import evaluating, hooked
+from normswap.schemes.parts.channels_seen import seen_on_leaves
 
-COUNT, BATCH = 128, 64  # images of leaves
-LARGEST = {1: 4096, 2: 96, 3: 32}  # their largest side, by its dimensions
 BALANCE = 10.0  # how much a sum of signs that is not 0 costs, in units of a channel's mean square
 STARTS = 2
 STEPS, RATE, FARTHEST = 24, 0.12, 1.5  # of the descent; how far a factor's logarithm may go from where it started
 CHANCE = 0.2  # of what the channels' means have in common, the share that is taken for chance
 QUIET, DEAD = 0.03, 1e-4  # the least that a channel's level, and its variance, is taken for; its group has 1
 
-Seen = tuple[Tensor, Tensor]
 Numbers = npt.NDArray[np.float64]
 
 
@@ -67,7 +60,7 @@ def choose(anatomy: Anatomy, groups: Mapping[str, int], steady: float) -> dict[s
         steady: the share of a group's variance that the constants make.
     """
     modules = anatomy.traced.modules
-    seen = _observe(anatomy.traced, {path: modules[path] for path in groups})
+    seen = seen_on_leaves(anatomy.traced, {path: modules[path] for path in groups})
     sites = {path: Site.of(*seen[path], modules[path], groups[path]) for path in seen}
     alike: dict[torch.Size, dict[str, Site]] = {}  # all their groups go through one descent: fewer calls of torch
     for path, site in sites.items():
@@ -86,62 +79,6 @@ def _letters(scale: Tensor, offset: Tensor, groups: int) -> Letters:
     level = offset.view(groups, -1).square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
     sizes = (offset.abs().view(groups, -1) / level).flatten().clamp_min(1e-9)
     return Letters(flips, leans, letters_of(scale.abs()), letters_of(sizes))
-
-
-@contextmanager
-def watching(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Seen]]]:
-    """By path, what reaches each norm meanwhile about its running mean: each image's means and mean squares, (N, C)."""
-    seen: dict[str, list[Seen]] = {}
-
-    def spy(path: str, norm: nn.Module) -> RemovableHandle:
-        centre = affine.statistics(norm)[0]
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
-            mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-            energy = (square - 2 * centre * mean + centre.square()).clamp_min(0)
-            seen.setdefault(path, []).append(((mean - centre).cpu(), energy.cpu()))
-
-        return norm.register_forward_pre_hook(hook)
-
-    with hooked(spy(path, norm) for path, norm in norms.items()):
-        yield seen
-
-
-def joined(seen: Mapping[str, list[Seen]]) -> dict[str, Seen]:
-    """Means and mean squares of all images, of the norms where they are finite."""
-    whole = {path: (torch.cat([m for m, _ in p]), torch.cat([e for _, e in p])) for path, p in seen.items()}
-    return {path: pair for path, pair in whole.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
-
-
-@torch.no_grad()
-def _observe(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
-    """Per norm, what images of leaves make reach it; maybe nothing. They are as loud as the first norm expects."""
-    model = traced.modules[""]
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    with evaluating(model):
-        for size in _sizes(traced):
-            loud = 1.0
-            try:
-                for count, batches in ((4, 1), (BATCH, COUNT // BATCH)):
-                    with watching(norms) as seen:
-                        for i in range(batches):
-                            traced.form.of((loud * leaves(count, size, i)).to(like)).call(model)
-                    path, parts = next(iter(seen.items()))
-                    ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
-                    loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
-            except Exception:  # whatever the network raises: not of that size, or it takes no images at all
-                continue
-            return joined(seen)
-    return {}
-
-
-def _sizes(traced: Traced) -> list[list[int]]:
-    """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
-    shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
-    channels, *sides = shape if traced.form.listed else shape[1:]
-    largest = LARGEST.get(len(sides))
-    return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,11 @@ from planted_error import Planted
 BRANCHES, MEASURED = "tests/folding/test_branches.py::", "tests/schemes/test_measured_batchnorm.py::"
 DOCTOR = "tests/diagnosis/test_doctor_on_images.py::"
 DRIFT = "normswap/diagnosis/drift.py"
+RESTORING, RESTORED = "normswap/calibration/restoring.py", "tests/calibration/test_restoring.py::"
+LOCKSTEP, FINITE = "normswap/calibration/lockstep.py", ("tests/calibration/test_lockstep.py",)
+COMPARISON, COMPARED = "normswap/surgery/comparison.py", "tests/surgery/test_comparison.py::"
+BROKEN = "normswap/models/broken_statistics.py"
+TAKEN = ("tests/models/test_weight_files.py::test_broken_statistics_are_taken_while_nothing_else_is_broken",)
 
 ERRORS = (
     Planted("images that can be read once are read by the first step alone", "normswap/surgery/conversion.py",
@@ -59,4 +64,42 @@ ERRORS = (
     Planted("vectors are clipped in the order in which they come", "normswap/training/adaptive_clipping.py",
             "ordered = sorted(group, key=lambda parameter: parameter.ndim <= 1)", "ordered = list(group)",
             ("tests/training/test_adaptive_clipping.py",)),
+    Planted("of several references variances are averaged", RESTORING,
+            "torch.stack([one.variance.sqrt() for one in there]).mean(0)",
+            "torch.stack([one.variance for one in there]).mean(0).sqrt()",
+            (RESTORED + "test_of_several_references_the_moments_are_averaged",)),
+    Planted("a layer that is called twice gets the moments of its last call", RESTORING,
+            " or len(changed.calls[id(layer)]) != 1:", ":", (RESTORED + "test_a_layer_that_is_called_twice_stays_as_it_is",)),
+    Planted("what half of the images moves answers by is not asked", DRIFT,
+            "if change < _TOGETHER or change < _BEYOND * chance:", "if change < _TOGETHER:",
+            (DOCTOR + "test_what_one_half_of_the_images_moves_the_answers_by_is_chance",)),
+    Planted("nobody forgets the means alone", "normswap/diagnosis/normalization.py",
+            "((present.mean, (1.0,)), ((0.0,), present.std))", "((present.mean, (1.0,)),)",
+            (DOCTOR + "test_a_planted_fault_is_named",)),
+    Planted("the bias before a norm is taken off what is foretold alone", "normswap/diagnosis/contradiction.py",
+            "_correlation(told[0] - bias, site.mean - bias)", "_correlation(told[0] - bias, site.mean)",
+            ("tests/diagnosis/test_doctor.py::test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault",)),
+    Planted("the ridge is judged on the second half alone", "normswap/calibration/least_squares.py",
+            "_first_valley((error(ridges, 0, 1) + error(ridges, 1, 0)).tolist())", "_first_valley(error(ridges, 0, 1).tolist())",
+            ("tests/calibration/test_least_squares.py::test_the_ridge_is_sought_until_the_error_has_risen_twice",)),
+    Planted("the last batch alone is asked for numbers that are not finite", LOCKSTEP, "                finite += _finite(",
+            "                finite[:] = _finite(", FINITE),
+    Planted("only what is too large is not finite", LOCKSTEP, "least.isfinite() & most.isfinite()", "most.isfinite()", FINITE),
+    Planted("rounding is that of the last input", COMPARISON, "stray = max(stray, _rounding(source, example, a, logits[-1]) if exact else 0.0)",
+            "stray = _rounding(source, example, a, logits[-1]) if exact else 0.0",
+            (COMPARED + "test_half_precision_refuses_a_wrong_result_without_float64",)),
+    Planted("half precision proves much however much it costs", COMPARISON, "_COARSE = 0.1", "_COARSE = 1.0",
+            (COMPARED + "test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little",)),
+    Planted("the largest difference is told of the result's size", COMPARISON, "most / top, cosine", "most / other_top, cosine",
+            (COMPARED + "test_measured_figures_are_the_oracles",)),
+    Planted("the scalars' rate is not looked at", "normswap/analysis/weight_decay.py", "lr=lr, scalar_lr_scale=scalar_lr_scale",
+            "lr=lr", ("tests/analysis/test_weight_decay.py::test_bad_arguments",)),
+    Planted("an option at its default has been given", "normswap/schemes/parts/options.py",
+            "if values.get(option.name, option.default) != option.default]", "if option.name in values]",
+            ("tests/schemes/test_options.py::test_what_an_option_may_be",)),
+    Planted("what is usual stands before what timm has registered", "normswap/models/timm_models.py",
+            "{**_USUAL, **_registered(name)}", "{**_registered(name), **_USUAL}",
+            ("tests/models/test_zoo.py::test_random_weights",)),
+    Planted("one broken statistic excuses broken weights", BROKEN, "return all(", "return any(", TAKEN),
+    Planted("once taken, broken statistics are taken for ever", BROKEN, "_TAKEN.reset(token)", "pass", TAKEN),
 )  # fmt: skip

@@ -8,6 +8,8 @@ DEVICE = ("tests/lab/device/test_second_device.py",)
 
 ERRORS = (
     Planted("a scale stays on the CPU", "normswap/calibration/sequential_fit.py", "scale.to(s) * s", "scale * s", DEVICE),
+    Planted("whether a patch is padded is asked of the device", "normswap/calibration/sampling.py",
+            "bool(inside.all())", "bool(inside.to(maps.device).all())", DEVICE),
     Planted("a recording takes inputs as they lie", "normswap/graph/recording.py",
             "batch.on(device) for batch", "batch for batch", DEVICE),
     Planted("quantiles stay on the CPU", "normswap/diagnosis/weight_moments.py", "_POINTS.to(mean)", "_POINTS", DEVICE),

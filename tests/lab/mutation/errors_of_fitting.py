@@ -38,7 +38,7 @@ ERRORS = (
     Planted("the ridge is chosen on the half that it was fitted on", LEAST,
             "_error(weight, asked, halves[one], halves[other], known[other])",
             "_error(weight, asked, halves[one], halves[one], known[one])", TARGETS),
-    Planted("the largest ridge", LEAST, "return min(range(len(errors))", "return max(range(len(errors))", TARGETS),
+    Planted("the largest ridge", LEAST, "return min(range(next(risen", "return max(range(next(risen", TARGETS),
     Planted("uphill", LEAST, "error(at + step) < error(at)", "error(at + step) > error(at)", CALIBRATE),
     Planted("wide patches are tried as all others", LEAST, "prior.shape[2] >= _COSTLY", "False", CALIBRATE),
     Planted("the constants' square is v steady", NORMS, "steady / (1 - steady)).sqrt()", "steady).sqrt()", TARGETS),

@@ -1,0 +1,80 @@
+"""Means and mean squares of the channels that reach each norm, of images; also of images made of dead leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from normswap.calibration.natural_noise import leaves
+from normswap.graph.tracing import Traced
+from normswap.layers import affine
+from normswap.models import network_input
+from normswap.models.modes import evaluating, hooked
+
+COUNT, BATCH = 128, 64  # images of leaves
+LARGEST = {1: 4096, 2: 128, 3: 32}  # their largest side, by its dimensions
+
+Seen = tuple[Tensor, Tensor]
+
+
+@contextmanager
+def watching(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Seen]]]:
+    """By path, what reaches each norm meanwhile about its running mean: each image's means and mean squares, (N, C)."""
+    seen: dict[str, list[Seen]] = {}
+
+    def spy(path: str, norm: nn.Module) -> RemovableHandle:
+        centre = affine.statistics(norm)[0]
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
+            mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
+            both = torch.stack([mean - centre, (square - 2 * centre * mean + centre.square()).clamp_min(0)]).cpu()
+            seen.setdefault(path, []).append((both[0], both[1]))
+
+        return norm.register_forward_pre_hook(hook)
+
+    with hooked(spy(path, norm) for path, norm in norms.items()):
+        yield seen
+
+
+def joined(seen: Mapping[str, list[Seen]]) -> dict[str, Seen]:
+    """Means and mean squares of all images, of the norms where they are finite."""
+    whole = {path: (torch.cat([m for m, _ in p]), torch.cat([e for _, e in p])) for path, p in seen.items()}
+    return {path: pair for path, pair in whole.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
+
+
+@torch.no_grad()
+def seen_on_leaves(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
+    """By path, what images of leaves make reach each norm; or nothing. They are as loud as the first norm expects."""
+    model = traced.modules[""]
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    with evaluating(model):
+        for size in _sizes(traced):
+            loud = 1.0
+            try:
+                for count, batches in ((4, 1), (BATCH, COUNT // BATCH)):
+                    with watching(norms) as seen:
+                        for i in range(batches):
+                            traced.form.of((loud * leaves(count, size, i)).to(like)).call(model)
+                    path, parts = next(iter(seen.items()))
+                    ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
+                    loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
+            except Exception:  # whatever the network raises: not of that size, or it takes no images at all
+                continue
+            return joined(seen)
+    return {}
+
+
+def _sizes(traced: Traced) -> list[list[int]]:
+    """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
+    shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
+    recorded = tuple(shape if traced.form.listed else shape[1:])
+    made_for = network_input.candidates(traced.modules[""])[0]
+    # a record is made at a size where a network for photographs has few places to a channel left at its end
+    channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
+    largest = LARGEST.get(len(sides))
+    return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
