@@ -155,8 +155,8 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
         folder_with: it is to be a directory; one that is replaced must have a file of this name.
 
     Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, it is a folder that is no such file, or a
-            link to nothing.
+        OutputError: it exists (and `force` is not given), its folder does not, it is another folder, or a link to
+            nothing.
     """
     check_link(file)
     if file.is_dir() and folder_with is None:
