@@ -207,6 +207,8 @@ def of_file(file: Path, before: Group | None, body: Body | None, side: int | Non
     Raises:
         OptionError: there is no such file, or it takes other images than that network.
     """
+    if source_names.exported(file) and file.is_dir():
+        raise OptionError(f"bench does not run {file}", "it is a package, not a file")
     if not file.is_file():
         raise OptionError(f"{file} does not exist" if not file.exists() else f"{file} is no file")
     takes = tuple(body["input"]["size"]) if body else None

@@ -263,7 +263,7 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """Tried from the smallest on until the error has risen twice; all at once where an answer is a wait for a device."""
+    """Tried from the smallest on until the error has risen twice; at once where an answer is a wait for a device."""
     if not all(half.count > 1 for half in halves):
         return RIDGES[0]
     asked = slice(None, None, max(prior.shape[1] // _ASKED, 1))

@@ -90,7 +90,9 @@ def _normalize(beside: Body) -> str | None:
     return f"mean {few(pixels['mean'])}, std {few(pixels['std'])}" if pixels else "inside: it takes pixels in 0..1"
 
 
-def _checked(how: Body | None) -> str | None:
+def _checked(how: Body | str | None) -> str | None:
+    if isinstance(how, str):  # why it was not
+        return how
     if how is None or how["noise_only"]:
         return "on noise only" if how else None
     return f"on {how['count']} images, relative L2 {how['relative_l2']:.1e}"

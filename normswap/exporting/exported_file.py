@@ -5,6 +5,7 @@ safetensors files are not among them: those hold tensors, and open as networks d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import SourceError, first_line
+from normswap.errors import OptionError, SourceError, first_line
 from normswap.exporting import checks, exporter, formats, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.formats import Format, Runs
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
+from normswap.models import source_names
 from normswap.models.hub_config import Cfg
 from normswap.models.preprocessing import for_size
-from normswap.models.source_names import EXPORTED
 from normswap.plan import Body
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write
@@ -51,10 +52,10 @@ class ExportedFile:
             SourceError: it cannot be read.
         """
         file = Path(name)
-        if file.suffix.lower() not in EXPORTED:
+        if file.suffix.lower() not in source_names.EXPORTED:
             return None
         atomic_write.finish(file)
-        if not file.is_file():
+        if not source_names.exported(file):
             return None
         form = formats.of_file(file)
         try:
@@ -70,11 +71,9 @@ class ExportedFile:
 
     def described(self) -> Body:
         """The file as plain records, read without running it."""
-        parts = [self.file, *(self.file.with_suffix(ending) for ending in self.form.PARTS)]
-        held = sum(part.stat().st_size for part in parts)
         return {
-            "source": str(self.file), "format": self.form.NAME, "bytes": held, "nodes": self.form.nodes(self.file),
-            "metadata": dict(self.metadata), "sidecar": self.body,
+            "source": str(self.file), "format": self.form.NAME, "bytes": formats.size(self.file, self.form),
+            "nodes": self.form.nodes(self.file), "metadata": dict(self.metadata), "sidecar": self.body,
         }  # fmt: skip
 
     def network(self) -> nn.Module:
@@ -82,7 +81,7 @@ class ExportedFile:
 
         Raises:
             SourceError: it does not say so, or takes more than images.
-            VerificationError: its runtime does not take it.
+            OptionError: this system has no such runtime; VerificationError: it does not take the file.
         """
         self._require_images()
         one, alike = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
@@ -94,8 +93,18 @@ class ExportedFile:
             **({} if labels is None else {"num_classes": len(labels), "label_names": labels}),
         }
         probabilities = self.body["output"]["name"] == "probabilities"
-        network = FileNetwork(self.form.open(self.file), one["batch"], probabilities=probabilities).eval()
+        network = FileNetwork(self.opened(), one["batch"], probabilities=probabilities).eval()
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
+
+    def opened(self) -> Runs:
+        """The file in its runtime.
+
+        Raises:
+            OptionError: this system has no such runtime; VerificationError: it does not take the file.
+        """
+        if not formats.runs_here(self.form.NAME):
+            raise OptionError(f"{self.file} does not run here", f"{self.form.NAME} has no runtime on {sys.platform}")
+        return self.form.open(self.file)
 
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
@@ -141,13 +150,13 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
 
     Raises:
         SourceError: the file does not say how it was made.
-        OptionError, VerificationError: the network or the file does not run on the images.
+        OptionError, VerificationError: the network or the file does not run on the images, or the file not here.
     """
+    runs = exported.opened()
     request, _ = exported.request(model).answered()
     dtype = request.settings.dtype
     rounded = None if dtype in ("fp32", "int8") else exporter.rounded(exporter.folded(request)[0], dtype)
     batches, described = request.batches(images)
-    runs = exported.form.open(exported.file)
     return checks.check(request.reference(rounded), runs, batches, dtype=dtype, described=described, refuse=False)
 
 

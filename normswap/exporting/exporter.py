@@ -56,7 +56,7 @@ class Exported:
         format: the target's, as asked for; dtype: of the weights, likewise.
         input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
             at a time is free.
-        figures: how far the file, in its runtime, is from the source.
+        figures: how far the file, in its runtime, is from the source; None where this system has no such runtime.
         nodes: its operators, counted by kind; plain_nodes: those of an export without folding, if asked for.
         bytes: its size, with its parts.
         notes: what the user should know.
@@ -72,7 +72,7 @@ class Exported:
     dtype: str
     input_size: tuple[int, ...]
     dynamic_batch: bool
-    figures: Figures
+    figures: Figures | None
     nodes: dict[str, int]
     plain_nodes: dict[str, int] | None
     bytes: int
@@ -97,7 +97,8 @@ def export(
 ) -> Exported:
     """Fold `model`, which is not changed, and write it as a file for another runtime, or as one with another beside it.
 
-    The file is run in that runtime against `model` before it gets its name; FILE.preprocess.json, beside it, says what
+    The file is run in that runtime against `model` before it gets its name (one that this system cannot run, Core ML's
+    away from macOS, is not: there the folded network is, in PyTorch); FILE.preprocess.json, beside it, says what
     is to be done with an image first. Images come in and answers go out in float32, whatever its precision is.
 
     Args:
@@ -130,7 +131,8 @@ def export(
     calibration = Calibration.of(request, calibrate, images, int8)
     request, answers = request.answered()
     log("folding")
-    prepared = _prepared(request, calibration, log)
+    runs = formats.runs_here(request.form.NAME)
+    prepared = _prepared(request, calibration, None if runs else images, log)
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, settings.dtype)
     contents = FileContents(prepared.network, request.traced_on, request.settings.dynamic_batch, metadata)
@@ -142,25 +144,35 @@ def export(
             quantized = quantizing.write(contents, aside, form, prepared.equalized, calibration, log)
         else:
             form.write(contents, aside)
-        batches, described = request.batches(images)
-        reference, batches = request.reference(prepared.rounded), _announced(batches, images, log)
-        figures = checks.check(reference, form.open(aside), batches, dtype=settings.dtype, described=described)
-        if calibration and quantized:
+        figures = _run(aside, request, prepared, images, log) if runs else None
+        if calibration and quantized and figures:
             lost = quantizing.check_drop(figures, calibration.settings.max_drop)
             measured = {**asdict(figures), "lost": lost}
             body["quantization"] = {**asdict(quantized), "measured": measured, "notes": prepared.notes}
         noise_only = request.on_noise(images)
         for tool, builder in formats.builders(form.NAME).items():
             body[tool] = builder.build(file, contents, settings.dtype)
-        body["checked"] = {**asdict(figures), "noise_only": noise_only}
+        body["checked"] = {**asdict(figures), "noise_only": noise_only} if figures else formats.NOT_RUN
         nodes = form.nodes(aside)
         sidecar.write(aside, body)
     plain = _plain_nodes(request, log) if settings.count_plain else None
-    size = sum(each.stat().st_size for each in (file, *parts))
     return Exported(
-        file, parts, beside, form.NAME, settings.dtype, request.size, contents.dynamic, figures, nodes, plain, size,
-        prepared.notes, time.perf_counter() - start, quantized, noise_only,
+        file, parts, beside, form.NAME, settings.dtype, request.size, contents.dynamic, figures, nodes, plain,
+        formats.size(file, form), prepared.notes, time.perf_counter() - start, quantized, noise_only,
     )  # fmt: skip
+
+
+def _run(
+    file: Path, request: ExportRequest, prepared: _Prepared, images: Batches | None, log: Callable[[str], None]
+) -> Figures:
+    """Run the file in its runtime against the source.
+
+    Raises:
+        VerificationError: it computes something else.
+    """
+    batches, described = request.batches(images)
+    reference, batches = request.reference(prepared.rounded), _announced(batches, images, log)
+    return checks.check(reference, request.form.open(file), batches, dtype=request.settings.dtype, described=described)
 
 
 def check_writable(file: Path, settings: FileSettings) -> None:
@@ -203,20 +215,25 @@ class _Prepared:
     notes: tuple[str, ...]
 
 
-def _prepared(request: ExportRequest, calibration: Calibration | None, log: Callable[[str], None]) -> _Prepared:
+def _prepared(
+    request: ExportRequest, calibration: Calibration | None, images: Batches | None, log: Callable[[str], None]
+) -> _Prepared:
     """The network that goes into the file.
 
     All that is to leave its function as it is comes before the proof; after it numbers are rounded, and nothing else is
     done.
+
+    Args:
+        images: that the proof is on, if there are any, where the file itself cannot be run.
     """
     dtype = request.settings.dtype
     network, anatomy = folded(request)
-    equalized = images = None
+    equalized = None
     if calibration is not None:
         log("choosing the equalization")
         equalized = Equalized.of(network, calibration)
         network, images = equalized.network, calibration.images
-    if dtype != "fp32":  # such a file is held to the same itself
+    if dtype != "fp32" or not formats.runs_here(request.form.NAME):  # others are held to the same themselves
         batches, described = request.batches(images)
         checks.check(request.reference(), network, batches, described=described, what="the folded network")
     nearest = rounded(network, dtype) if dtype in ("fp16", "bf16") else None

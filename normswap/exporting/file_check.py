@@ -7,6 +7,7 @@ from pathlib import Path
 from normswap.errors import OptionError, called
 from normswap.exporting import formats
 from normswap.exporting.settings import FileSettings
+from normswap.models import source_names
 from normswap.storage import atomic_write
 
 _PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -21,4 +22,4 @@ def check(file: Path, settings: FileSettings) -> None:
     formats.name_of(file, settings.format)
     if settings.dtype not in _PRECISIONS:
         raise OptionError(f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(_PRECISIONS)}")
-    atomic_write.check_writable(file, force=settings.force)
+    atomic_write.check_writable(file, force=settings.force, folder_with=source_names.FOLDERS.get(file.suffix.lower()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
 T = TypeVar("T")
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
+NOT_RUN = "not run here"  # of what a tool makes of the network that another system has to run
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
 
 
@@ -84,6 +86,7 @@ class _Row(NamedTuple):
     int8: str = ""  # the module that quantizes, if one does
     builders: tuple[str, ...] = ()  # modules of further tools that build on such a file
     extra: str = "export"  # of normswap, which brings its packages
+    system: str = ""  # the `sys.platform` that alone has its runtime
 
 
 _FORMATS = {
@@ -95,6 +98,7 @@ _FORMATS = {
     "ncnn": _Row("ncnn_file", (".param",), extra="ncnn"),
     "executorch": _Row("executorch_file", (".pte",), extra="executorch"),
     "litert": _Row("litert_file", (".tflite",), "litert_int8", extra="litert"),
+    "coreml": _Row("coreml_file", (".mlpackage",), extra="coreml", system="darwin"),
     "safetensors": _Row("safetensors_file", (".safetensors",)),
 }
 _ENDINGS = {ending: name for name, row in reversed(_FORMATS.items()) for ending in row.endings}  # the first has it
@@ -124,6 +128,18 @@ def _known(name: str) -> str:
 
 def _module(name: str) -> object:
     return importlib.import_module(f"normswap.exporting.{name}")
+
+
+def runs_here(name: str) -> bool:
+    """Whether this system has the runtime of a format."""
+    return _FORMATS[name].system in ("", sys.platform)
+
+
+def size(file: Path, form: Format) -> int:
+    """Bytes of a file with its further parts, or of all that is in it where it is a directory."""
+    places = (file, *(file.with_suffix(ending) for ending in form.PARTS))
+    files = (one for place in places for one in (place, *place.rglob("*")) if one.is_file())
+    return sum(one.stat().st_size for one in files)
 
 
 def builders(name: str) -> dict[str, EngineBuilder]:

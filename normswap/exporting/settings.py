@@ -18,8 +18,8 @@ class FileSettings:
     """How a file is to be written.
 
     Args:
-        format: onnx, onnx-data, openvino, pt2, torchscript, ncnn, executorch, litert or safetensors; by default the one
-            that the file's ending says.
+        format: onnx, onnx-data, openvino, pt2, torchscript, ncnn, executorch, litert, coreml or safetensors; by default
+            the one that the file's ending says.
         dtype: fp32; fp16, for weights and arithmetic; bf16, for the weights but those of stem, projections and
             classifier, with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change; int8, by the runtime's
             own quantizer, on a network whose channels are scaled for it (`equalization`).

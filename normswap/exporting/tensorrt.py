@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from normswap.exporting.exported_module import FileContents
+from normswap.exporting.formats import NOT_RUN
 from normswap.plan import Body
 
 _MANY = (1, 8, 32)  # images at a time, where their number is free: the fewest, the usual, the most
@@ -28,7 +29,7 @@ def build(file: Path, contents: FileContents, dtype: str) -> Body:
     words = ["trtexec", f"--onnx={file.name}", f"--saveEngine={file.with_suffix('.engine').name}"]
     # the precision is the file's own: TF32, which is TensorRT's usual fp32, has 10 bits
     words += ["--stronglyTyped", "--noTF32", *(shapes if contents.dynamic else ())]
-    return {"command": shlex.join(words), "checked": "not run here"}
+    return {"command": shlex.join(words), "checked": NOT_RUN}
 
 
 def _shapes(names: Sequence[str], example: Sequence[Tensor], count: int) -> str:

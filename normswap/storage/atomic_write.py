@@ -20,7 +20,8 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
     """Give a place for a file of the same name, in a temporary directory beside `file`, to put in its place at the end.
 
     Args:
-        beside: names of further files that are written there, and that belong to it. A process that is killed leaves
+        beside: names of further files that are written there, and that belong to it; with some, `file` itself may be a
+            directory, which is replaced as a whole. A process that is killed leaves
             all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
             What is then left in the temporary directory, `finish` puts in its place.
@@ -35,7 +36,8 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
             yield aside
             made = [aside.with_name(name) for name in (*beside, file.name)]
             for one in made:
-                one.chmod(0o666 & ~umask())  # some writers make it private
+                if not one.is_dir():
+                    one.chmod(0o666 & ~umask())  # some writers make it private
             if beside:
                 with _holding(Path(folder)):
                     _exchange(made, file.parent, Path(folder) / "old")
@@ -78,6 +80,7 @@ def _exchange(made: Sequence[Path], folder: Path, old: Path) -> None:
             (folder / name).unlink()
         for name in reversed(removed):
             os.replace(old / name, folder / name)
+        old.rmdir()  # nothing is left to finish
         raise
 
 
@@ -89,12 +92,19 @@ def finish(file: Path) -> None:
     for old in file.parent.glob(f".{glob.escape(file.stem)}.*/old"):
         aside = old.parent
         with _holding(aside) as ours:
-            if ours and (aside / file.name).is_file():
-                for one in sorted(aside.iterdir(), key=lambda each: each.name == file.name):
-                    if one.is_file():
-                        os.replace(one, file.with_name(one.name))
-            if ours and not any(one.is_file() for one in aside.iterdir()):
+            if ours and (aside / file.name).exists():
+                for one in sorted(_new(aside, file.name), key=lambda each: each.name == file.name):
+                    place = file.with_name(one.name)
+                    if place.is_dir():  # which nothing can be renamed to
+                        os.replace(place, old / one.name)
+                    os.replace(one, place)
+            if ours and not _new(aside, file.name):
                 shutil.rmtree(aside)
+
+
+def _new(aside: Path, name: str) -> list[Path]:
+    """The files, and the directory of that name, that have not come to their places yet."""
+    return [one for one in aside.iterdir() if one.is_file() or one.name == name]
 
 
 @contextmanager
@@ -138,18 +148,24 @@ def _cell(value: object) -> str:
     return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
-def check_writable(file: Path, *, force: bool = False) -> None:
+def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:
     """Check that `file` may be written, before any work is done for it.
 
+    Args:
+        folder_with: it is to be a directory; one that is replaced must have a file of this name.
+
     Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, it is a folder, or a link to nothing.
+        OutputError: it exists (and `force` is not given), its folder does not, it is another folder, or a link to
+            nothing.
     """
     check_link(file)
-    if file.is_dir():
+    if file.is_dir() and folder_with is None:
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
     finish(file)
     if file.exists() and not force:
         raise OutputError(f"{file} exists", remedy=f"Give another name, or {spelled('force', True)} to replace it")
+    if folder_with is not None and file.exists() and not (file / folder_with).is_file():
+        raise OutputError(f"{file} has no {folder_with}", remedy="Remove it yourself, or give another name")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
 

@@ -38,7 +38,7 @@ from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.storage import checkpoint
 
-OTHERS = ("executorch", "litert", "ncnn")  # they have tests of their own
+OTHERS = ("coreml", "executorch", "litert", "ncnn")  # they have tests of their own
 FORMATS = [name for name in formats.names() if name not in OTHERS]
 ENDINGS = {
     "onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,79 @@ def test_where_a_file_cannot_come_the_old_ones_are_back(
         export(tmp_path, "new")
     assert versions(tmp_path) == (dict.fromkeys(NET, "old") if replaces else {})
     assert {path.name for path in tmp_path.iterdir()} == (set(NET) if replaces else set())
+
+
+def package(folder: Path, version: str) -> None:
+    with atomic_write.writing(folder / "net.pack", ("net.json",)) as aside:
+        (aside / "weights").mkdir(parents=True)
+        (aside / "weights" / "w").write_text(version)
+        (aside / "graph").write_text(version)
+        aside.with_name("net.json").write_text(version)
+
+
+def whole_version(folder: Path) -> str:
+    (version,) = {(folder / "net.pack" / name).read_text() for name in ("weights/w", "graph")}
+    return version
+
+
+def killed_in(monkeypatch: pytest.MonkeyPatch, at: int, work: Any) -> bool:
+    """Whether a process of its own ends at the n-th renaming that it does for `work`."""
+    renames, replace = itertools.count(), os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if next(renames) == at:
+            os._exit(9)
+        replace(source, target)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "replace", killed)
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("again", range(4))
+@pytest.mark.parametrize("at", range(5))
+def test_a_directory_is_replaced_whole_wherever_processes_are_killed(
+    at: int, again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "old")
+    died = killed_in(monkeypatch, at, lambda: package(tmp_path, "new"))
+    assert died is (at < 4)
+    if (tmp_path / "net.pack").exists():
+        assert whole_version(tmp_path) == ("old" if died else "new")
+    killed_in(monkeypatch, again, lambda: atomic_write.finish(tmp_path / "net.pack"))
+    if (tmp_path / "net.pack").exists():
+        assert whole_version(tmp_path) in ("old", "new")
+    atomic_write.finish(tmp_path / "net.pack")
+    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("new", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"net.pack", "net.json"}
+    assert (tmp_path / "net.pack").stat().st_mode & 0o777 == 0o777 & ~atomic_write.umask()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_where_a_directory_cannot_come_the_old_one_is_back(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "old")
+    renames, replace, remove = itertools.count(), os.replace, tempfile.TemporaryDirectory.cleanup
+
+    def fails(source: Any, target: Any) -> None:
+        if next(renames) == at:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    def removed(aside: Any) -> None:
+        assert not (Path(aside.name) / "old").exists(), "`finish` would take what is half removed for what is to come"
+        remove(aside)
+
+    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", removed)
+    with pytest.raises(OutputError, match=r"cannot write .*net\.pack: No space left"):
+        package(tmp_path, "new")
+    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("old", "old")
+    assert {path.name for path in tmp_path.iterdir()} == {"net.pack", "net.json"}
 
 
 def test_a_file_that_a_writer_forgot_is_said(tmp_path: Path) -> None:

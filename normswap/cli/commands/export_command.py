@@ -35,7 +35,8 @@ KEYS: Keys = {
     "dtype": "",
     "input_size": "",
     "dynamic_batch": "",
-    "figures": "relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output",
+    "figures": "relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output; "
+    "null where the file was not run",
     "nodes": "counts by kind",
     "plain_nodes": "null without --count-plain",
     "bytes": "",
@@ -44,6 +45,7 @@ KEYS: Keys = {
     "noise_only": "it was checked on no images",
     "quantized": "null but for int8: calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials",
 }
+_NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
 _MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 0.3 points then
 
@@ -208,24 +210,32 @@ def run(
 
 
 def _print(body: Body) -> None:
-    figures = body["figures"]
     lines = [
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {_beside(body)} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
         ("nodes", file_table.operators(body["nodes"])),
         ("plain export", file_table.operators(body["plain_nodes"])),
-        ("relative L2", f"{figures['relative_l2']:.1e} of the answers" + _allowed(body)),
-        ("same answer", file_table.same(figures)),
-        ("top-1", file_table.top1(figures)),
-        ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
+        *(_measured(body) if body["figures"] else [("checked", _NOT_RUN + (", on noise" * body["noise_only"]))]),
         *_quantized(body["quantized"] or {}),
         *(("note", note) for note in body["notes"]),
     ]
     for name, text in lines:
         if text:
             print(f"{name:13}{text}")
-    next_step("evaluate", body["file"], "--data", "IMAGES")
+    if body["figures"]:
+        next_step("evaluate", body["file"], "--data", "IMAGES")
+
+
+def _measured(body: Body) -> list[tuple[str, str]]:
+    """How far it is from the source, in its runtime."""
+    figures = body["figures"]
+    return [
+        ("relative L2", f"{figures['relative_l2']:.1e} of the answers" + _allowed(body)),
+        ("same answer", file_table.same(figures)),
+        ("top-1", file_table.top1(figures)),
+        ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
+    ]
 
 
 def _beside(body: Body) -> str:

@@ -1,0 +1,161 @@
+"""Core ML: a package for Apple's devices, FILE.mlpackage, which coremltools makes of a traced network, an ML program.
+
+It is a directory. coremltools writes it on every system; what runs it is macOS's. Its names and times are left out, so
+that the same network is the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.formats import Runs, reason
+from normswap.exporting.signature import Signature, alone
+from normswap.exporting.silence import silent
+
+if TYPE_CHECKING:
+    from coremltools.models import MLModel
+    from coremltools.proto.Model_pb2 import Model
+
+NAME = "coreml"
+NEEDS = ("coremltools",)
+GRAPH = True
+PARTS = ()
+NOTES: Mapping[str, str] = {}
+_ENDING = ".mlpackage"
+_OWNER = "com.apple.CoreML"
+_GRAPH, _WEIGHTS = "model.mlmodel", "weights"
+_DISK = "[MIL FileWriter]"  # begins what coremltools says when it cannot write
+_TOOL = "com.github.apple.coremltools."  # what it notes by itself, the date among it
+
+
+def write(contents: FileContents, file: Path) -> None:
+    """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
+    network = contents.network
+    if file.suffix != _ENDING:
+        raise RefusedError(f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}")
+    if network.stored == torch.bfloat16:
+        raise RefusedError("Core ML is not written in bf16", remedy="Its packages are fp32 or fp16")
+    contents.require_one_image("a Core ML package")
+    contents.require_floats("a Core ML package")
+    made = _converted(contents.in_float32, half=network.dtype == torch.float16)
+    try:
+        spec = made.get_spec()
+        _require_names(spec, network.signature)
+        _write(spec, Path(made.weights_dir), contents.metadata, file)
+    finally:
+        shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
+
+
+def _converted(contents: FileContents, *, half: bool) -> MLModel:
+    """What coremltools makes of a network in float32, in a temporary directory of its own.
+
+    Raises:
+        RefusedError: torch cannot trace the network, or coremltools cannot read it.
+        OSError: the disk is full.
+    """
+    signature = contents.network.signature
+    try:
+        with silent(), torch.no_grad():
+            import coremltools as ct
+
+            made = ct.convert(
+                torch.jit.trace(as_convolutions(contents.network), contents.example, check_trace=False),
+                inputs=[
+                    ct.TensorType(name=name, shape=x.shape)
+                    for name, x in zip(signature.inputs, contents.example, strict=True)
+                ],
+                outputs=[ct.TensorType(name=name) for name in signature.outputs],
+                convert_to="mlprogram",
+                compute_precision=ct.precision.FLOAT16 if half else ct.precision.FLOAT32,
+                minimum_deployment_target=ct.target.iOS15,
+                skip_model_load=True,
+            )
+    except Exception as error:  # whatever it and torch meet on their way
+        if _DISK in str(error):
+            raise OSError(reason(error)) from None
+        raise RefusedError("Core ML cannot express the network", reason(error)) from None
+    return made
+
+
+def _require_names(spec: Model, signature: Signature) -> None:
+    """Check that everything has its name: one tensor that comes out under two gets one of them twice.
+
+    Raises:
+        RefusedError: something has another.
+    """
+    described = spec.description
+    found = [one.name for side in (described.input, described.output) for one in side]
+    wanted = [*signature.inputs, *signature.outputs]
+    if wrong := [name for name, other in zip(wanted, found, strict=True) if name != other]:
+        raise RefusedError("Core ML cannot express the network", f"{wrong[0]} gets another name", "Try onnx")
+
+
+def _write(spec: Model, weights: Path, metadata: Mapping[str, str], file: Path) -> None:
+    """Write the package, whose files get the permissions that new files have."""
+    noted = spec.description.metadata.userDefined
+    noted.clear()
+    noted.update(metadata)
+    folder = file / "Data" / _OWNER
+    (folder / _WEIGHTS).mkdir(parents=True)
+    for each in sorted(weights.iterdir()):
+        shutil.copyfile(each, folder / _WEIGHTS / each.name)
+    (folder / _GRAPH).write_bytes(spec.SerializeToString(deterministic=True))
+    said = {_GRAPH: "CoreML Model Specification", _WEIGHTS: "CoreML Model Weights"}
+    items = {
+        str(uuid.uuid5(uuid.NAMESPACE_DNS, f"{name}.{_OWNER}")): {
+            "author": _OWNER, "description": what, "name": name, "path": f"{_OWNER}/{name}",
+        }
+        for name, what in said.items()
+    }  # fmt: skip
+    manifest = {"fileFormatVersion": "1.0.0", "itemInfoEntries": items, "rootModelIdentifier": next(iter(items))}
+    (file / "Manifest.json").write_text(json.dumps(manifest, indent=4) + "\n", encoding="utf-8")
+
+
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`; on the CPU of macOS."""
+    try:
+        with silent():
+            import coremltools as ct
+
+            model = ct.models.MLModel(str(file), compute_units=ct.ComputeUnit.CPU_ONLY)
+            interface = model.get_spec().description
+    except Exception as error:  # its own exceptions derive from nothing else
+        raise VerificationError("Core ML cannot run it", first_line(error)) from None
+    inputs, outputs = ([one.name for one in side] for side in (interface.input, interface.output))
+
+    def runs(*tensors: Tensor) -> object:
+        found = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})
+        return alone(torch.from_numpy(found[name]) for name in outputs)
+
+    return runs
+
+
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`; constants are not counted."""
+    main = _spec(file).mlProgram.functions["main"]
+    kinds = (one.type for one in main.block_specializations[main.opset].operations)
+    return dict(Counter(kind for kind in kinds if kind != "const").most_common())
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    noted = _spec(file).description.metadata.userDefined
+    return {key: value for key, value in noted.items() if not key.startswith(_TOOL)}
+
+
+def _spec(file: Path) -> Model:
+    with silent():
+        import coremltools as ct
+
+        return ct.utils.load_spec(str(file))
