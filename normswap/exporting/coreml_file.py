@@ -58,7 +58,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(contents: FileContents, *, half: bool) -> MLModel:
-    """What coremltools makes of a network in float32, in a temporary directory of its own.
+    """A network in float32, as coremltools writes it, in a temporary directory of its own.
 
     Raises:
         RefusedError: torch cannot trace the network, or coremltools cannot read it.
@@ -95,9 +95,9 @@ def _require_names(spec: Model, signature: Signature) -> None:
         RefusedError: something has another.
     """
     described = spec.description
-    found = [one.name for side in (described.input, described.output) for one in side]
+    names = [one.name for side in (described.input, described.output) for one in side]
     wanted = [*signature.inputs, *signature.outputs]
-    if wrong := [name for name, other in zip(wanted, found, strict=True) if name != other]:
+    if wrong := [name for name, other in zip(wanted, names, strict=True) if name != other]:
         raise RefusedError("Core ML cannot express the network", f"{wrong[0]} gets another name", "Try onnx")
 
 
@@ -111,12 +111,12 @@ def _write(spec: Model, weights: Path, metadata: Mapping[str, str], file: Path) 
     for each in sorted(weights.iterdir()):
         shutil.copyfile(each, folder / _WEIGHTS / each.name)
     (folder / _GRAPH).write_bytes(spec.SerializeToString(deterministic=True))
-    said = {_GRAPH: "CoreML Model Specification", _WEIGHTS: "CoreML Model Weights"}
+    descriptions = {_GRAPH: "CoreML Model Specification", _WEIGHTS: "CoreML Model Weights"}
     items = {
         str(uuid.uuid5(uuid.NAMESPACE_DNS, f"{name}.{_OWNER}")): {
             "author": _OWNER, "description": what, "name": name, "path": f"{_OWNER}/{name}",
         }
-        for name, what in said.items()
+        for name, what in descriptions.items()
     }  # fmt: skip
     manifest = {"fileFormatVersion": "1.0.0", "itemInfoEntries": items, "rootModelIdentifier": next(iter(items))}
     (file / "Manifest.json").write_text(json.dumps(manifest, indent=4) + "\n", encoding="utf-8")
@@ -135,8 +135,8 @@ def open(file: Path) -> Runs:
     inputs, outputs = ([one.name for one in side] for side in (interface.input, interface.output))
 
     def runs(*tensors: Tensor) -> object:
-        found = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})
-        return alone(torch.from_numpy(found[name]) for name in outputs)
+        answers = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})
+        return alone(torch.from_numpy(answers[name]) for name in outputs)
 
     return runs
 
