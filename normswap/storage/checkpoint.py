@@ -104,7 +104,7 @@ def save(
         raise _unwritable(place, error) from None
     with one_writer.alone(place):
         network_folder.check_writable(place, force=force)  # somebody may have written it since
-        _replace(place.resolve(), model, record, report)  # a link stays; the directory that it points to is replaced
+        _replace(place, model, record, report)
     return place
 
 
@@ -114,14 +114,15 @@ def _unwritable(place: Path, error: OSError) -> OutputError:
 
 def _replace(place: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
     """Write the directory beside its place, then put it there."""
+    real = place.resolve()  # a link stays; the directory that it points to is replaced
     try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+        aside = Path(tempfile.mkdtemp(prefix=f".{real.name}.", dir=real.parent))
     except OSError as error:
         raise _unwritable(place, error) from None
     try:
         aside.chmod(0o777 & ~atomic_write.umask())
         _write(aside, model, record, report)
-        atomic_write.swap(aside, place)
+        atomic_write.swap(aside, real)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {place}", str(error), "Nothing was changed there") from None
     finally:
