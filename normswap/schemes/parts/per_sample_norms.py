@@ -58,7 +58,7 @@ def _count(builder: PlanBuilder, path: str, module: nn.Module, wanted: int, chan
         return channels
     count = nearest_divisor(channels, wanted)
     if count == channels > 1:
-        count = next(d for d in range(channels // 2, 0, -1) if channels % d == 0)
+        count = nearest_divisor(channels, channels // 2)
         builder.notes.append(f"{path}: {count} groups of its {channels} channels, as one alone would lose its mean")
     elif count != wanted:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {wanted}")
