@@ -84,6 +84,8 @@ class Network:
         progress: Progress | None = None,
     ) -> Network:
         """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
+        if inputs is not None and size is not None:
+            raise OptionError("inputs= and input_size= both say what the network takes", remedy="Give one of them")
         if not isinstance(model, Network):
             module = module_of(model)
             network_input.check_values(module)
