@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             if "" in arguments:
                 raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
+            arguments = [_at_home(argument) for argument in arguments]
             result = app(arguments, prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
@@ -87,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return result if isinstance(result, int) else 0
+
+
+def _at_home(argument: str) -> str:
+    """The argument with the home directory for a `~/` that no shell replaced: quoted, or behind `=`."""
+    option, equals, value = argument.partition("=~/") if "=~/" in argument else ("", "", argument)
+    if equals:
+        return f"{option}={os.path.expanduser(f'~/{value}')}"
+    return os.path.expanduser(value) if value.startswith("~/") else value
 
 
 def _abandon_stdout() -> None:
