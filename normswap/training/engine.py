@@ -132,7 +132,8 @@ class TrainingRun:
     def open(self, resume: str | Path | None) -> None:
         """Begin the run, or continue one."""
         other = None if resume in (None, "auto") else Folder(Path(str(resume)), self.folder.identity)
-        if (resume == "auto" or launching.restarted()) and self.folder.state.is_file():
+        restarted = any(processes.gathered(self.engine, launching.restarted() > 0))  # each torchrun counts its own
+        if (resume == "auto" or restarted) and self.folder.state.is_file():
             other = self.folder
         saved = processes.newest_state(self.engine, other)
         if saved is None and other is not None:
