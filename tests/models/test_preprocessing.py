@@ -74,6 +74,13 @@ def test_impossible(values: Preprocessing) -> None:
         state(silent(), values)
 
 
+def test_a_whole_image_may_be_kept_and_what_is_stated_stands_before_the_library_s_own() -> None:
+    model: Any = zoo.open_source("resnet18", weights="random")
+    before = model.pretrained_cfg["crop_pct"]
+    state(model, Preprocessing(crop_pct=1.0))
+    assert (model.pretrained_cfg["crop_pct"], data_config(model)["crop_pct"]) == (before, 1.0)
+
+
 # --- the first norm knows ---------------------------------------------------------------------------------------------
 
 

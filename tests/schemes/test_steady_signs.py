@@ -94,6 +94,19 @@ def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(steady:
         assert loss(scale, other) > 0.9 * best
 
 
+def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
+    """Moments about another point, and effects beyond what float32 holds."""
+    x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
+    apart = torch.linspace(-3, 3, CHANNELS, dtype=torch.float64)
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    moved = x + apart.view(-1, 1)
+    one = Site.of(x.mean(2), x.square().mean(2), norm, GROUPS, effect)
+    two = Site.of(moved.mean(2), moved.square().mean(2), norm, GROUPS, 1e50 * effect)
+    for part in ("means", "squares", "var", "effect"):
+        assert torch.allclose(getattr(one, part), getattr(two, part), rtol=1e-4, atol=1e-4), part
+
+
 def test_independent_channels_get_the_fourth_root_of_what_they_cost() -> None:
     """Of two numbers phi, with sum(phi^2) sum(a / phi^2): by hand phi^4 = a."""
     var, effect = torch.tensor([1.0, 4.0, 100.0, 0.25]), torch.tensor([1.0, 4.0, 0.16, 1.0])
