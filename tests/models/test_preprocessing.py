@@ -182,6 +182,24 @@ def test_the_distance_is_the_divergence_of_two_normal_distributions() -> None:
     assert found == pytest.approx(float(kl_divergence(seen, kept).median()), rel=1e-6)
 
 
+class ByName(nn.Module):
+    """Its first norm is called by the name of its argument, which a hook does not see; its second is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(input=x))
+
+
+def test_the_first_norm_is_the_first_whose_input_is_seen() -> None:
+    model = ByName().eval()
+    seen = stem_statistics.at_first_norm(model, torch.randn(2, 3, 4, 4))
+    assert seen is not None
+    assert seen[0] is model.second
+
+
 def test_advice_has_the_mean_and_std_to_give() -> None:
     pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
     model = trained_on(silent(), pixels, 0.0, 1 / 255)
