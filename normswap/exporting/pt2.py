@@ -92,7 +92,7 @@ def _with_bf16(network: Shipped) -> Shipped:
 def _leave_out_identities(graph: fx.Graph) -> None:
     """Take out products with the number 1, and sums with 0.
 
-    Networks that once had scalars compute the former (timm's NormFreeBlock), those whose branches were merged the latter.
+    Networks that once had scalars compute the former (timm's NormFreeBlock), those with merged branches the latter.
     Where what it reads, or gives, is overwritten, it is needed as a copy.
     """
     for node in list(graph.nodes):

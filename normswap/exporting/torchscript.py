@@ -47,7 +47,7 @@ def write(contents: FileContents, file: Path) -> None:
 def _leave_out_identities(graph: torch.Graph) -> None:
     """Take out products with the number 1, and sums with 0.
 
-    Networks that once had scalars compute the former (timm's NormFreeBlock), those whose branches were merged the latter.
+    Networks that once had scalars compute the former (timm's NormFreeBlock), those with merged branches the latter.
     Where what it reads, or gives, is overwritten, it is needed as a copy.
     """
     for node in list(graph.nodes()):
