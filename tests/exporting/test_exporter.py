@@ -504,6 +504,25 @@ def test_products_with_one_go_unless_they_are_copies(form: str, tmp_path: Path) 
     assert sum(n for kind, n in done.nodes.items() if kind.startswith("mul")) == 1
 
 
+@pytest.mark.parametrize(("form", "left"), [("pt2", 5), ("torchscript", 4)])  # the latter holds no dtypes
+def test_sums_with_nothing_go_unless_they_are_copies(form: str, left: int, tmp_path: Path) -> None:
+    """Where a branch was merged into another one, the network's own forward adds the number 0."""
+
+    class Copies(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            total = (0 + x.tanh()) + 0.0
+            total += 0.0
+            copy = x.sin() * 2
+            kept = copy + 0.0
+            counts = x.argmax(1, keepdim=True) + 0.0  # whole numbers before
+            return (total + copy.relu_() + kept + counts).flatten(1)
+
+    x = torch.randn(1, 3, 8, 8)
+    done = normswap.export(Copies(), tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 8, 8))
+    assert sum(n for kind, n in done.nodes.items() if kind.startswith("add")) == left
+    assert torch.equal(formats.get(form).open(tmp_path / f"net.{ENDINGS[form]}")(x), Copies()(x))
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
