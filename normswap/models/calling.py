@@ -253,9 +253,6 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
     tensors = [tensor for one in calls for tensor in one.tensors()]
     if any(tensor.is_meta for tensor in tensors):
         raise OptionError("the inputs have no values", "they are on the meta device")
-    empty = next((one for one in calls if not one.images.numel()), None)
-    if empty is not None:
-        raise OptionError("there is no sample in the inputs", f"a tensor is {empty}")
     return calls
 
 

@@ -72,7 +72,8 @@ def has_broken_statistics(module: nn.Module) -> bool:
     mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
     if mean is None or variance is None or is_lazy(variance):
         return False
-    return not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all())
+    right = torch.isfinite(mean).all(), torch.isfinite(variance).all(), (variance >= 0).all()
+    return not bool(torch.stack(right).all())  # a device is waited for once
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -128,6 +129,19 @@ def require_seed(seed: object) -> None:
     """
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"{spelled('seed', seed)} is no whole number from 0 to 2**63 - 1")
+
+
+def check_calls(calls: Sequence[Example]) -> None:
+    """Check that the network can be looked at on these calls: a proof on nothing, or on NaN, proves nothing.
+
+    Raises:
+        OptionError: the images of a call are none, or hold numbers that are not finite.
+    """
+    for call in calls:
+        if not call.images.numel():
+            raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
+        if not is_finite(call.images):
+            raise OptionError(f"the inputs ({call}) hold NaN or infinite numbers", remedy="Give finite ones")
 
 
 def answer(output: object) -> Tensor:

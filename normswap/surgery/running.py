@@ -53,7 +53,7 @@ def both(
     """Both outputs (`running.run`), or None where the source does not take this size of input, but took the first.
 
     Raises:
-        VerificationError: one of them does not run, or the source returns no tensor.
+        VerificationError: one of them does not run, or the source gives nothing.
     """
     first = first or example
     try:
@@ -63,8 +63,8 @@ def both(
             raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
         return None
     if not one[0]:
-        remedy = "Let its forward return the tensors that it computes"
-        raise VerificationError("the network returns no tensor", "nothing of it can be compared", remedy)
+        remedy = "Its forward has to return what it computes"
+        raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
     try:
         return one, run(result, example, paths)
     except Exception as error:

@@ -31,17 +31,6 @@ class WeightedQuantizedModule(nn.Linear):
     """The name of the base of torch's int8 layers, which old and new versions keep in different places."""
 
 
-class Gives(nn.Module):
-    """A network whose forward returns something made of its answer."""
-
-    def __init__(self, make: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.body, self.make = network(), make
-
-    def forward(self, x: Tensor) -> object:
-        return self.make(self.body(x))
-
-
 class Times(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -49,6 +38,29 @@ class Times(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
+
+
+class Silent(nn.Sequential):
+    """Computes, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self.eval()
+
+    def forward(self, x: Tensor) -> None:
+        super().forward(x)
+
+
+class Restless(nn.Sequential):
+    """Adds noise in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + torch.randn_like(x)
 
 
 SIZE = (3, 16, 16)
@@ -71,20 +83,21 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "two kinds of number": (lambda: nn.Sequential(network(), nn.Conv2d(8, 8, 1).half()), {}, ["float32 and float16"]),
     "bytes": (network, {"inputs": X.to(torch.uint8)}, ["input is of uint8, the network of float32", "Cast it"]),
     "doubles": (network, {"inputs": X.double()}, ["input is of float64, the network of float32"]),
-    "no sample": (network, {"inputs": X[:0]}, ["there is no sample in the inputs", "0x3x16x16"]),
     "no values": (network, {"inputs": X.to("meta")}, ["the inputs have no values"]),
-    "inputs of NaN": (network, {"inputs": X * torch.nan}, ["gives NaN", "in the inputs"]),
     "an overflow": (
         lambda: nn.Sequential(network(), Times(1e38), Times(1e38)),
         {"size": SIZE},
         ["gives NaN", "too large"],
     ),
     "inputs and their size": (network, {"inputs": X, "input_size": SIZE}, ["inputs= and input_size=", "Give one"]),
-    "other answers each time": (lambda: Gives(torch.rand_like), {"size": SIZE}, ["another answer", "random numbers"]),
-    "no answer": (lambda: Gives(lambda x: None), {"size": SIZE}, ["returns no tensor", "return the tensors"]),
-    "a dict of nothing": (lambda: Gives(lambda x: {"loss": None}), {"size": SIZE}, ["returns no tensor"]),
     "a pattern": (network, {"size": SIZE, "only": 3}, ["only=3 is no pattern"]),
     "a seed": (network, {"size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
+    "no image": (network, {"inputs": torch.zeros(0, *SIZE)}, ["no image (0x3x16x16)", "at least one"]),
+    "no pixel in one of two": (network, {"inputs": [torch.ones(1, *SIZE), torch.ones(1, 3, 0, 9)]}, ["(1x3x0x9)"]),
+    "NaN inputs": (network, {"inputs": torch.full((1, *SIZE), torch.nan)}, ["inputs (1x3x16x16) hold NaN"]),
+    "a norm alone": (lambda: nn.BatchNorm2d(3).eval(), {"size": SIZE}, ["the network itself: forward reads"]),
+    "nothing returned": (Silent, {"size": SIZE}, ["gives no tensor", "nothing to compare"]),
+    "random": (Restless, {"size": SIZE}, ["gives another answer each time"]),
 }
 
 
