@@ -150,7 +150,7 @@ class Lockstep:
 
     def _store(self, batches: Iterable[Example], mirror: bool) -> None:
         forms: list[Example] = []
-        for i, example in enumerate(batches):
+        for i, example in enumerate(part for batch in batches for part in batch.parts(batch.images.device)):
             if not i:
                 self._probe(example.first(1))
             mirror = mirror and example.mirrors
