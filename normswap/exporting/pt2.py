@@ -30,6 +30,8 @@ GRAPH = True
 PARTS = ()
 metadata = extra_files
 _HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
+_ATEN = torch.ops.aten
+_NEUTRAL = {_ATEN.mul.Tensor: 1, _ATEN.add.Tensor: 0, _ATEN.add_.Tensor: 0}  # the number with which it changes nothing
 NOTES = {
     "fp16": FP16,
     "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
@@ -55,7 +57,7 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
             program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
-    _leave_out_ones(program.graph)
+    _leave_out_identities(program.graph)
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
@@ -87,18 +89,28 @@ def _with_bf16(network: Shipped) -> Shipped:
     return twin
 
 
-def _leave_out_ones(graph: fx.Graph) -> None:
-    """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
+def _leave_out_identities(graph: fx.Graph) -> None:
+    """Take out products with the number 1, and sums with 0.
 
-    One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
+    Networks that once had scalars compute the former (timm's NormFreeBlock), those with merged branches the latter.
+    Where what it reads, or gives, is overwritten, it is needed as a copy.
     """
     for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.mul.Tensor or not isinstance(node.args[1], float) or node.args[1] != 1:
+        number = node.args[1] if node.target in _NEUTRAL else None
+        if not isinstance(number, float | int) or number != _NEUTRAL[node.target]:
             continue
-        overwritten = any(str(user.target).split(".")[-2].endswith("_") for user in node.users if user.op != "output")
-        if len(node.args[0].users) == 1 or not overwritten:
-            node.replace_all_uses_with(node.args[0])
+        same = node.args[0]
+        if same.meta["val"].dtype != node.meta["val"].dtype:  # an integer becomes a float
+            continue
+        overwritten = any(_writes(user) for user in (*node.users, *same.users))
+        if _writes(node) or len(same.users) == 1 or not overwritten:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether it works in place."""
+    return node.op == "call_function" and str(node.target).split(".")[-2].endswith("_")
 
 
 def open(file: Path) -> Runs:

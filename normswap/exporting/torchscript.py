@@ -21,6 +21,7 @@ GRAPH = True
 PARTS = ()
 NOTES = {"fp16": FP16}
 metadata = extra_files
+_NEUTRAL = {"aten::mul": 1, "aten::add": 0, "aten::add_": 0}  # the number with which each changes nothing
 _BOOKKEEPING = ("prim::Constant", "prim::ListConstruct", "prim::GetAttr")
 
 
@@ -34,7 +35,7 @@ def write(contents: FileContents, file: Path) -> None:
             frozen = torch.jit.freeze(torch.jit.trace(contents.network, contents.example, check_trace=False))
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
-    _leave_out_ones(frozen.graph)
+    _leave_out_identities(frozen.graph)
     if contents.network.stored != contents.network.dtype:
         _store_bf16(frozen.graph)
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
@@ -43,19 +44,21 @@ def write(contents: FileContents, file: Path) -> None:
     file.write_bytes(held.getbuffer())
 
 
-def _leave_out_ones(graph: torch.Graph) -> None:
-    """Take out products with the number 1, which networks that once had scalars compute (timm's NormFreeBlock).
+def _leave_out_identities(graph: torch.Graph) -> None:
+    """Take out products with the number 1, and sums with 0.
 
-    One that is overwritten later, while its factor is read elsewhere, is needed as a copy.
+    Networks that once had scalars compute the former (timm's NormFreeBlock), those with merged branches the latter.
+    Where what it reads, or gives, is overwritten, it is needed as a copy.
     """
     for node in list(graph.nodes()):
-        factors = list(node.inputs())
-        value = factors[1].toIValue() if node.kind() == "aten::mul" else None
-        if not isinstance(value, float) or value != 1:
+        operands = list(node.inputs())
+        value = operands[1].toIValue() if node.kind() in _NEUTRAL else None
+        if not isinstance(value, float | int) or value != _NEUTRAL[node.kind()]:
             continue
-        overwritten = any(use.user.kind().endswith("_") for use in node.output().uses())
-        if len(factors[0].uses()) == 1 or not overwritten:
-            node.output().replaceAllUsesWith(factors[0])
+        uses = (*node.output().uses(), *operands[0].uses())
+        overwritten = any(use.user.kind().endswith("_") for use in uses)
+        if node.kind().endswith("_") or len(operands[0].uses()) == 1 or not overwritten:
+            node.output().replaceAllUsesWith(operands[0])
             node.destroy()
 
 

@@ -120,6 +120,19 @@ def require_size(size: object) -> None:
         raise OptionError(f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)")
 
 
+def check_calls(calls: Sequence[Example]) -> None:
+    """Check that the network can be looked at on these calls: a proof on nothing, or on NaN, proves nothing.
+
+    Raises:
+        OptionError: the images of a call are none, or hold numbers that are not finite.
+    """
+    for call in calls:
+        if not call.images.numel():
+            raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
+        if not is_finite(call.images):
+            raise OptionError(f"the inputs ({call}) hold NaN or infinite numbers", remedy="Give finite ones")
+
+
 def answer(output: object) -> Tensor:
     """Find the network's answer in its output: the tensor, or the one in a dict or record of that name, or alone.
 

@@ -61,6 +61,8 @@ def _check_name(file: Path, weights: str, arch: str | None) -> str:
         raise OptionError(f"random weights and the weights of {file} exclude each other")
     if weights != "pretrained":
         raise OptionError(f"{file} and {weights} are both weights", remedy="Name an architecture, and one of them")
+    if arch is None and not file.name.endswith(SUFFIXES):
+        raise SourceError(f"{file} is no MODEL", f"weights files end in {', '.join(SUFFIXES)}")
     if arch is None:
         raise OptionError(
             f"{file} holds weights only",

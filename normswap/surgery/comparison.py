@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from normswap.errors import VerificationError
 from normswap.graph.anatomy import Block
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
@@ -32,6 +33,7 @@ ROUNDING = 3  # times what half precision costs the source: ten networks under e
 _MOVED = 8  # inputs that differ in the last digit, where one sample says too little about rounding
 _FEW = 8  # numbers in an output: of fewer, the error may be several times its mean, and the largest rounding counts
 _COARSE = 0.1  # of the output: where rounding alone costs more, half precision proves little
+_OF_ERROR = 0.1  # of a result's error: where two runs of the source are that far apart, the source is what differs
 _HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
 
 
@@ -69,7 +71,7 @@ def compare(
         traced: whether errors are measured at every block of the source, too, and branches checked for life.
 
     Raises:
-        VerificationError: one of them does not run.
+        VerificationError: one of them does not run, or the source differs from run to run.
     """
     network, precision = source.module, str(source.dtype).removeprefix("torch.")
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
@@ -104,9 +106,31 @@ def compare(
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and stray > _COARSE:
         vacuous.append(f"{precision} alone moves the source's output by {stray:.0%} of its size")
-    finite = all(e.relative_l2 < float("inf") for e in logits)
-    passed = finite and (not exact or all(e.relative_l2 <= tolerance[e.precision] for e in logits))
-    return Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
+    passed = _passes(logits, tolerance if exact else None)
+    report = Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
+    _require_repeatable(network, calls[0], report)
+    return report
+
+
+def _passes(errors: Sequence[Error], allowed: dict[str, float] | None) -> bool:
+    """Whether all errors are finite and, of a result that claims to be exact, at most what their precision allows."""
+    finite = all(e.relative_l2 < float("inf") for e in errors)
+    return finite and (allowed is None or all(e.relative_l2 <= allowed[e.precision] for e in errors))
+
+
+def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
+    """Check, where a result is wrong, that it is not the source itself that differs from run to run."""
+    if report.passed or not report.exact:
+        return
+    worst_error = report.worst
+    once, again = (run(source, example)[0] for _ in range(2))
+    apart = _apart(worst_error.precision, example.images, once, again)
+    if apart > _OF_ERROR * worst_error.relative_l2:
+        raise VerificationError(
+            "the source gives another answer each time that it runs on the same input",
+            "so no result of it can be proved",
+            "Make what is random, or what is kept from the call before, stand still in eval mode",
+        )
 
 
 def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, precision: str) -> float:
@@ -247,6 +271,8 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
 
 def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:
     unseen = []
+    if not any(value.numel() for value in outputs.values()):
+        unseen.append("the outputs are empty: no number was compared")
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)

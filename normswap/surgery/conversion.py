@@ -68,7 +68,7 @@ def _plan_step(seen: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     builder: PlanBuilder = scheme.plan(part, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
-        listed = [f"{path}: {why}" for path, why in list(builder.refusals.items())[:3]]
+        listed = [f"{path or 'the network itself'}: {why}" for path, why in list(builder.refusals.items())[:3]]
         more = f"; and {len(builder.refusals) - 3} more" if len(builder.refusals) > 3 else ""
         raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed) + more)
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:

@@ -181,10 +181,16 @@ class Network:
     @cached_property
     @cpu_by_default()
     def calls(self) -> list[Example]:
-        """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two."""
+        """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two.
+
+        Raises:
+            OptionError: the inputs hold no tensor, no image, or numbers that are not finite.
+        """
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
-        return [call.on(self.device) for call in calling.batches(self.inputs)]
+        calls = calling.batches(self.inputs)
+        network_input.check_calls(calls)
+        return [call.on(self.device) for call in calls]
 
     @cached_property
     @cpu_by_default()

@@ -53,7 +53,7 @@ def both(
     """Both outputs (`running.run`), or None where the source does not take this size of input, but took the first.
 
     Raises:
-        VerificationError: one of them does not run.
+        VerificationError: one of them does not run, or the source gives nothing.
     """
     first = first or example
     try:
@@ -62,6 +62,9 @@ def both(
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
             raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
         return None
+    if not one[0]:
+        remedy = "Its forward has to return what it computes"
+        raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
     try:
         return one, run(result, example, paths)
     except Exception as error:

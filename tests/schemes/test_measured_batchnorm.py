@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from lived import batchnorms, lived_in
 from narrow_networks import skeleton
 from narrow_networks import source as lived
-from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
 import normswap
@@ -239,18 +237,6 @@ def test_a_convolution_that_is_called_twice_gets_none() -> None:
     done = normswap.convert(Twice().double().eval(), "batchnorm", inputs=images()[0], calibrate=images())
     assert list(batchnorms(done.model)) == ["stem.then"]
     assert any("shared gets no norm: it is called more than once" in note for note in done.notes)
-
-
-@pytest.mark.slow
-def test_repvgg_in_deploy_form() -> None:
-    torch.manual_seed(0)
-    net = reparameterize_model(timm.create_model("repvgg_a0", num_classes=10).eval()).double()
-    x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
-    done = normswap.convert(net, "batchnorm", inputs=x, calibrate=[x, x.flip(3)])
-    assert len(list(batchnorms(done.model))) == 22
-    assert apart(net, done.model, x) < LIMIT
-    back = normswap.convert(done.model, "folded", inputs=x).model
-    assert apart(net, back, x) < LIMIT
 
 
 @pytest.mark.slow

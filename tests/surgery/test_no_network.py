@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import normswap
 from normswap.errors import NormswapError, OutputError, SourceError, command_line, spelled
@@ -31,6 +31,29 @@ class WeightedQuantizedModule(nn.Linear):
     """The name of the base of torch's int8 layers, which old and new versions keep in different places."""
 
 
+class Silent(nn.Sequential):
+    """Computes, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self.eval()
+
+    def forward(self, x: Tensor) -> None:
+        super().forward(x)
+
+
+class Restless(nn.Sequential):
+    """Adds noise in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + torch.randn_like(x)
+
+
 SIZE = (3, 16, 16)
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "a name": (lambda: "resnet50", {}, ["not the text 'resnet50'", "timm.create_model"]),
@@ -47,6 +70,12 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "variance": (lambda: broken("1.running_var", -1), {"size": SIZE}, ["statistics of 1 are broken", "below zero"]),
     "int8": (lambda: WeightedQuantizedModule(8, 8), {"size": (8,)}, ["is quantized", "as it was before"]),
     "a seed": (network, {"size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
+    "no image": (network, {"inputs": torch.zeros(0, *SIZE)}, ["no image (0x3x16x16)", "at least one"]),
+    "no pixel in one of two": (network, {"inputs": [torch.ones(1, *SIZE), torch.ones(1, 3, 0, 9)]}, ["(1x3x0x9)"]),
+    "NaN inputs": (network, {"inputs": torch.full((1, *SIZE), torch.nan)}, ["inputs (1x3x16x16) hold NaN"]),
+    "a norm alone": (lambda: nn.BatchNorm2d(3).eval(), {"size": SIZE}, ["the network itself: forward reads"]),
+    "nothing returned": (Silent, {"size": SIZE}, ["gives no tensor", "nothing to compare"]),
+    "random": (Restless, {"size": SIZE}, ["gives another answer each time"]),
 }
 
 
