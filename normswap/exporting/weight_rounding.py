@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.least_squares import Kernel, Moments, RowBlock, by_group, naming
+from normswap.calibration.least_squares import Kernel, Moments, by_group, naming
+from normswap.calibration.row_block import RowBlock
 from normswap.calibration.sampling import fits, patches
 from normswap.exporting.weight_grid import WeightGrid
 from normswap.graph.inspection import LINEAR
