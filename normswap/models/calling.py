@@ -6,7 +6,6 @@ A user holds a tensor, a tuple of arguments, a dict of keywords, or a list of ba
 from __future__ import annotations
 
 import inspect
-import operator
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,6 @@ from normswap.models import default_device
 
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"  # one: several arguments, or keywords
 Inputs: TypeAlias = "Call | Sequence[Call] | None"  # a list is one of batches
-# in the images of a part: what networks make of them fits memory that was used before, and new memory costs a CPU
-# more than the products do
-NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -79,19 +75,6 @@ class Example:
     def first(self, count: int) -> Example:
         """Return the first samples of the batch, where every argument has the same number of them."""
         return self if self.count <= count else self._cut(lambda value: value[:count]) or self
-
-    def parts(self, device: torch.device) -> list[Example]:
-        """Return its samples in order in parts of at most `NUMBERS`, or itself where it cannot be parted.
-
-        Args:
-            device: of the network that will run on them; one that is not the CPU gets the whole batch.
-        """
-        most = max(NUMBERS * self.count // max(self.images.numel(), 1), 1)
-        if device.type != "cpu" or self.listed or self.count <= most:
-            return [self]
-        slices = (slice(at, at + most) for at in range(0, self.count, most))
-        parts = [self._cut(operator.itemgetter(part)) for part in slices]
-        return [part for part in parts if part is not None] or [self]
 
     def take(self, rows: Tensor) -> Example | None:
         """Return the samples that are marked in `rows` (N,), bool; None where it cannot be parted."""

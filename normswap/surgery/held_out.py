@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from normswap.calibration.checked_batches import parts
 from normswap.models.calling import Example
 
 EVERY = 4  # every fourth image is held out
@@ -58,7 +59,7 @@ class Dealt:
     """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
 
     Of what cannot be parted every fourth call goes there. `others` are the first of those that are fitted to. Calls are
-    as large as suits the device of the network (`Example.parts`).
+    as large as suits the device of the network (`checked_batches.parts`).
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
@@ -79,14 +80,14 @@ class Dealt:
                 held, rest = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held is not None and room > 0:
                 first = held.first(room)
-                self.held += first.parts(self.device)
+                self.held += parts(first, self.device)
                 room -= first.count
             if rest is not None:
                 if more > 0:
                     first = rest.first(more)
-                    self.others += first.parts(self.device)
+                    self.others += parts(first, self.device)
                     more -= first.count
-                yield from rest.parts(self.device)
+                yield from parts(rest, self.device)
 
 
 def summed(parts: Iterable[tuple[int, float, float | None]]) -> Kept | None:

@@ -10,8 +10,9 @@ import zoo_networks
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from normswap.calibration import sequential_fit
-from normswap.models import calling
+from normswap.calibration import checked_batches, sequential_fit
+from normswap.calibration.checked_batches import parts
+from normswap.models.calling import Example
 from normswap.surgery import conversion
 
 IMAGES, LOOKS = 16, 8  # and the images with which a network is looked at before it is run
@@ -22,7 +23,7 @@ def images_through_layers(monkeypatch: pytest.MonkeyPatch, parts: int) -> dict[s
     images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     model = zoo_networks.trained("preact")
     result = conversion.convert(model, "groupnorm", steady=0.0, inputs=images[:2]).model
-    monkeypatch.setattr(calling, "NUMBERS", images.numel() // parts)
+    monkeypatch.setattr(checked_batches, "NUMBERS", images.numel() // parts)
     seen: Counter[nn.Module] = Counter()
     largest = 0
 
@@ -54,3 +55,20 @@ def test_a_fit_runs_each_layer_once_over_the_images_and_their_mirror_images(
     assert len(through) > 20
     for path, counts in through.items():
         assert max(counts) <= 2 * IMAGES + LOOKS, path
+
+
+def test_large_batches_are_parted_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, each part with what belongs to its samples; what cannot be parted stays whole."""
+    monkeypatch.setattr(checked_batches, "NUMBERS", 12)
+    images = torch.arange(21.0).view(7, 3)
+    batch = Example((images,), {"y": list(-images[:, 0]), "gain": 2.0})
+    cpu = torch.device("cpu")
+    assert parts(batch, torch.device("cuda")) == [batch]
+    parted = parts(Example((images,), {"y": -images}), cpu)
+    assert [part.count for part in parted] == [4, 3]
+    assert torch.equal(torch.cat([part.images for part in parted]), images)
+    assert torch.equal(torch.cat([part.kwargs["y"] for part in parted]), -images)
+    table = Example((images, torch.zeros(3)))
+    assert parts(table, cpu) == [table]
+    assert parts(batch, cpu) == [batch]  # a list, each of its own size
+    assert [part.count for part in parts(Example((images.view(7, 1, 3).expand(7, 9, 3),)), cpu)] == [1] * 7

@@ -406,20 +406,3 @@ def test_a_function_that_writes_to_its_list_may_do_so_for_every_batch() -> None:
     assert lockstep._filled(node.args, {"x": 3})[0] == [3, (3, [1])]
     spot = collections.namedtuple("spot", "x y")
     assert lockstep._filled(spot(x, [2]), {"x": 3}) == spot(3, [2])
-
-
-def test_large_batches_are_parted_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, each part with what belongs to its samples; what cannot be parted stays whole."""
-    monkeypatch.setattr(calling, "NUMBERS", 12)
-    images = torch.arange(21.0).view(7, 3)
-    batch = Example((images,), {"y": list(-images[:, 0]), "gain": 2.0})
-    cpu = torch.device("cpu")
-    assert batch.parts(torch.device("cuda")) == [batch]
-    parts = Example((images,), {"y": -images}).parts(cpu)
-    assert [part.count for part in parts] == [4, 3]
-    assert torch.equal(torch.cat([part.images for part in parts]), images)
-    assert torch.equal(torch.cat([part.kwargs["y"] for part in parts]), -images)
-    table = Example((images, torch.zeros(3)))
-    assert table.parts(cpu) == [table]
-    assert batch.parts(cpu) == [batch]  # a list, each of its own size
-    assert [part.count for part in Example((images.view(7, 1, 3).expand(7, 9, 3),)).parts(cpu)] == [1] * 7
