@@ -6,10 +6,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+
+from normswap.exporting import formats
 
 _OURS = ["normswap", "timm", "torchvision", "safetensors"]
 _BLOCKED = {
@@ -68,6 +72,13 @@ np.save(wanted, np.concatenate([run(x[i : i + {batch}]) for i in range(0, len(x)
 present = sorted({blocked} & set(module.split(".")[0] for module in sys.modules))
 sys.exit(f"{{present}} were imported" if present else 0)
 """
+
+
+def skip_without(form: str) -> None:
+    """Skip the test where a package is not installed that the format needs."""
+    module = cast(formats.Format, formats._module(formats._FORMATS[form].module))
+    for package in module.NEEDS:
+        pytest.importorskip(package)
 
 
 def run_alone(file: Path, form: str, x: Tensor, *, batch: int = 1, output: str = "logits") -> Tensor:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo_files
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.exporting import coreml_file, exported_file, formats
 from normswap.exporting.exported_file import ExportedFile
@@ -106,61 +102,6 @@ def test_what_it_cannot_hold_is_said(name: str, options: dict[str, Any], reason:
     with pytest.raises(NormswapError, match=reason):
         normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / name, **SIZE, **options)
     assert not list(tmp_path.iterdir())
-
-
-class Killed:
-    """Ends the process at the n-th of the calls that change files."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def around(self, call: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            if self.left == 0:
-                os._exit(9)
-            self.left -= 1
-            return call(*args, **options)
-
-        return counted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(9))
-def test_a_process_killed_at_any_write_leaves_a_whole_package(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "net.mlpackage"
-    old, new = nn.Conv2d(3, 8, 3).eval(), nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
-    normswap.export(old, file, **SIZE)
-    before, kill = content(file), Killed(at)
-    monkeypatch.setattr(os, "replace", kill.around(os.replace))
-    monkeypatch.setattr("normswap.exporting.coreml_file.shutil.copyfile", kill.around(shutil.copyfile))
-    monkeypatch.setattr(Path, "write_bytes", kill.around(Path.write_bytes))
-    monkeypatch.setattr(Path, "write_text", kill.around(Path.write_text))
-    child = os.fork()
-    if not child:
-        normswap.export(new, file, force=True, **SIZE)
-        os._exit(0)
-    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    monkeypatch.undo()
-    assert died is (at < 8)  # weights, graph, manifest and sidecar are written; two names go, two come
-    if died and file.exists():
-        assert content(file) == before
-    exported = ExportedFile.find(str(file))
-    assert exported is not None, "which carries on what the process began"
-    assert exported.described()["nodes"] == ({"conv": 1, "relu": 1} if at > 3 else {"conv": 1})
-    assert exported.body["checked"] == formats.NOT_RUN
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
-    program = "import resource, sys; from normswap.cli.app import main\n"
-    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "export", str(demo_files.FOLDER), "-o", "net.mlpackage"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "cannot write net.mlpackage: " in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

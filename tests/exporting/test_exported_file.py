@@ -6,10 +6,11 @@ import functools
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from alone import skip_without
 from commands import as_documented
 from crossed import quick
 from torch import nn
@@ -54,9 +55,7 @@ def opened(file: Path) -> nn.Module:
 def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Path) -> None:
     ending, options = FILES[name]
     file, settings = tmp_path / ending, dict[str, Any](options)
-    row = formats._FORMATS[formats.name_of(file, settings.get("format"))]
-    for package in cast(formats.Format, formats._module(row.module)).NEEDS:
-        pytest.importorskip(package)
+    skip_without(formats.name_of(file, settings.get("format")))
     done = normswap.export(demo(), file, **settings)
     network = opened(file)
     result = evaluate(network, make_loader(network, "demo", samples=IMAGES, workers=0))

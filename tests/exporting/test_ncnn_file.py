@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -18,10 +13,7 @@ from own_networks import Spectrum
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo_files
 from normswap.errors import NormswapError, RefusedError
-from normswap.exporting import ncnn_file
-from normswap.exporting.exported_file import ExportedFile
 
 ncnn = pytest.importorskip("ncnn")
 pytest.importorskip("pnnx")
@@ -98,60 +90,6 @@ def test_what_it_cannot_hold_is_said(model: nn.Module, options: dict[str, bool],
     with pytest.raises(NormswapError, match=reason):
         normswap.export(model.eval(), tmp_path / "net.param", input_size=(3, 8, 8), **options)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-
-
-class Killed:
-    """Ends the process at the n-th of the calls that change files."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def around(self, call: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            if self.left == 0:
-                os._exit(9)
-            self.left -= 1
-            return call(*args, **options)
-
-        return counted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(10))
-def test_a_process_killed_at_any_write_leaves_no_graph_with_other_weights(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, x = tmp_path / "net.param", torch.randn(1, 3, 8, 8)
-    old, new = (nn.Conv2d(3, 4, 3).eval() for _ in range(2))
-    normswap.export(old, file, input_size=(3, 8, 8))
-    kill = Killed(at)
-    monkeypatch.setattr(os, "replace", kill.around(os.replace))
-    monkeypatch.setattr("normswap.exporting.ncnn_file.shutil.copyfile", kill.around(shutil.copyfile))
-    monkeypatch.setattr(Path, "write_text", kill.around(Path.write_text))
-    child = os.fork()
-    if not child:
-        normswap.export(new, file, input_size=(3, 8, 8), force=True)
-        os._exit(0)
-    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    monkeypatch.undo()
-    assert died is (at < 9)  # the weights, the graph and its sidecar are written; three names go, three come
-    if file.exists():
-        assert distance(run(new if not died else old, x), ncnn_file.open(file)(x)) <= 1e-5
-    assert ExportedFile.find(str(file)) is not None, "which carries on what the process began"
-    made = run(new if at > 2 else old, x)
-    assert distance(made, ncnn_file.open(file)(x)) <= 1e-5
-    assert {path.name for path in tmp_path.iterdir()} >= {"net.param", "net.bin", "net.param.preprocess.json"}
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
-    program = "import resource, sys; from normswap.cli.app import main\n"
-    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "export", str(demo_files.FOLDER), "-o", "net.param"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "cannot write net.param: " in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_pnnx_says_reaches_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
