@@ -88,8 +88,8 @@ def restore(
         progress: called after each layer with the layers done and their total.
 
     Raises:
-        RefusedError: no layer is in all networks, a weight is made of other tensors, or the network computes what its modules do not (fake quantizers that
-            another library hooks in).
+        RefusedError: no layer is in all networks, a weight is made of other tensors, or the network computes what its
+            modules do not (fake quantizers that another library hooks in).
         SourceError: unusable or too few images.
     """
     with evaluating(model, *wanted.networks):
