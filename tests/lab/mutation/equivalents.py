@@ -90,6 +90,9 @@ EQUIVALENTS = (
     Reason("training/objective.py", "self.value = args[ -1]", "a classifier is called with one tensor"),
     Reason("diagnosis/weight_moments.py", "return known[ -1]", "of one, the first is the last"),
     Reason("diagnosis/weight_moments.py", "if len(before) <= 1", "a norm reads one value"),
+    Reason(
+        "folding/propagation.py", '"end_dim", +1) == -1', "what is not seen at once is proved: the same comes of it"
+    ),
     Reason("models/network_input.py", "len(first or ( 2, 0, 0))", "three numbers are three, whatever the first is"),
     Reason(
         "graph/tracing.py", "*module.buffers(recurse=True))", "asked of layers and norms, whose inner modules have none"

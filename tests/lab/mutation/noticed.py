@@ -246,5 +246,4 @@ NOTICED = (
     Noticed("reporting/report.py", "if not path in sentences",
             "tests/reporting/test_report.py::test_a_plan_without_outcomes_is_told_by_its_edits"),
     Noticed("surgery/likeness.py", "if seen.classifier is not None", "tests/schemes/test_measured_batchnorm.py"),
-    Noticed("folding/propagation.py", '"end_dim", +1) == -1', "tests/folding/test_propagation.py"),
 )  # fmt: skip
