@@ -17,8 +17,10 @@ import normswap
 from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
+from normswap.graph.inspection import inspect
 from normswap.layers import measured_norm
 from normswap.storage.checkpoint import open_model
+from normswap.surgery import likeness
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
@@ -346,3 +348,11 @@ def test_the_result_says_where_the_network_is_from() -> None:
     assert record is not None
     assert (record.source, record.sha256, record.pretrained_cfg) == ("somewhere", "a" * 64, {"std": (0.5, 0.5, 0.5)})
     assert done.pretrained_cfg == net.pretrained_cfg
+
+
+def test_the_architecture_gets_as_many_classes_as_the_network_has() -> None:
+    torch.manual_seed(0)
+    headless = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    network_ = nn.Sequential(*headless, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 7)).eval()
+    for model, classes in ((headless, None), (network_, 7)):
+        assert likeness._classes(inspect(model, torch.randn(2, 3, 8, 8))) == classes

@@ -214,4 +214,8 @@ ERRORS = (
     Planted("the least error of an equalization is always worth it", "normswap/exporting/quantizing.py",
             "if errors[best] < _WORTH * errors[AS_FOLDED]", "if errors[best] < errors[AS_FOLDED]",
             ("tests/exporting/test_int8_weights.py::test_equalization_is_chosen_where_it_is_worth_it",)),
+    Planted("an architecture keeps its own number of classes", LIKENESS, "if seen.classifier is None:", "if seen.classifier:",
+            (MEASURED + "test_the_architecture_gets_as_many_classes_as_the_network_has",)),
+    Planted("a name of three parts goes to the hub", "normswap/storage/hub_name.py", 'repo.count("/") != 1', '"/" not in repo',
+            ("tests/storage/test_publishing.py::test_what_the_hub_does_not_take_is_one_line",)),
 )  # fmt: skip

@@ -245,5 +245,6 @@ NOTICED = (
             "tests/analysis/test_advice.py::test_training_in_private_and_deploying_exclude_each_other"),
     Noticed("reporting/report.py", "if not path in sentences",
             "tests/reporting/test_report.py::test_a_plan_without_outcomes_is_told_by_its_edits"),
-    Noticed("surgery/likeness.py", "if seen.classifier is not None", "tests/schemes/test_measured_batchnorm.py"),
+    Noticed("surgery/likeness.py", "if seen.classifier is not None",
+            "tests/schemes/test_measured_batchnorm.py::test_the_architecture_gets_as_many_classes_as_the_network_has"),
 )  # fmt: skip
