@@ -54,9 +54,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             wanted = json.loads(given)
             repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
+            there = repo in self.repos
             (self.store / repo).mkdir(parents=True, exist_ok=True)
             self.repos.setdefault(repo, self.store / repo)
-            return self._say({"url": f"{here}/{repo}"})
+            return self._say({"url": f"{here}/{repo}"}, status=409 if there else 200)
         asked = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0])
         if asked is None or asked[1] not in self.repos:
             return self._refuse(404, "RepoNotFound")
@@ -70,8 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{here}/{asked[1]}/commit/{COMMIT}"
         return self._say({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})
 
-    def _say(self, body: dict[str, Any]) -> None:
-        self._send(json.dumps(body).encode(), "application/json", True)
+    def _say(self, body: dict[str, Any], *, status: int = 200) -> None:
+        self._send(json.dumps(body).encode(), "application/json", True, status=status)
 
     def _given(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -116,8 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _send(self, content: bytes, kind: str, body: bool) -> None:
-        self.send_response(200)
+    def _send(self, content: bytes, kind: str, body: bool, *, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -87,9 +87,7 @@ def _applied(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
 def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair | None:
     weight = module.weight.detach().double()
     groups = getattr(module, "groups", 1)
-    if getattr(module, "transposed", False) or type(module).forward not in _FORWARDS:
-        return None
-    if len(pair[0]) != weight.shape[1] * groups:
+    if type(module).forward not in _FORWARDS or len(pair[0]) != weight.shape[1] * groups:
         return None
     mean, var = (part.reshape(groups, -1, 1) for part in pair)
     rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)

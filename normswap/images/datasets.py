@@ -138,7 +138,7 @@ def make_loader(
 
 
 def open_images(
-    model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool | None = True
+    model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> Any:
     """Return a dataset of (transformed image, the network's label); one that streams has no length.
 

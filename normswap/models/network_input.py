@@ -72,7 +72,8 @@ def has_broken_statistics(module: nn.Module) -> bool:
     mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
     if mean is None or variance is None or is_lazy(variance):
         return False
-    return not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all())
+    right = torch.isfinite(mean).all(), torch.isfinite(variance).all(), (variance >= 0).all()
+    return not bool(torch.stack(right).all())  # a device is waited for once
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

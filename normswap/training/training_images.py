@@ -196,7 +196,7 @@ def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: i
         return None
     kept = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
     config = {name: model[name] for name in kept if name in model}
-    images = open_images(model, place, "validation", create_transform(**config))
+    images = open_images(model, place, "validation", create_transform(**config), labelled=True)
     if isinstance(images, IterableDataset):
         raise SourceError(f"{place} streams", "validation needs a dataset with a length")
     rows = _rows(len(images), data.validation_samples, seed)

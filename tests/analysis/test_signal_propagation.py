@@ -55,6 +55,29 @@ def test_the_numbers_are_those_that_hooks_see() -> None:
     assert (point.stage, point.depth) == ("layer2", 4)
 
 
+class TwoFactors(nn.Module):
+    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(self.conv1(x).relu()) * 3.0 * 0.5
+
+
+def test_one_constant_factor_is_taken_off_the_branch() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), TwoFactors(), nn.ReLU()).double().eval()
+    x = noise(seed=1).double()
+    seen: list[Tensor] = []
+    model.get_submodule("1.conv2").register_forward_hook(lambda m, a, y: seen.append(y.clone()))
+    with torch.no_grad():
+        model(x)
+    (point,) = signal(Network(model, x))
+    of_branch = float(seen[0].var((0, 2, 3), correction=0).mean())
+    assert (point.branch_variance, point.added_variance) == pytest.approx((9 * of_branch, 2.25 * of_branch))
+
+
 def test_batches_are_taken_together_and_the_model_is_left_alone() -> None:
     model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
     x = noise(6, seed=1).double()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,42 @@ def test_a_branch_makes_up_for_the_stream(relu: bool) -> None:
     sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path, module: path == "conv", mirror=False)
     assert broken > 0.1
     assert distance(run(theirs, pixels()), run(ours, pixels())) < 1e-3
+
+
+def test_targets_ask_for_nothing_where_the_activation_is_flat() -> None:
+    """Number by number: between the ends what is wanted, beyond them what the layer gives, as far as it is beyond."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(5, 2, 3, width, generator=generator).double() for width in (4, 2))
+    offset = torch.randn(5, 2, 3, 2, generator=generator).double()
+    weight, bias = (torch.randn(2, 2, *width, generator=generator).double() for width in ((4,), ()))
+    scale = torch.tensor([1.5, -0.5, 2.0, -1.0]).double()
+    low, high = -0.5, 0.7
+    end = sequential_fit.End(scale, torch.zeros(4), (), (low, high))
+    fit = least_squares.Fit(weight, bias, 1.0, least_squares.Kernel(weight, weight))
+    found = sequential_fit._relaxed(x, y, offset, end, fit)
+    beyond = set()
+    for n, g, p, o in itertools.product(range(5), range(2), range(3), range(2)):
+        s, d = float(scale[2 * g + o]), float(offset[n, g, p, o])
+        wanted, given = s * float(y[n, g, p, o]) + d, s * float(weight[g, o] @ x[n, g, p] + bias[g, o]) + d
+        beyond.add((wanted > low) + (wanted >= high))
+        target = min(low, given) if wanted <= low else max(high, given) if wanted >= high else wanted
+        assert float(found[n, g, p, o]) == pytest.approx((target - d) / s)
+    assert beyond == {0, 1, 2}
+
+
+def test_a_wide_patch_is_seen_at_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images together give FAN rows for each number in it."""
+    counts: list[int] = []
+
+    def noted(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        counts.append(count)
+        return sampling.patches(layer, x, y, count, generator)
+
+    monkeypatch.setattr(sequential_fit, "patches", noted)
+    monkeypatch.setattr(sequential_fit, "ROWS", 1)
+    model = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3)).double().eval()
+    sequential_fit.refit(model, copy.deepcopy(model), [pixels(10)], mirror=False)
+    assert counts == [math.ceil(sequential_fit.FAN * 9 * CHANNELS / 10)]
 
 
 def ridged(x: Array, y: Array, prior: Array, ridge: float) -> tuple[Array, Array]:

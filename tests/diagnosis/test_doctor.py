@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from trained_networks import NETWORKS
 
 import normswap
+from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Diagnosis
+from normswap.graph.inspection import inspect
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
@@ -322,3 +325,34 @@ def test_frozen_norms_are_counted_in_either_mode(*, training: bool) -> None:
     assert f"frozen in 5 of {len(norms(model))}" in found.evidence
     assert found.fault is training
     assert len(found.paths) == 5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_that_are_all_frozen_are_a_fault_while_their_statistics_move(*, training: bool) -> None:
+    model = opened("demo")
+    for norm in norms(model):
+        norm.requires_grad_(False)
+    model.train(training)
+    assert [one.fault for one in diagnosed(model).findings if one.name == "thawed"] == [True] * training
+
+
+@pytest.mark.parametrize(("usual", "fault"), [(3, False), (4, True), (6, True)])
+def test_one_eps_among_others_is_a_fault_from_four_on(usual: int, fault: bool) -> None:
+    layers = [layer for _ in range(usual + 1) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    model.get_submodule("1").eps = 1e-2  # type: ignore[assignment]
+    model.train()(torch.randn(8, 3, 8, 8))
+    found = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).findings
+    assert [(one.fault, one.paths) for one in found if one.name == "uneven-eps"] == [(fault, ("1",))]
+
+
+def test_what_a_relu_leaves_of_a_normal_distribution_is_foretold() -> None:
+    """Of N(0, 1): the mean is 1 / sqrt(2 pi), the variance 1/2 less its square; and 3 inputs of weight 2 make it 6."""
+    conv = nn.Conv2d(3, 4, 1)
+    nn.init.constant_(conv.weight, 2.0)
+    nn.init.constant_(conv.bias, 1.0)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), conv, nn.BatchNorm2d(4)).eval()
+    mean, variance = weight_moments.foretold(inspect(model, torch.randn(2, 3, 8, 8)).traced)["3"]
+    of_relu = 1 / (2 * math.pi) ** 0.5
+    assert mean.tolist() == pytest.approx([1 + 6 * of_relu] * 4, rel=0.01)
+    assert variance.tolist() == pytest.approx([12 * (0.5 - of_relu**2)] * 4, rel=0.05)

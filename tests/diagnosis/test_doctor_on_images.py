@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.calibration.population import estimate_population
-from normswap.diagnosis import drift, eval_and_train
+from normswap.diagnosis import drift, eval_and_train, normalization
 from normswap.diagnosis.findings import Diagnosis
+from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import SourceError
 from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config, state
@@ -233,6 +234,61 @@ def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
     dark = [call.map(lambda x: 0.3 * x - 1) if at % 2 else call for at, call in enumerate(case.images.calls)]
     mixed = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=tuple(dark)))
     assert [*drift._little_by_little(mixed, sites)] == []
+
+
+def test_chance_is_what_either_half_of_the_images_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[int]] = []
+    monkeypatch.setattr(
+        drift.population, "estimate_population", lambda model, calls: taken.append([id(call) for call in calls])
+    )
+    model = trained()
+    case = _case(model, images(model))
+    assert [*drift._little_by_little(case, [_drift(case.sites[0], 0.0)])] == []
+    calls = [id(call) for call in case.images.calls]
+    assert taken == [calls, calls[::2], calls[1::2]]
+
+
+def test_statistics_that_hardly_move_the_answers_are_no_fault() -> None:
+    """Every image comes twice, once in either half: chance is nothing, and yet a few per cent are none."""
+    model = trained()
+    case = _case(model, images(model))
+    twice = tuple(call for call in case.images.calls for _ in range(2))
+    case = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=twice))
+    estimate_population(model, [call.images for call in twice])
+    norms(model)[-1].running_var.mul_(1.1)
+    assert [*drift._little_by_little(case, [_drift(site, 0.0) for site in case.sites])] == []
+    norms(model)[-1].running_var.mul_(4.0)
+    assert len([*drift._little_by_little(case, [_drift(site, 0.0) for site in case.sites])]) == 1
+
+
+def _drift(site: Any, mean: float) -> drift.Drift:
+    return drift.Drift(site, mean, 0.0, 0.0, 0.0, (site.mean, site.var))
+
+
+def test_the_norms_that_are_most_off_are_tried_by_themselves() -> None:
+    model = trained()
+    case = _case(model, images(model))
+    hit = [_drift(site, size) for site, size in zip(case.sites, (0.4, 0.9, 0.5, 0.8, 0.6), strict=False)]
+    assert drift._cost(case, hit) == ", ".join(f"0% ({case.sites[at].path})" for at in (1, 3, 4))
+
+
+def test_one_large_batch_is_told_into_parts() -> None:
+    model = trained()
+    seen = ImageBatches.read(model, [torch.cat(images(model))])
+    assert [sum(call.count for call in part) for part in seen.parts] == [COUNT // 4] * 4
+
+
+def test_another_normalization_has_to_fit_each_part_of_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained()
+    case, asked = _case(model, images(model)), []
+
+    def distances(model: nn.Module, images: Tensor) -> list[float]:
+        asked.append(images)
+        return [1.0] * 5 if len(asked) == 1 else [0.001, 0.001, 0.9, 0.001, 0.001]
+
+    monkeypatch.setattr(normalization, "_distances", distances)
+    assert [*normalization.unfit_preprocessing(case)] == []
+    assert len(asked) > 2
 
 
 def test_the_error_is_that_of_a_mean_over_parts() -> None:

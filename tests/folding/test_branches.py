@@ -156,6 +156,25 @@ def test_a_number_does_not_pass_a_drop_path_in_training() -> None:
     done.model.train()(images())
 
 
+class OneDropped(Summed):
+    """The second of two branches is behind a DropPath."""
+
+    def __init__(self, *arms: nn.Module) -> None:
+        super().__init__(*arms)
+        self.drop = DropPath(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return (self.arms[0](x) + self.drop(self.arms[1](x))).relu().mean((2, 3))
+
+
+def test_a_branch_that_is_never_dropped_merges_into_one_that_is() -> None:
+    net = built(OneDropped(ConvNorm(1), ConvNorm(3)))
+    done = normswap.convert(net, "folded", inputs=images())
+    assert convolutions(done.model) == 2
+    assert apart(net, done.model) < 1e-12
+
+
 def test_they_can_be_kept_and_a_merged_one_says_why_it_cannot_go_back() -> None:
     net = built(MERGED["repvgg"]())
     kept = normswap.convert(net, "folded", inputs=images(), branches="keep")

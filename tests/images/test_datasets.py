@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.images import datasets, places
+from normswap.images import datasets, pixels, places
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
@@ -160,6 +160,12 @@ def test_gray_images_for_an_rgb_network(images: Path) -> None:
     for file in images.rglob("*.png"):
         Image.open(file).convert("L").save(file)
     assert batches(CONFIG, images)[0].shape == (12, 3, 16, 16)
+
+
+@pytest.mark.parametrize(("mode", "bits"), [("F", 32), ("I", 32), ("I;16", 16)])
+def test_pixels_of_more_bits_are_refused_not_cut_off(mode: str, bits: int) -> None:
+    with pytest.raises(ValueError, match=f"its pixels have {bits} bits"):
+        pixels.converted(Image.new(mode, (2, 2)), "RGB")
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------

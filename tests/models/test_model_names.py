@@ -221,6 +221,17 @@ def test_hugging_face_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert zoo.open_source("hf:own/net").state_dict().keys() == model.state_dict().keys()  # from the cache
 
 
+def test_weights_in_several_files_are_all_fetched(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = hugging_face(here / "hf")
+    zoo.open_source(f"hf:{whole}").save_pretrained(here / "parts", max_shard_size="20KB")
+    (here / "parts/preprocessor_config.json").write_bytes((whole / "preprocessor_config.json").read_bytes())
+    assert len([*(here / "parts").glob("*.safetensors")]) > 1
+    with hub_server({"own/net": here / "parts"}) as url:
+        use_hub(monkeypatch, url, here / "cache")
+        found = zoo.open_source("hf:own/net").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in load_file(whole / "model.safetensors").items())
+
+
 def test_segmentation_models(here: Path, run: Run) -> None:
     pytest.importorskip("segmentation_models_pytorch")
     words = ("--weights", "random", "--num-classes", 3, "--in-chans", 1)

@@ -74,6 +74,13 @@ def test_impossible(values: Preprocessing) -> None:
         state(silent(), values)
 
 
+def test_a_whole_image_may_be_kept_and_what_is_stated_stands_before_the_library_s_own() -> None:
+    model: Any = zoo.open_source("resnet18", weights="random")
+    before = model.pretrained_cfg["crop_pct"]
+    state(model, Preprocessing(crop_pct=1.0))
+    assert (model.pretrained_cfg["crop_pct"], data_config(model)["crop_pct"]) == (before, 1.0)
+
+
 # --- the first norm knows ---------------------------------------------------------------------------------------------
 
 
@@ -173,6 +180,24 @@ def test_the_distance_is_the_divergence_of_two_normal_distributions() -> None:
         (x.mean(1), x.var(1)), (norm.running_mean, norm.running_var)))  # fmt: skip
     found = stem_statistics._distance(model, images)
     assert found == pytest.approx(float(kl_divergence(seen, kept).median()), rel=1e-6)
+
+
+class ByName(nn.Module):
+    """Its first norm is called by the name of its argument, which a hook does not see; its second is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(input=x))
+
+
+def test_the_first_norm_is_the_first_whose_input_is_seen() -> None:
+    model = ByName().eval()
+    seen = stem_statistics.at_first_norm(model, torch.randn(2, 3, 4, 4))
+    assert seen is not None
+    assert seen[0] is model.second
 
 
 def test_advice_has_the_mean_and_std_to_give() -> None:

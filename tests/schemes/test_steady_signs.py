@@ -7,6 +7,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,59 @@ def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(steady:
         other = (lean * groups.norm(dim=1, keepdim=True) / lean.norm(dim=1, keepdim=True)).flatten()
         assert loss(scale * flips, offset) > 0.9 * best
         assert loss(scale, other) > 0.9 * best
+
+
+def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
+    """Moments about another point, and effects beyond what float32 holds."""
+    x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
+    apart = torch.linspace(-3, 3, CHANNELS, dtype=torch.float64)
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    moved = x + apart.view(-1, 1)
+    one = Site.of(x.mean(2), x.square().mean(2), norm, GROUPS, effect)
+    two = Site.of(moved.mean(2), moved.square().mean(2), norm, GROUPS, 1e50 * effect)
+    for part in ("means", "squares", "var", "effect"):
+        assert torch.allclose(getattr(one, part), getattr(two, part), rtol=1e-4, atol=1e-4), part
+
+
+def test_squares_that_rounding_put_below_zero_are_zero() -> None:
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    means = torch.full((3, CHANNELS), 1e3, dtype=torch.float64)
+    site_ = Site.of(means, means.square() - 1e-9, norm, GROUPS)
+    assert bool((site_.squares == 0).all())
+
+
+def test_factors_go_as_far_down_as_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it costs less and less, half of the channels end at either bound, e^1.5 from where they started."""
+    wanted = torch.tensor([5.0, -5.0] * (CHANNELS // 2)).view(GROUPS, -1)
+    monkeypatch.setattr(Site, "loss", lambda self, scale, lean: (scale.abs().log() - wanted).square().sum(1))
+    x = torch.ones(4, CHANNELS, 1).double() * torch.tensor([1.0, -1, 1, -1]).view(-1, 1, 1)
+    lean = torch.linspace(-1, 1, CHANNELS).view(GROUPS, -1)
+    scale, _ = site(x, torch.ones(CHANNELS).double()).descended(torch.ones(GROUPS, CHANNELS // GROUPS), lean, 0.5)
+    apart = scale.log().view(-1, 2)
+    assert torch.allclose(apart[:, 0] - apart[:, 1], torch.tensor(2 * steady_signs.FARTHEST), atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_constant_s_sign_is_better_the_other_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how much the samples' variances differ, written out; what a sum costs that is not 0 is left out."""
+    monkeypatch.setattr(steady_signs, "BALANCE", 0.0)
+    steady, size, count = 0.5, 12, 10
+    draw = np.random.default_rng(seed)
+    x, energy = draw.standard_normal((count, size)) / count**0.5, draw.lognormal(0, 1, (count, 1)).repeat(size, 1)
+    flip, lean = steady_signs._of_group(x, energy, steady)
+    constant = (energy.mean() * steady / (1 - steady)) ** 0.5
+
+    def cost(signs: Any) -> float:
+        """Each sample's variance is E[x^2] + 2 c E[sign x] + c^2, but for the square of its mean."""
+        means = x * count**0.5 * flip
+        variances = energy.mean(1) + 2 * constant * (means * signs).mean(1)
+        return float(np.square(variances - energy.mean()).sum())
+
+    for at in range(size):
+        other = np.array(lean)
+        other[at] = -other[at]
+        assert cost(lean) < cost(other) + 1e-6
 
 
 def test_independent_channels_get_the_fourth_root_of_what_they_cost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -393,6 +394,78 @@ def test_who_holds_a_directory_writes_it_and_another_thread_does_not(tmp_path: P
             thread.submit(checkpoint.save, model, place).result()
         checkpoint.save(model, place)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
+def test_a_directory_and_a_link_to_it_are_one_place(tmp_path: Path) -> None:
+    place, model = tmp_path / "out", small()
+    place.mkdir()
+    (tmp_path / "link").symlink_to(place)
+    with one_writer.alone(tmp_path / "link"), ThreadPoolExecutor(1) as thread:
+        written = thread.submit(checkpoint.save, model, place, force=True)
+        with pytest.raises(OutputError, match="is being written"):
+            written.result()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
+def test_a_lock_is_removed_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one process could take it before it is gone, and the next one a new file of that name."""
+    import fcntl
+
+    remove, removed = Path.unlink, []
+
+    def held(file: Path, *, missing_ok: bool = False) -> None:
+        with file.open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        removed.append(file.name)
+        remove(file, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", held)
+    with one_writer.alone(tmp_path / "out"):
+        pass
+    assert removed == [".out.lock"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
+def test_a_lock_that_its_holder_removed_meanwhile_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking it the holder ended, and a third process has made the file anew."""
+    import fcntl
+
+    lock, file, locked = fcntl.flock, tmp_path / ".out.lock", []
+
+    def late(opened: int, how: int) -> None:
+        lock(opened, how)
+        if not locked:
+            file.unlink()
+            file.touch()
+        locked.append(os.fstat(opened).st_ino)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with one_writer.alone(tmp_path / "out"):
+        assert locked[-1] == file.stat().st_ino
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
+def test_a_file_system_without_locks_is_written_to_and_nothing_is_left_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    def none(opened: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with one_writer.alone(tmp_path / "out"):
+        assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [network_folder.WEIGHTS, network_folder.CONFIG])
+def test_a_directory_with_one_of_a_networks_files_is_not_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("somebody's")
+    with pytest.raises(OutputError, match="is not a model directory"):
+        network_folder.check_writable(tmp_path, force=True)
 
 
 def test_what_another_process_wrote_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,13 @@ def test_what_timm_builds_timm_loads(
     assert torch.equal(outputs(checkpoint.open_model("hf-hub:me/plain")), outputs(done.model))
 
 
+def test_a_repository_that_is_there_gets_the_next_version(source: nn.Module, hub: dict[str, Path]) -> None:
+    for to in ("folded", "skipinit"):
+        normswap.save(normswap.convert(source, to=to), to)
+        assert main(["push", to, "me/small"]) == 0
+    assert (hub["me/small"] / "model.safetensors").read_bytes() == Path("skipinit/model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("mode", "repo", "says"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from lived import distance
 from timm.layers import BatchNormAct2d
 from torch import nn
+from trained import network, recipe, train, write_images
 
+from normswap.training import assembly
 from normswap.training.synced_batchnorm import synchronize
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -62,3 +65,9 @@ def test_one_process_alone_has_torchs(name: str) -> None:
         assert distance(one.double(), two.double()) < 1e-12
     with torch.no_grad():
         assert distance(model.eval()(x), ours.eval()(x)) < 1e-12
+
+
+def test_a_process_by_itself_has_nothing_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly.synced_batchnorm, "synchronize", lambda model: pytest.fail("there is one process"))
+    images = write_images(tmp_path / "images", 2)
+    train(network(), recipe(images, train={"epochs": 0.5, "sync_bn": True}), tmp_path / "out")

@@ -89,6 +89,10 @@ EQUIVALENTS = (
     Reason("analysis/plots.py", "np.isfinite(drawn) * (drawn > 0)", "the product of two truths is their and"),
     Reason("training/objective.py", "self.value = args[ -1]", "a classifier is called with one tensor"),
     Reason("diagnosis/weight_moments.py", "return known[ -1]", "of one, the first is the last"),
+    Reason("models/network_input.py", "len(first or ( 2, 0, 0))", "three numbers are three, whatever the first is"),
+    Reason(
+        "graph/tracing.py", "*module.buffers(recurse=True))", "asked of layers and norms, whose inner modules have none"
+    ),
 )
 UNNOTICED = (
     Reason("folding/norm_free.py", 'node.target <= "mul_"', "a NormFreeBlock calls no other method before its sum"),

@@ -1,0 +1,61 @@
+"""What images, and images of leaves, make reach a norm: against sums written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normswap.calibration.natural_noise import leaves
+from normswap.graph.inspection import inspect
+from normswap.schemes.parts import channels_seen
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2)).eval()
+    model.pretrained_cfg = {"input_size": (3, 32, 32)}
+    return model
+
+
+def test_moments_are_those_of_each_image_about_the_running_mean() -> None:
+    norm, x = nn.BatchNorm2d(4).double().eval(), torch.randn(5, 4, 3, 3).double()
+    nn.init.normal_(norm.running_mean)
+    with channels_seen.watching({"norm": norm}) as seen:
+        norm(x)
+    ((mean, square),) = seen["norm"]
+    about = x - norm.running_mean.view(-1, 1, 1)
+    assert torch.allclose(mean, about.mean((2, 3)))
+    assert torch.allclose(square, about.square().mean((2, 3)))
+
+
+def test_norms_that_saw_what_is_not_finite_are_left_out() -> None:
+    good, bad = torch.ones(2, 3), torch.tensor([[1.0, float("inf"), 1.0]])
+    seen = channels_seen.joined({"good": [(good, good), (good, good)], "bad": [(good, good), (bad, bad)]})
+    assert [*seen] == ["good"]
+    assert seen["good"][0].shape == (4, 3)
+
+
+def test_leaves_are_as_loud_as_the_first_norm_expects() -> None:
+    model = network()
+    norm = model[1]
+    norm.running_var.copy_(9 * model[0](leaves(64, (3, 32, 32), 0)).square().mean((0, 2, 3)).detach())
+    seen = channels_seen.seen_on_leaves(inspect(model).traced, {"1": norm})
+    share = float(seen["1"][1].mean(0).sum() / norm.running_var.double().sum())
+    assert 0.5 < share < 2
+
+
+def test_no_image_of_leaves_is_shown_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Tensor] = []
+
+    def noted(count: int, size: list[int], seed: int) -> Tensor:
+        shown.append(leaves(count, size, seed))
+        return shown[-1]
+
+    monkeypatch.setattr(channels_seen, "leaves", noted)
+    model = network()
+    channels_seen.seen_on_leaves(inspect(model).traced, {"1": model[1]})
+    images = torch.cat([batch for batch in shown if len(batch) == channels_seen.BATCH])
+    assert len(images.flatten(1).unique(dim=0)) == channels_seen.COUNT
