@@ -7,6 +7,7 @@ kernel gives there is a plane of the result: the same sums of products, exact bu
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -33,9 +34,8 @@ class _PlaneByPlane(nn.Module):
         self.depth, self.stride, self.gap = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
         self.padding = int(conv.padding[0])
         self.conv = nn.Conv2d(
-            conv.in_channels * self.depth, conv.out_channels, conv.kernel_size[1:], conv.stride[1:],
-            (int(conv.padding[1]), int(conv.padding[2])), conv.dilation[1:], conv.groups, conv.bias is not None,
-            dtype=conv.weight.dtype,
+            conv.in_channels * self.depth, conv.out_channels, _across(conv.kernel_size), _across(conv.stride),
+            _across(conv.padding), _across(conv.dilation), conv.groups, conv.bias is not None, dtype=conv.weight.dtype,
         ).requires_grad_(False)  # fmt: skip
         self.conv.weight.copy_(conv.weight.flatten(1, 2))
         if conv.bias is not None and self.conv.bias is not None:
@@ -49,3 +49,8 @@ class _PlaneByPlane(nn.Module):
         planes = torch.stack(seen, 3).transpose(1, 2)  # (N, D', I, d, H, W)
         flat = self.conv(planes.flatten(0, 1).flatten(1, 2))
         return flat.unflatten(0, planes.shape[:2]).transpose(1, 2)
+
+
+def _across(sizes: Sequence[int | str]) -> tuple[int, int]:
+    """Those of a plane, of sizes (depth, height, width)."""
+    return int(sizes[1]), int(sizes[2])
