@@ -25,6 +25,7 @@ SKIPS = {
     r"not import .(flwr|monai|open_clip|ultralytics)": "in another extra",
     r"npm is not installed|npm cannot fetch onnxruntime-web": "a browser's runtime is no Python package",
     r"this torch has no devices in Python": "they came with torch 2.13",
+    r"no network namespaces here": "Linux's, and root's",
     r"ultralytics.* is not installed": "AGPL, and in no extra",
 }
 

@@ -43,10 +43,12 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
         from accelerate.state import AcceleratorState, GradientState
     except ImportError as error:
         raise OptionError("fine-tuning needs accelerate", first_line(error), "pip install 'normswap[train]'") from None
-    cpu = devices.find(device).type == "cpu"
+    kind = devices.find(device).type
+    cpu = kind == "cpu"
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
-    launching.meet("gloo" if cpu else "nccl")
+    launching.read_slurm()
+    launching.meet("nccl" if kind == "cuda" else "gloo")
     # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()

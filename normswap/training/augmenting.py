@@ -36,6 +36,8 @@ def transform(model: Body, augment: Augment) -> Compose:
     from timm.data.transforms_factory import transforms_imagenet_train
     from torchvision import transforms
 
+    from normswap.training.quick_transforms import Normalized, RandomResizedCrop
+
     size = tuple(model["input_size"][1:])
     how: dict[str, object] = {
         "mean": model["mean"],
@@ -52,5 +54,8 @@ def transform(model: Body, augment: Augment) -> Compose:
         whole: list[Callable[[Image], Image]] = [transforms.Resize(size, mode)]
         if augment.padding:
             whole.append(transforms.RandomCrop(size, augment.padding, padding_mode="reflect"))
-        primary = transforms.Compose([*whole, *primary.transforms[1:]])
+        primary.transforms[:1] = whole
+    else:
+        primary.transforms[0] = RandomResizedCrop(primary.transforms[0])
+    last.transforms[:2] = [Normalized(model["mean"], model["std"])]
     return transforms.Compose([primary, secondary, last])

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from normswap.errors import SourceError, TrainingError, spelled
 from normswap.models.default_device import cpu_by_default
 from normswap.models.preprocessing import assumption
-from normswap.training import assembly, filter_means, launching, recipe_files, stopping
+from normswap.training import assembly, filter_means, launching, processes, recipe_files, stopping
 from normswap.training.assembly import Task
-from normswap.training.progress_records import FIRST_FAILED, GONE, Result, TrainingProgress, decline
+from normswap.training.progress_records import GONE, Result, TrainingProgress, decline
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
 from normswap.training.subject import begin, converted
@@ -77,6 +77,7 @@ def finetune(
         folder = Folder(Path(out), identify(subject.given, recipe, images.digest))
         if resume is None and engine.num_processes == 1 and not launching.restarted():  # others would wait for it
             folder.check_new()
+        processes.require_same_run(engine, folder)
         subject = converted(subject, recipe, log)
         task = Task(subject, images, recipe, engine)
         for note in filter(None, [assumption(subject.module), *image_notes(recipe.data, images, task.validation)]):
@@ -89,7 +90,7 @@ def finetune(
             finished = run.train(stop)
         engine.end_training()
     except RuntimeError as error:
-        if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistBackendError)):
+        if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistError)):
             raise TrainingError(GONE, remedy=f"{spelled('resume', 'auto')} continues the run") from None
         raise
     finally:
@@ -131,18 +132,21 @@ class TrainingRun:
     def open(self, resume: str | Path | None) -> None:
         """Begin the run, or continue one."""
         other = None if resume in (None, "auto") else Folder(Path(str(resume)), self.folder.identity)
-        if (resume == "auto" or launching.restarted()) and self.folder.state.is_file():
+        restarted = any(processes.gathered(self.engine, launching.restarted() > 0))  # each torchrun counts its own
+        if (resume == "auto" or restarted) and self.folder.state.is_file():
             other = self.folder
-        if other is None:
+        saved = processes.newest_state(self.engine, other)
+        if saved is None and other is not None:
+            saved = other.read_state()  # raises: nothing is there
+        if saved is None:
             self._main(lambda: self.folder.begin(self.recipe))
             self._watch()
             self._end_epoch(began=False)
             return
-        self.at, parts = other.read_state()
+        self.at, parts = saved
         self.task.restore(parts)
-        if other is not self.folder and other.place.resolve() != self.folder.place.resolve():
-            self._main(lambda: self.folder.adopt(other, self.recipe))
-            self._save()
+        self._main(lambda: self.folder.adopt(other, self.recipe))
+        self._save()
         self._watch()
         self.log(f"continuing at update {self.at.update} of {self.task.updates}")
 
@@ -232,7 +236,7 @@ class TrainingRun:
         what = f"the loss is not finite at update {at.update} of {self.task.updates}"
         done = at.rollbacks if train.not_finite == "rollback" else train.rollbacks
         self.engine.wait_for_everyone()
-        good, parts = self.folder.read_state()
+        good, parts = processes.from_first(self.engine, self.folder.read_state)
         if done >= train.rollbacks:
             after = f"{at.rollbacks} rollbacks did not help" if at.rollbacks else ""
             remedy = f"The last good checkpoint is {self.folder.last}, of update {self._saved(good)}. Lower optim.lr"
@@ -285,18 +289,7 @@ class TrainingRun:
         self._main(lambda: self.folder.write_state(self.at, self.task.parts()))
 
     def _main(self, work: Callable[[], None]) -> None:
-        """Let the first process do it; the others wait, and fail if it does."""
-        problem: Exception | None = None
-        if self.engine.is_main_process:
-            try:
-                work()
-            except Exception as error:
-                problem = error
-        failed = self.engine.reduce(torch.tensor(float(problem is not None), device=self.engine.device), "sum")
-        if problem is not None:
-            raise problem
-        if failed.item():
-            raise TrainingError(FIRST_FAILED)
+        processes.in_first(self.engine, work)
 
     def _show(self) -> None:
         at, task = self.at, self.task

@@ -1,8 +1,13 @@
-"""Several processes on one machine: torchrun, without its own words."""
+"""Several processes: torchrun on this machine, without its own words; and those that others start, on any number.
+
+torchrun and `accelerate launch` tell a process who it is by RANK and its like. SLURM's srun has variables of its own.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Sequence
 
 import torch
@@ -22,8 +27,28 @@ def is_ours() -> bool:
 
 
 def is_worker() -> bool:
-    """Return whether torchrun, `accelerate launch`, or this file has started this process."""
-    return "LOCAL_RANK" in os.environ
+    """Return whether torchrun, `accelerate launch`, srun, or this file has started this process as one of several."""
+    return "LOCAL_RANK" in os.environ or _is_task_of_srun()
+
+
+def _is_task_of_srun() -> bool:
+    """A batch script has SLURM_NTASKS, too; SLURM_STEP_ID is srun's."""
+    return {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def read_slurm() -> None:
+    """Where srun has started this process, say so in the variables that torchrun sets; as timm reads SLURM's.
+
+    Raises:
+        OptionError: nobody says where the processes meet.
+    """
+    if "RANK" in os.environ or not _is_task_of_srun():
+        return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        remedy = "Export the first node's name and a free port before srun, as recipes/finetune.sbatch does"
+        raise OptionError(f"srun has started {os.environ['SLURM_NTASKS']} processes", f"no {missing[0]}", remedy)
+    for name, slurms in (("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID"), ("WORLD_SIZE", "NTASKS")):
+        os.environ[name] = os.environ[f"SLURM_{slurms}"]
 
 
 def restarted() -> int:
@@ -32,16 +57,46 @@ def restarted() -> int:
 
 
 def meet(backend: str) -> None:
-    """After a restart, join the other processes under names of their own.
+    """Join the other processes that torchrun has started, under a name that this start of them alone has.
 
-    torchrun's store outlives the processes. There Gloo would find the addresses of those that are gone.
+    torchrun's store outlives the processes, and each machine counts its restarts by itself: under a name that was used
+    before, Gloo would find the addresses of processes that are gone.
     """
-    if not restarted() or dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
-    store = dist.PrefixStore(f"restart{restarted()}", shared)
+    store = dist.PrefixStore(common_name(shared, rank, world), shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def common_name(store: dist.Store, rank: int, world: int, *, patience: float = 300) -> str:
+    """Agree on a name that no processes have had before; the first process makes it.
+
+    Each of the others asks under a name of its own, which the first answers until it has read the answer: so neither
+    takes one that is gone for one that is there.
+
+    Args:
+        patience: seconds that the first process waits for all others.
+
+    Raises:
+        TrainingError: another process does not come.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asking/{rank}", name)
+        answer: str = store.get(f"answer/{name}").decode()
+        store.set(f"{answer}/{rank}", "")
+        return answer
+    deadline = time.monotonic() + patience
+    for other in range(1, world):
+        while not store.check([f"{name}/{other}"]):
+            if store.check([f"asking/{other}"]):
+                store.set("answer/" + store.get(f"asking/{other}").decode(), name)
+            if time.monotonic() > deadline:
+                raise TrainingError(f"process {other} of {world} has not started", remedy="See what its machine says")
+            time.sleep(0.05)
+    return name
 
 
 def count(wanted: str) -> int:

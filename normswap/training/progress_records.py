@@ -10,7 +10,6 @@ from torch import nn
 
 from normswap.training.run_folder import Row
 
-FIRST_FAILED = "the first process has failed"  # which says why itself
 GONE = "another process is gone"  # of which the launcher knows more
 _POINTS, _SHARE = 5.0, 0.2  # top-1 that is lost beyond both is said
 

@@ -105,8 +105,12 @@ class Folder:
             raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
         atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
 
-    def adopt(self, other: Folder, recipe: Recipe) -> None:
-        """Begin with copies of what the run in another folder has written."""
+    def adopt(self, other: Folder | None, recipe: Recipe) -> None:
+        """Continue a run here: begin with copies of what it has written in another folder, if it is in reach."""
+        if other is None or other.place.resolve() == self.place.resolve():
+            if not self.state.is_file():  # it was on another machine
+                self.begin(recipe)
+            return
         self.begin(recipe)
         for name in ("best", "last"):
             if (other.place / name).is_dir():
@@ -142,7 +146,7 @@ class Folder:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
         if version != VERSION:
             raise SourceError(f"{self.state} has version {version}, this normswap reads {VERSION}")
-        differ = _differences(body.pop("identity"), self.identity)
+        differ = differences(body.pop("identity"), self.identity)
         if differ:
             more = f"; and {len(differ) - 4} more" if len(differ) > 4 else ""
             remedy = "Continue with the same recipe, network and images, or give another folder"
@@ -180,7 +184,8 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     return {"network": hash_in_a_row(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
 
 
-def _differences(before: Body, now: Body) -> list[str]:
+def differences(before: Body, now: Body) -> list[str]:
+    """List in words how one run's identity is not the other's."""
     parts = {"network": "the network is another", "plan": "it was converted otherwise",
              "images": "the training images are others"}  # fmt: skip
     changed = [text for name, text in parts.items() if before[name] != now[name]]

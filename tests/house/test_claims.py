@@ -126,3 +126,10 @@ def test_tables_say_what_they_were_made_with(name: str) -> None:
     head = text(name)
     assert re.search(r"^Command: `python tests/\S+\.py", head, re.M)
     assert re.search(r"torch \d.*timm \d.*Python \d.*commit [0-9a-f]{7,}.*, \d{4}-\d\d-\d\d; load [\d.]+", head)
+
+
+def test_that_nothing_ran_on_a_gpu_is_said_once() -> None:
+    """In the results, with what stands in for one; other pages would go on saying so when it is no longer so."""
+    says = {page.name: len(re.findall(r"\b(not|nothing|never)\b[^.:]{0,20} on (a|any) GPU", page.read_text(), re.I))
+            for page in [*PAGES, ROOT / "README.md"]}  # fmt: skip
+    assert {name: count for name, count in says.items() if count} == {"results.md": 1}

@@ -133,7 +133,12 @@ def test_tables_are_those_of_the_scripts(page: Path) -> None:
     assert len(ahead) == len(re.findall("<!-- (?:from .*|words|options) -->", text)), "a table that no script wrote"
 
 
-OTHER_TOOLS = {"--dist", "--strict"}  # pytest's and MkDocs'
+OTHER_TOOLS = {
+    *("--dist", "--strict"),  # pytest's and MkDocs'
+    *("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),  # torchrun's
+    *("--multi-gpu", "--num-machines", "--machine-rank", "--num-processes"),  # those of `accelerate launch`
+    *("--main-process-ip", "--main-process-port"),
+}
 
 
 @functools.cache

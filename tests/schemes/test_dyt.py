@@ -134,7 +134,14 @@ def test_there_must_be_a_norm() -> None:
         conversion.plan_step(seen, "dyt")
 
 
-def test_layernorms_are_refused_with_the_reason() -> None:
+@pytest.mark.parametrize("target", ["dyt", "affine", "batchnorm", "tune", "frozen-bn"])
+def test_layernorms_are_refused_with_the_reason(target: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
     with pytest.raises(RefusedError, match="statistics of each token, and without these too much is lost"):
-        convert(model, "dyt", inputs=torch.randn(4, 8))
+        convert(model, target, inputs=torch.randn(4, 8))
+
+
+def test_no_place_for_a_batchnorm_beside_layernorms() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
+    with pytest.raises(RefusedError, match="no place for a BatchNorm: its LayerNorms take statistics of each token"):
+        convert(model, "batchnorm", inputs=torch.randn(4, 8), calibrate=[torch.randn(4, 8)])

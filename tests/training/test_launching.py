@@ -1,13 +1,15 @@
-"""What `--nproc` starts, and what it says of how that ended, with torch's launcher taken out."""
+"""What `--nproc` starts, and what it says of how that ended, with torch's launcher taken out; who a process is."""
 
 from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -92,3 +94,59 @@ def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path: Path) -> None:
         Folder(tmp_path / "file" / "run", {}).begin(None)  # type: ignore[arg-type]
     assert "Errno" not in str(said.value)
     assert str(said.value).endswith("Not a directory")
+
+
+STARTS = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The variables of a job; nothing that is set afterwards stays."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in STARTS.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_task_of_srun_is_one_of_several(slurm: pytest.MonkeyPatch) -> None:
+    slurm.setenv("SLURM_STEP_ID", "0")
+    assert launching.is_worker()
+    slurm.setenv("MASTER_PORT", "29500")
+    with pytest.raises(OptionError, match="srun has started 8 processes: no MASTER_ADDR"):
+        launching.read_slurm()
+    slurm.setenv("MASTER_ADDR", "node1")
+    launching.read_slurm()
+    assert [os.environ[name] for name in NAMES[:3]] == ["5", "1", "8"]
+
+
+def test_a_batch_script_and_what_torchrun_starts_in_a_task_are_no_tasks_of_srun(slurm: pytest.MonkeyPatch) -> None:
+    launching.read_slurm()  # in the script itself: no SLURM_STEP_ID
+    assert "RANK" not in os.environ
+    assert not launching.is_worker()
+    slurm.setenv("SLURM_STEP_ID", "0")
+    slurm.setenv("RANK", "1")
+    launching.read_slurm()
+    assert os.environ["RANK"] == "1"
+
+
+def common_names(store: dist.Store, ranks: list[int]) -> list[str]:
+    with ThreadPoolExecutor() as pool:
+        names = [pool.submit(launching.common_name, store, rank, 3, patience=20) for rank in ranks]
+        return [name.result() for name in names]
+
+
+def test_processes_that_are_started_again_have_another_name() -> None:
+    store = dist.HashStore()
+    rounds = [set(common_names(store, [0, 1, 2])), set(common_names(store, [2, 1, 0]))]
+    assert [len(names) for names in rounds] == [1, 1]
+    assert rounds[0] != rounds[1]
+
+
+def test_a_process_that_does_not_come_is_said() -> None:
+    store = dist.HashStore()
+    common_names(store, [0, 1, 2])  # and then the last two do not come again
+    with pytest.raises(TrainingError, match="process 1 of 3 has not started"):
+        launching.common_name(store, 0, 3, patience=0.1)

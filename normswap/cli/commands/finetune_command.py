@@ -87,7 +87,8 @@ def run(
 ) -> int:
     """Train a network by a recipe, which may convert it first.
 
-    SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun it takes part in the common run.
+    SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun,
+    `accelerate launch` or srun it takes part in the common run, on any number of machines.
     """
     from normswap.training import recipe_files
 
@@ -100,6 +101,7 @@ def run(
     from normswap.training import launching
     from normswap.training.training_images import Share
 
+    launching.read_slurm()
     name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     processes = 1 if launching.is_worker() else launching.count(training.nproc)
@@ -134,7 +136,7 @@ def _train(
     try:
         body = _run(opening.open(name) if name else None, recipe, place, training, quiet=not first)
     except NormswapError as error:
-        if error.what == progress_records.FIRST_FAILED or (error.what == progress_records.GONE and launching.is_ours()):
+        if error.what == progress_records.GONE and launching.is_ours():
             return 2
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does

@@ -3,8 +3,9 @@
     python tests/lab/benchmarks/training_images.py -o tests/lab/benchmarks/training_images.md
 
 JPEGs of 500 x 375 pixels, random crops to 224, flips, float tensors. Read one by one in this process, in turns, so that
-nothing else that runs counts; `in a worker` leaves out what a worker of the loader leaves out. Not the whole loader:
-queues and collating are not in it.
+nothing else that runs counts; `in a worker` leaves out what a worker of the loader leaves out; `timm, bytes` has pixels
+of 8 bits, which timm's train.py makes floats of in the main process. `reading` is Pillow's decoding, which all have.
+Not the whole loader: queues and collating are not in it.
 """
 
 from __future__ import annotations
@@ -51,21 +52,29 @@ def seconds(read: Callable[[int], object]) -> float:
 
 
 def measured(rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {"ours": [], "ours, in a worker": [], "timm": []}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
         data = Data(root=folder, batch_size=8, augment=Augment(scale=(0.08, 1.0), hflip=0.5))
         record = {**RECORD, "interpolation": "bicubic", "num_classes": 2}
         ours = training_images.TrainingImages(record, data, 0, labelled=True).images
-        theirs = create_dataset("", root=folder, split="train")
-        theirs.transform = create_transform(
-            **RECORD, is_training=True, interpolation="bicubic", hflip=0.5, color_jitter=None
-        )
+        plain, timms, timms_bytes = (create_dataset("", root=folder, split="train") for _ in range(3))
+        for images, as_bytes in ((timms, False), (timms_bytes, True)):
+            images.transform = create_transform(
+                **RECORD,
+                is_training=True,
+                interpolation="bicubic",
+                hflip=0.5,
+                color_jitter=None,
+                use_prefetcher=as_bytes,
+            )
         reads: list[tuple[str, Callable[[int], object]]] = [
-            ("ours", lambda i: ours[0, i]), ("ours, in a worker", lambda i: ours[0, i]), ("timm", lambda i: theirs[i])
+            ("ours", lambda i: ours[0, i]), ("ours, in a worker", lambda i: ours[0, i]), ("timm", lambda i: timms[i]),
+            ("timm, bytes", lambda i: timms_bytes[i]), ("reading", lambda i: plain[i]),
         ]  # fmt: skip
+        times: dict[str, list[float]] = {name: [] for name, _ in reads}
         for turn in range(rounds):
-            for name, read in reads[turn % 3 :] + reads[: turn % 3]:  # none is always the first
+            first = turn % len(reads)
+            for name, read in reads[first:] + reads[:first]:  # none is always the first
                 with mock.patch.object(
                     training_images, "get_worker_info", return_value=name.endswith("worker") or None
                 ):

@@ -20,4 +20,12 @@ ERRORS = (
             "if network.device_has_double:", "if True:", DEVICE),
     Planted("a result stays on the CPU", "normswap/surgery/conversion.py", "module=done.model.to(network.device)",
             "module=done.model", DEVICE),
+    Planted("inputs stay where they are", "normswap/surgery/network.py", "call.on(self.device) for call", "call for call",
+            DEVICE),
+    Planted("a network is exported where it lies", "normswap/exporting/request.py", "copy.deepcopy(network).cpu()",
+            "copy.deepcopy(network)", DEVICE),
+    Planted("the user's default device is that of all tensors", "normswap/models/default_device.py",
+            "if users == _CPU:", "if True:", DEVICE),
+    Planted("constants are chosen on the device", "normswap/schemes/parts/steady_signs.py", "(value.cpu().view(",
+            "(value.view(", DEVICE),
 )  # fmt: skip
