@@ -177,13 +177,13 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
         return None
     main = max(first, key=lambda arm: len([*product(*offsets(cast(_ConvNd, modules[str(arm.path)])))]))
     conv = cast(_ConvNd, modules[str(main.path)])
-    others = [
+    absorbed = [
         arm for arm in arms if arm.path is not None and arm is not main
         and (_fits(conv, modules[arm.path]) if arm.pool is None else _fits_pool(conv, modules[arm.pool]))
     ]  # fmt: skip
     skips = sum(arm.path is None for arm in arms) if _fits(conv, None) else 0
-    pools = {str(arm.path): arm.pool for arm in others if arm.pool is not None}
-    return Branches(str(main.path), tuple(str(arm.path) for arm in others), skips, pools=pools) if others else None
+    pools = {str(arm.path): arm.pool for arm in absorbed if arm.pool is not None}
+    return Branches(str(main.path), tuple(str(arm.path) for arm in absorbed), skips, pools=pools) if absorbed else None
 
 
 def _is_plain(module: nn.Module) -> bool:
