@@ -287,6 +287,17 @@ def test_maps_of_one_pixel_are_named() -> None:
     assert [(one.name, one.paths) for one in diagnosis.faults] == [("one-value", ("10",))]
 
 
+def test_a_norm_behind_a_pooling_to_one_pixel_is_no_fault() -> None:
+    torch.manual_seed(0)
+    pooled = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
+    for _ in range(3):
+        model.train()(torch.randn(8, 3, 16, 16))
+    found = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 16, 16)).findings
+    seen = [(one.name, one.paths, one.fault) for one in found if one.name in ("one-value", "pooled-norm")]
+    assert seen == [("pooled-norm", ("5",), False)]
+
+
 @pytest.mark.parametrize(("behind", "names"), [(True, ["stale-copy"]), (False, [])])
 def test_buffers_of_an_average_are_held_against_its_source(behind: bool, names: list[str]) -> None:
     source = opened("demo")
