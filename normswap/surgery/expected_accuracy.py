@@ -77,22 +77,22 @@ def _share(source: Tensor, straight: Tensor, rest: Tensor) -> float:
     by_class = (straight, truth, rest)
     by_rank = (straight.gather(1, order), truth.gather(1, order), rest.gather(1, order))
     top, at = truth.amax(1), torch.arange(count)
-    own = truth.gather(1, (straight + rest).argmax(1, keepdim=True))[:, 0]
+    each = truth.gather(1, (straight + rest).argmax(1, keepdim=True))[:, 0]
     distances = range(1, min(PAIRS, count))
-    receiving, giving = torch.zeros(count).to(own), torch.zeros(count).to(own)
+    receiving, giving = torch.zeros(count).to(each), torch.zeros(count).to(each)
     for away in distances:
         giver = (at + away) % count
         for line, chances, errors in (by_class, by_rank):
             right = chances.gather(1, (line + errors[giver]).argmax(1, keepdim=True))[:, 0] / (2 * len(distances))
             receiving += right
             giving[giver] += right
-    counted, handed_on = own.sum() / top.sum(), receiving.sum() / top.sum()
+    counted, handed_on = each.sum() / top.sum(), receiving.sum() / top.sum()
     if count < FEWEST:
         return float(handed_on)
     # both again without each image, which gives its error to as many others as give theirs to it
     without = top.sum() - top
     handed_without = (receiving.sum() - receiving - giving) * (count - 1) / (count - 2)
-    again = (own.sum() - own - handed_without) / without
+    again = (each.sum() - each - handed_without) / without
     chance = (again - again.mean()).square().sum() * (count - 1) / count
     apart = counted - handed_on
     way = (1 - chance / apart.square().clamp_min(1e-30)).clamp_min(0)
