@@ -10,6 +10,24 @@ from torch import Tensor, nn
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
+# in the images of a part: what networks make of them fits memory that was used before, and new memory costs a CPU
+# more than the products do
+NUMBERS = 2**20
+
+
+def parts(batch: Example, device: torch.device) -> list[Example]:
+    """The samples of a batch in order in parts of at most `NUMBERS`, or itself where it cannot be parted.
+
+    Args:
+        device: of the network that will run on them; one that is not the CPU gets the whole batch.
+    """
+    most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
+    if device.type != "cpu" or batch.listed or batch.count <= most:
+        return [batch]
+    part_of = torch.arange(batch.count) // most
+    parted = [batch.take(part_of == i) for i in range(int(part_of[-1]) + 1)]
+    return [part for part in parted if part is not None] or [batch]
+
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     """The calls of `model` that the batches are; labels beside them are dropped.

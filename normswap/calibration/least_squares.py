@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normswap.calibration.row_block import RowBlock
 from normswap.errors import SourceError
 
 Covariances = tuple[Tensor, Tensor, Tensor]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _BLOCK = 4096  # rows
+_NUMBERS = 2**22  # in a block: of many narrow groups, it has fewer rows
 _WIDE = 128  # numbers in a patch, from which on half the products are worth sparing
 _ASKED = 128  # targets that the ridge is chosen by
 _COSTLY = 1024  # numbers in a patch, from which on few ridges are tried
@@ -36,7 +38,7 @@ class Moments:
         x, y: sums, (G, f) and (G, o).
         xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
         x0, y0: the point; the first batch's means.
-        waiting: rows (G, n, f) and (G, n, o) about the point that are not in xx and xy yet.
+        waiting: rows about the point that are not in the sums yet.
         aiming: whether the inputs of all that comes are in x and xx already.
         biased: whether the map that is sought has a bias; without one it passes through zero.
     """
@@ -49,55 +51,52 @@ class Moments:
     yy: Tensor
     x0: Tensor
     y0: Tensor
-    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    waiting: RowBlock = field(default_factory=RowBlock)
     aiming: bool = False
     biased: bool = True
 
     @classmethod
     def like(cls, x: Tensor, y: Tensor, *, biased: bool = True) -> Moments:
-        """Empty moments about the means of a first batch."""
-        x, y = x.double(), y.double()
-        (groups, _, fan), out = x.shape, y.shape[2]
+        """Empty moments about the means of a first batch, as `add` takes it."""
+        x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
+        (groups, fan), out = x0.shape, y0.shape[1]
         shapes = ((groups, fan), (groups, out), (groups, fan, fan), (groups, out, fan), (groups, out))
-        xs, ys, xx, xy, yy = (x.new_zeros(shape) for shape in shapes)
-        return cls(0, xs, ys, xx, xy, yy, x.mean(1), y.mean(1), biased=biased)
+        xs, ys, xx, xy, yy = (x0.new_zeros(shape) for shape in shapes)
+        return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in a batch of rows (G, n, f) and their targets (G, n, o)."""
-        x = _about(x, self.x0)
-        if not self.aiming:
-            self.count += x.shape[1]
-            self.x += x.sum(1, dtype=torch.float64)
-        y = _about(y, self.y0).to(x.dtype)
-        self.y += y.sum(1, dtype=torch.float64)
-        self.yy += y.square().sum(1, dtype=torch.float64)
-        self.waiting.append((x, y))
-        if sum(rows.shape[1] for rows, _ in self.waiting) >= _BLOCK:
+        """Take in a batch of rows (G, n, f), or (G, N, p, f), and their targets (G, n, o), or (G, N, p, o)."""
+        self.count += 0 if self.aiming else x.shape[1:-1].numel()
+        self.waiting.add(x, self.x0, y, self.y0)
+        if self.waiting.count >= min(_BLOCK, _NUMBERS // max(self.x.numel(), 1)):
             self.flush()
 
     def aimless(self) -> Moments:
         """The same inputs, which will be given again, and no targets yet."""
         self.flush()
         y, xy, yy = (torch.zeros_like(sums) for sums in (self.y, self.xy, self.yy))
-        return replace(self, y=y, xy=xy, yy=yy, waiting=[], aiming=True)
+        return replace(self, y=y, xy=xy, yy=yy, waiting=self.waiting, aiming=True)
 
     def flush(self) -> None:
         """Sum up what is waiting."""
-        if self.waiting:
-            x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True))
+        if self.waiting.count:
+            x, y = self.waiting.taken()
             if not self.aiming:
+                self.x += x.sum(1)
                 self.xx += _squared(x)
+            self.y += y.sum(1)
+            self.yy += y.square().sum(1)
             self.xy += y.transpose(1, 2) @ x
-            self.waiting.clear()
 
     def __add__(self, other: Moments) -> Moments:
         names = ("count", "x", "y", "xx", "xy", "yy")
         self.flush()
         other.flush()
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names}, waiting=[])
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Of x (G, f) and of y (G, o)."""
+        self.flush()
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
     def covariances(self) -> Covariances:
@@ -126,12 +125,6 @@ def by_group(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).flatten(1, 2)
 
 
-def _about(rows: Tensor, point: Tensor) -> Tensor:
-    """Rows (G, n, f) less the point (G, f), in float32 at least."""
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    return rows - point[:, None].to(rows.dtype)
-
-
 def _squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
@@ -150,7 +143,7 @@ class Folds:
     def add(self, x: Tensor, y: Tensor) -> None:
         """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
         if not self.halves:
-            self.halves = [Moments.like(by_group(x), by_group(y), biased=self.biased) for _ in range(2)]
+            self.halves = [Moments.like(x.transpose(0, 1), y.transpose(0, 1), biased=self.biased) for _ in range(2)]
         for half, rows, target in self._dealt(x, y):
             half.add(rows, target)
 
@@ -165,7 +158,7 @@ class Folds:
     def _dealt(self, x: Tensor, y: Tensor) -> Iterator[tuple[Moments, Tensor, Tensor]]:
         for i, half in enumerate(self.halves):
             if x[i::2].numel():
-                yield half, by_group(x[i::2]), by_group(y[i::2])
+                yield half, x[i::2].transpose(0, 1), y[i::2].transpose(0, 1)
 
     def total(self) -> Moments:
         return self.halves[0] + self.halves[1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap.calibration.activation_cache import ActivationCache, CacheEntry, TensorFiles, Values
-from normswap.calibration.checked_batches import checked, misfit
+from normswap.calibration.checked_batches import checked, misfit, parts
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
@@ -150,7 +150,7 @@ class Lockstep:
 
     def _store(self, batches: Iterable[Example], mirror: bool) -> None:
         forms: list[Example] = []
-        for i, example in enumerate(batches):
+        for i, example in enumerate(part for batch in batches for part in parts(batch, batch.images.device)):
             if not i:
                 self._probe(example.first(1))
             mirror = mirror and example.mirrors

@@ -32,10 +32,11 @@ from normswap.models.modes import Progress, evaluating
 
 NEEDED = 2  # fewer images are an error
 ROUNDS = 2  # of fitting again, asking for nothing where a ReLU, or what else is flat beyond a number, hides it
-PLACES, NORM_PLACES = 64, 256  # sampled per image and layer, at most; and of a norm, which has two numbers per channel
-# Rows that all images together give, and for each number in a patch: that number over the rows is the share by which
-# the fit's squared error exceeds the least there is.
-ROWS, FAN = 2**15, 12
+PLACES = 64  # sampled per image and layer, at most
+# Rows that all images together give. The numbers in a patch over the rows are the share by which the fit's squared
+# error exceeds the least there is: a wide patch needs rows, and a narrow one has enough early.
+LEAST_ROWS, MOST_ROWS = 2**11, 2**15
+LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128  # number in a patch
 
 
 @torch.no_grad()
@@ -200,7 +201,7 @@ def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: in
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     relaxing = ROUNDS if end.live and end.alive else 0
-    places = min(PLACES, -(-max(ROWS, FAN * prior.shape[2]) // layer.lockstep.shown))
+    places = min(PLACES, -(-rows_wanted(prior.shape[2]) // layer.lockstep.shown))
     folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(seed)
     for i, held in enumerate(layer()):
         source_value = held[0][layer.theirs.name] = source(held[0][inputs(layer.theirs)[0].name])
@@ -218,6 +219,12 @@ def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: in
         folds = folds.retargeted((x, _relaxed(x, y, d, end, fit)) for x, y, d in layer.lockstep.stored_rows())
         fit = regress(folds, prior, zero_sum=zero_sum, like=fit)
     set_weight(module, (fit.weight / units).reshape(weight.shape), fit.bias.flatten())
+
+
+def rows_wanted(fan: int) -> int:
+    """How many rows of all images together a layer is fitted to, by the numbers in its patch."""
+    plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
+    return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 
 
 def _relaxed(x: Tensor, y: Tensor, offset: Tensor, end: End, fit: Fit) -> Tensor:
@@ -254,7 +261,7 @@ def _fit_norm(module: Any, source: nn.Module, layer: LayerValues, end: End, seed
     sums = torch.zeros(5, s.numel(), dtype=torch.float64, device=s.device)
     for values in layer():
         before, after = values[0][inputs(layer.theirs)[0].name], values[1][inputs(layer.ours)[0].name]
-        places = draw(math.prod(after.shape[2:]), NORM_PLACES, generator).to(after.device)
+        places = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
         x = columns(normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), places)
         y = s[:, None] * columns(before, places) + t[:, None]
         if end.arms:

@@ -23,6 +23,7 @@ import typer.core
 import normswap
 from normswap.cli import commands
 from normswap.cli.help_page import Clicks
+from normswap.cli.printing import between_words
 from normswap.errors import NormswapError, OptionError, command_line
 
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
@@ -43,13 +44,13 @@ _START = """\
 normswap moves a pretrained vision network to another normalization scheme
 and keeps the function it learned.
 
-  normswap demo                            the whole way on a small network that ships with it
-  normswap inspect demo                    its residual blocks and norms (or: resnet50, a file ...)
-  normswap advise demo --batch-size 2      which scheme to choose, and why
-  normswap convert demo --to skipinit      another scheme; normswap schemes lists them
-  normswap export demo -o demo.onnx        no norm left, checked in ONNX Runtime
+  normswap demo                         the whole way on a small network
+  normswap inspect demo                 its blocks and norms (or: resnet50 ...)
+  normswap advise demo --batch-size 2   which scheme to choose, and why
+  normswap convert demo --to skipinit   another scheme (normswap schemes)
+  normswap export demo -o demo.onnx     no norm left, checked in ONNX Runtime
 
-normswap --help lists all commands, normswap COMMAND --help says what one takes."""
+normswap --help lists all commands, normswap COMMAND --help what one takes."""
 
 app = typer.Typer(
     name="normswap",
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             if "" in arguments:
                 raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
+            arguments = [_at_home(argument) for argument in arguments]
             result = app(arguments, prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
@@ -89,6 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _at_home(argument: str) -> str:
+    """The argument with the home directory for a `~/` that no shell replaced: quoted, or behind `=`."""
+    option, equals, value = argument.partition("=~/") if "=~/" in argument else ("", "", argument)
+    if equals:
+        return f"{option}={os.path.expanduser(f'~/{value}')}"
+    return os.path.expanduser(value) if value.startswith("~/") else value
+
+
 def _abandon_stdout() -> None:
     """If stdout takes nothing any more (disk full, pipe closed), do not let the interpreter fail on it again."""
     try:
@@ -98,7 +108,7 @@ def _abandon_stdout() -> None:
 
 
 def _fail(message: str) -> int:
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    print(between_words(f"error: {' '.join(message.split())}", sys.stderr), file=sys.stderr)
     return 2
 
 

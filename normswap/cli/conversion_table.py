@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from normswap.cli.proof_table import proof, verdict
 from normswap.cli.tables import cell, counts, facts, few, line, listing, next_step, table
-from normswap.plan import Body
+from normswap.plan import AbsorbMode, Body
 from normswap.schemes import changed, get
 
 _WORD = 15  # a longer text among a layer's arguments has a letter for each channel
@@ -67,4 +67,4 @@ def _edit_row(edit: Body) -> Sequence[str]:
 def _absorbed(one: Body) -> str:
     """A way, and the channels it is about: `after 16:32`."""
     part = one["part"]
-    return str(one["way"]) + (f" {part[0]}:{part[1]}" if part else "")
+    return AbsorbMode(one["way"]).value + (f" {part[0]}:{part[1]}" if part else "")

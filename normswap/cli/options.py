@@ -13,6 +13,7 @@ import typer
 
 from normswap.analysis import picture_formats
 from normswap.cli import progress
+from normswap.cli.printing import between_words
 from normswap.errors import OptionError, flag
 from normswap.models import source_names
 from normswap.storage import atomic_write, network_folder
@@ -158,7 +159,7 @@ def exported_file(name: str) -> ExportedFile | None:
 def remark(notes: Iterable[str]) -> None:
     """Say on stderr, which --json leaves free, how something was understood."""
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(between_words(f"note: {note}", sys.stderr), file=sys.stderr)
 
 
 def _pair(text: str) -> tuple[str, Value | list[Value]]:

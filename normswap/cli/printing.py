@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from normswap.plan import Body
 
@@ -19,6 +21,13 @@ def show(body: Said, as_json: bool, human: Callable[[Said], None]) -> None:
         print(json.dumps(plain(body), indent=2, allow_nan=False))
     else:
         human(body)
+
+
+def between_words(text: str, stream: TextIO) -> str:
+    """The text in lines that fit a terminal, broken between words only; as it is for anything else."""
+    if not stream.isatty():
+        return text
+    return textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
 
 
 def plain(value: object) -> object:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from normswap.cli.printing import between_words
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -103,21 +105,19 @@ def entry(name: str, lines: Iterable[str]) -> None:
 
 
 def line(text: str) -> None:
-    """A line, however long."""
-    from rich.text import Text
-
-    _out().print(Text(text), soft_wrap=True)
+    """A line, however long; on a terminal, broken between words."""
+    print(between_words(text, sys.stdout))
 
 
 def next_step(*words: object) -> None:
     """The command that most people want next, as the last line; words in capitals stand for what is the reader's."""
-    line(f"next: normswap {shlex.join(map(str, words))}")
+    print(f"next: normswap {shlex.join(map(str, words))}")  # to be copied: never broken
 
 
 def written(files: Iterable[object]) -> None:
     """Where what was made is."""
     for file in files:
-        line(f"written to {file}")
+        print(f"written to {file}")
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
-from normswap.graph.inspection import LINEAR
-from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 
@@ -63,9 +61,7 @@ def _is_off(site: StoredNorm, told: Pair, bias: Tensor) -> bool:
 
 def _bias_before(case: Case, site: StoredNorm) -> Tensor:
     """The bias that is added right before a norm; 0 where there is none."""
-    before = [node for call in case.calls(site)[:1] for node in inputs(call)]
-    module = case.traced.module(before[0]) if case.traced is not None and before else None
-    bias = getattr(module, "bias", None) if isinstance(module, LINEAR) else None
+    bias = getattr(case.layer_before(site), "bias", None)
     return bias.detach().double() if isinstance(bias, Tensor) else torch.zeros((), dtype=torch.float64)
 
 

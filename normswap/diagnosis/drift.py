@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from normswap.models.modes import evaluating
 
 _MEAN, _LOG_VAR = 0.3, 0.7  # of a deviation; the logarithm of a ratio of variances: in the median channel
 _CHANCE = 3.0  # standard errors
+_DETAIL, _BEYOND_CHANCE = 0.15, 4.0  # as _MEAN and _LOG_VAR, of a quarter of the channels; standard errors
 _TOGETHER, _BEYOND = 0.2, 2.0  # of the answers; times what one half of the images differs from the other by
 _ENOUGH, _BATCH = 64, 8  # images, and in a batch: the statistics of smaller ones are biased, which no half shows
 _SHOWN = 3  # norms whose sensitivity is measured
@@ -51,6 +52,17 @@ class Drift:
         shifted = self.mean - _CHANCE * self.error > _MEAN
         return shifted or self.log_var - _CHANCE * self.log_error > _LOG_VAR
 
+    @property
+    def has_other_details(self) -> bool:
+        """Whether the means fit and the variances do not: blurred or sharpened images, noise, another way to resize.
+
+        So in a quarter of the channels, as a filter of the first layer sees some frequencies only. Statistics of few
+        images, or of other weights, have other means, too.
+        """
+        shifts, ratios = _compared(self.site, *self.seen)
+        mean, log_var = (float(values.abs().quantile(0.75)) for values in (shifts, ratios))
+        return mean < _DETAIL and log_var > max(_DETAIL, _BEYOND_CHANCE * self.log_error)
+
     def __str__(self) -> str:
         factor = torch.tensor(self.log_var).exp()
         return (
@@ -71,12 +83,18 @@ def measured(case: Case) -> list[Drift]:
         if site.mean is None or site.var is None or any(site.path not in part for part in parts):
             continue
         means, variances = (torch.stack([part[site.path][i] for part in parts]) for i in (0, 1))
-        mean_there, var_there = site.mean.cpu(), site.var.cpu().clamp_min(0)
-        shifts = (means - mean_there) / (var_there + site.eps).sqrt()
-        ratios = ((variances + site.eps) / (var_there + site.eps)).log()
+        shifts, ratios = _compared(site, means, variances)
         (mean, error), (log_var, log_error) = _typical(shifts), _typical(ratios)
         drifts.append(Drift(site, mean, error, log_var, log_error, (means.mean(0), variances.mean(0))))
     return drifts
+
+
+def _compared(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Means less those that are kept, in kept deviations, and the logarithms of the ratios of variances, (..., C)."""
+    assert site.mean is not None
+    assert site.var is not None
+    mean_there, var_there = site.mean.cpu(), site.var.cpu().clamp_min(0)
+    return (mean - mean_there) / (var_there + site.eps).sqrt(), ((var + site.eps) / (var_there + site.eps)).log()
 
 
 def _typical(parts: Tensor) -> tuple[float, float]:
@@ -98,17 +116,47 @@ def drifted(case: Case) -> Iterator[Finding]:
     """Norms whose statistics are not those of the images: another domain, or statistics of other weights."""
     drifts = measured(case)
     hit = [drift for drift in drifts if drift.is_off]
-    if not hit:
-        yield from _little_by_little(case, drifts)
-    if not hit or case.images is None:
-        return
+    findings = [*(_far_off(case, drifts, hit) if hit else _little_by_little(case, drifts))]
+    if not findings and case.images is not None and case.images.colourless and drifts[:1]:
+        findings = [*_without_colours(case, drifts[0])]
+    yield from (_with_cause(case, finding) for finding in findings)
+
+
+def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:
+    """Images whose channels are one picture, before a first norm that was trained on colours."""
+    if first.has_other_details:
+        evidence = "the first norm finds other variances than it keeps, at the same means"
+        cost = "filters of colours see nothing"
+        yield Finding("grey-images", (first.site.path,), evidence, Certainty.LIKELY, cost, case.recalibrate)
+
+
+def _with_cause(case: Case, finding: Finding) -> Finding:
+    """The same, under the name of what is seen to be wrong besides, and alone would make statistics fit no more."""
+    if case.images is not None and case.images.colourless:
+        why = "the three channels of all images are one picture, as of a camera without colours"
+        mend = f"give it images with colours; for a use without them: {case.recalibrate}"
+        return replace(finding, name="grey-images", evidence=f"{why}; {finding.evidence}", mend=mend)
+    trained = [site for site in case.sites if site.gamma is not None and bool((site.gamma != site.gamma[0]).any())]
+    unset = [site for site in trained if site.beta is not None and not bool(site.beta.any())]
+    if 2 * len(unset) > len(case.sites):
+        why = f"beta is 0 in every channel of {share(len(unset), len(case.sites), 'norms')}, whose gammas were trained"
+        mend = f"load the betas (the norms' bias) again; if there never were any: {case.recalibrate}"
+        return replace(finding, name="zero-betas", evidence=f"{why}; {finding.evidence}", mend=mend)
+    return finding
+
+
+def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Finding]:
+    """Norms that are each far off."""
+    assert case.images is not None
     sites = [drift.site for drift in hit]
     worst = max(hit, key=lambda drift: drift.mean + drift.log_var)
     # Other images are other from the first norm on; where the first ones fit, the images are not the cause.
-    images = hit[0] is drifts[0]
+    images = hit[0] is drifts[0] or drifts[0].has_other_details
     name = "drifted-domain" if images else "wrong-statistics"
     why = (
-        "these images are other than those of the training" if images else "the images fit the stem: others' statistics"
+        "these images are other than those of the training"
+        if images
+        else "the images fit the stem: others' statistics, or other gammas and weights before these norms"
     )
     evidence = f"{share(len(hit), len(drifts), 'norms')} are off on {case.images.count} images, most at {worst}; {why}"
     cost = f"eval mode normalizes by other statistics; with the right ones answers change by {_cost(case, hit)}"
@@ -132,13 +180,18 @@ def _little_by_little(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     chance = float((renewed[1] - renewed[2]).norm() / size)
     if change < _TOGETHER or change < _BEYOND * chance:
         return
+    images = drifts[0].has_other_details
     evidence = (
         f"with the statistics of these {case.images.count} images in all {len(drifts)} norms answers change by "
         f"{change:.0%}, and by {chance:.0%} from one half of the images to the other; no norm by itself is far off"
     )
+    if images:
+        evidence += "; the first one finds the means that it keeps and other variances: other details, blur or noise"
     cost = "eval mode normalizes by statistics of other weights or of few images; or these are other images"
+    mend = f"{case.recalibrate} (images like those of its use)" if images else case.recalibrate
     sites = paths_of(drift.site for drift in drifts)
-    yield Finding("wrong-statistics", sites, evidence, Certainty.LIKELY, cost, case.recalibrate)
+    name = "drifted-domain" if images else "wrong-statistics"
+    yield Finding(name, sites, evidence, Certainty.LIKELY, cost, mend)
 
 
 @torch.no_grad()

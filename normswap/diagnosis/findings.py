@@ -8,14 +8,17 @@ from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, fx, nn
 
 from normswap import provenance
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
-from normswap.graph.tracing import Traced
+from normswap.graph.inspection import LINEAR
+from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
+from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.surgery.network import Network
 
@@ -92,11 +95,16 @@ class StoredNorm:
     updates: int | None
 
     @property
-    def starts_at_init(self) -> bool:
-        """Whether its statistics are those of a norm that was just made: mean 0 and variance 1."""
+    def at_init(self) -> Tensor:
+        """Which channels have the statistics of a norm that was just made, mean 0 and variance 1, (C,); none: empty."""
         if self.mean is None or self.var is None:
-            return False
-        return bool((self.mean == 0).all() and (self.var == 1).all())
+            return torch.zeros(0, dtype=torch.bool)
+        return (self.mean == 0) & (self.var == 1)
+
+    @property
+    def starts_at_init(self) -> bool:
+        """Whether that is so of all channels."""
+        return len(self.at_init) > 0 and bool(self.at_init.all())
 
     @property
     def is_untouched(self) -> bool:
@@ -140,6 +148,12 @@ class Case:
     def calls(self, site: StoredNorm) -> list[fx.Node]:
         """The calls of a norm in the recorded forward."""
         return [] if self.traced is None else self.traced.calls.get(id(site.module), [])
+
+    def layer_before(self, site: StoredNorm) -> Linearity | None:
+        """The convolution or linear map right before a norm; None where something else is."""
+        before = [node for call in self.calls(site)[:1] for node in inputs(call)]
+        module = self.traced.module(before[0]) if self.traced is not None and before else None
+        return module if isinstance(module, LINEAR) else None
 
     @cached_property
     def bare(self) -> nn.Module | None:

@@ -14,6 +14,7 @@ from normswap.errors import SourceError
 from normswap.models.calling import Example, form
 
 MOST = 512  # images: they are held in memory
+_COLOURLESS = 1e-4  # of a channel's variance, which the others do not explain: what rounding to bytes leaves
 PARTS = 4  # of the batches: how far they differ is the sampling error
 
 
@@ -61,6 +62,16 @@ class ImageBatches:
         if not self.calls or not all(call.only_images and call.images.ndim == 4 for call in self.calls):
             return None
         return torch.cat([call.images for call in self.calls])
+
+    @cached_property
+    def colourless(self) -> bool:
+        """Whether the three channels of all images hold the same picture, however each is scaled and shifted."""
+        images = self.images
+        if images is None or images.shape[1] != 3:
+            return False
+        channels = images.transpose(0, 1).flatten(1).double()
+        alike = torch.corrcoef(channels).nan_to_num(1.0)
+        return bool((1 - alike.square() < _COLOURLESS).all())
 
     @property
     def parts(self) -> list[tuple[Example, ...]]:

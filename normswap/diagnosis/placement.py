@@ -96,10 +96,10 @@ def wasted_bias(case: Case) -> Iterator[Finding]:
         return
     paths = []
     for site in case.sites:
-        before = [inputs(call)[0] for call in case.calls(site)[:1] if inputs(call)]
-        module = case.traced.module(before[0]) if before else None
-        if isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and module.bias is not None:
-            paths.append(str(before[0].target))
+        layer = case.layer_before(site)
+        if layer is not None and layer.bias is not None:
+            (call,) = case.calls(site)[:1]
+            paths.append(str(inputs(call)[0].target))
     if paths:
         evidence, mend = (
             f"{len(paths)} convolutions have a bias that the norm behind takes off again",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
 
 _SWITCHED_OFF = 0.1  # share of a norm's channels with a gamma of 0 from which on it is a fault
 _TINY = 1e-3  # of eps
+_DECAYED = 1e-6  # of the median filter's squared length, below which a filter is taken for 0
+_FILTERS, _CHANCE = 8, 4.0  # fewest whose lengths say something; standard errors of their variance
 
 
 def broken(case: Case) -> Iterator[Finding]:
@@ -26,7 +29,7 @@ def broken(case: Case) -> Iterator[Finding]:
             )
 
 
-def _is_broken(values: torch.Tensor | None) -> bool:
+def _is_broken(values: Tensor | None) -> bool:
     return values is not None and not bool(torch.isfinite(values).all())
 
 
@@ -42,6 +45,7 @@ def negative_variance(case: Case) -> Iterator[Finding]:
 
 def never_updated(case: Case) -> Iterator[Finding]:
     """Statistics as a norm is made with, mean 0 and variance 1."""
+    yield from _never_updated_in_part(case)
     hit = [site for site in case.sites if site.starts_at_init]
     if not hit:
         return
@@ -56,6 +60,14 @@ def never_updated(case: Case) -> Iterator[Finding]:
         evidence = f"mean 0 and variance 1 in {share(len(trained), len(case.sites), 'norms')}, with trained gammas"
         cost = "in eval mode they do not normalize; training mode hides it"
         yield Finding("never-updated", paths_of(trained), evidence, Certainty.CERTAIN, cost, case.recalibrate)
+    fresh = [site for site in identities if _reads_fresh_weights(case, site)]
+    if fresh:
+        where = share(len(fresh), len(case.sites), "norms")
+        evidence = f"{where}, and the convolutions before them, are as they were made: they were not loaded"
+        cost = "these layers compute noise"
+        mend = "load the weights again, with load_state_dict(strict=True): it says which names differ"
+        yield Finding("not-loaded", paths_of(fresh), evidence, Certainty.LIKELY, cost, mend)
+    identities = [site for site in identities if site not in fresh]
     if identities:
         where = share(len(identities), len(case.sites), "norms")
         evidence = f"mean 0, variance 1, gamma 1, beta 0 in {where}: the identity in eval mode"
@@ -64,8 +76,39 @@ def never_updated(case: Case) -> Iterator[Finding]:
         yield Finding("identity-norm", paths_of(identities), evidence, Certainty.LIKELY, cost, mend)
 
 
+def _never_updated_in_part(case: Case) -> Iterator[Finding]:
+    """Norms in which some channels have statistics of training and others do not."""
+    counts = {site: int((site.at_init).sum()) for site in case.sites if not site.starts_at_init}
+    hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
+    if hit:
+        channels = f"{sum(counts[site] for site in hit)} of {sum(_width(site) for site in hit)} channels"
+        evidence = (
+            f"mean 0 and variance 1 in {channels} of {share(len(hit), len(case.sites), 'norms')}, not in the rest"
+        )
+        cost = "in eval mode these channels are not normalized; training mode hides it"
+        yield Finding("never-updated", paths_of(hit), evidence, Certainty.CERTAIN, cost, case.recalibrate)
+
+
+def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
+    """Whether the layer before a norm has weights that no training has moved.
+
+    Fresh weights are independent and of one distribution. The squared lengths of the C filters, of n weights each,
+    differ by what chance makes then: their relative variance is (k - 1) / n, where k is the kurtosis of the weights.
+    Training makes some filters many times as long as others.
+    """
+    layer = case.layer_before(site)
+    if layer is None or len(layer.weight) < _FILTERS:
+        return False
+    squares = layer.weight.detach().double().flatten(1).square()
+    count, lengths = squares.shape[1], squares.sum(1)
+    within = (squares.square().mean(1) / squares.mean(1).square().clamp_min(1e-30)).mean()
+    kurtosis = within * (count + 2) / count  # of n normal numbers it is seen as 3 n / (n + 2)
+    by_chance = (kurtosis - 1) / count * lengths.mean().square()
+    return bool(lengths.var() < (1 + _CHANCE * (2 / len(lengths)) ** 0.5) * by_chance)
+
+
 def zero_variance(case: Case) -> Iterator[Finding]:
-    """A variance of 0, or far below eps, where gamma and weights say that something varies."""
+    """A variance of 0, or far below eps: a fault where weights say that something varies, a dead channel elsewhere."""
     live: list[StoredNorm] = []
     dead: list[StoredNorm] = []
     for site in case.sites:
@@ -73,7 +116,8 @@ def zero_variance(case: Case) -> Iterator[Finding]:
             continue
         tiny = site.var.abs() < _TINY * site.eps
         if bool(tiny.any()):
-            (live if float(tiny.double().mean()) > _SWITCHED_OFF else dead).append(site)
+            missing = tiny & ~_without_weights(case, site)
+            (live if float(missing.double().mean()) > _SWITCHED_OFF else dead).append(site)
     if live:
         evidence = f"variances of 0, or below {_TINY:g} eps, in more than {_SWITCHED_OFF:.0%} of the channels"
         cost = "what reaches them is multiplied by 1 / sqrt(eps), some hundred times too much"
@@ -82,6 +126,16 @@ def zero_variance(case: Case) -> Iterator[Finding]:
         count = sum(int((site.var.abs() < _TINY * site.eps).sum()) for site in dead if site.var is not None)
         evidence, cost = f"{count} channels have a variance below {_TINY:g} eps: nothing varies there", "dead weights"
         yield _remark("constant-channel", dead, evidence, cost, f"normswap convert {case.name} --to folded")
+
+
+def _without_weights(case: Case, site: StoredNorm) -> Tensor:
+    """Which channels get nothing, (C,): the weights before them have decayed to 0, as those of dead channels do."""
+    assert site.var is not None
+    layer = case.layer_before(site)
+    if layer is None or len(layer.weight) != len(site.var):
+        return torch.zeros_like(site.var, dtype=torch.bool)
+    lengths = layer.weight.detach().double().flatten(1).square().sum(1)
+    return lengths < _DECAYED * lengths.median()
 
 
 def dead_gammas(case: Case) -> Iterator[Finding]:
@@ -101,7 +155,7 @@ def dead_gammas(case: Case) -> Iterator[Finding]:
 
 
 def _width(site: StoredNorm) -> int:
-    return 0 if site.gamma is None else site.gamma.numel()
+    return next((len(values) for values in (site.gamma, site.mean) if values is not None), 0)
 
 
 def _remark(name: str, sites: list[StoredNorm], evidence: str, cost: str, mend: str) -> Finding:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
+from normswap.exporting.planes import in_planes
 from normswap.exporting.signature import alone
 from normswap.exporting.silence import silent
 
@@ -38,8 +38,7 @@ def write(contents: FileContents, file: Path) -> None:
     if contents.network.stored != torch.float32:
         raise RefusedError("ExecuTorch files are written in fp32 only", "XNNPACK holds halved weights in fp32 again")
     contents.require_one_image("an ExecuTorch file")  # memory is planned for the largest number
-    contents = replace(contents, network=as_convolutions(contents.network))
-    program = pt2.traced(contents, contents.network)
+    program = pt2.traced(contents, in_planes(as_convolutions(contents.network)))  # its kernels have no 3-D convolution
     try:
         with silent():
             from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner

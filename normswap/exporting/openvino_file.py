@@ -99,6 +99,8 @@ def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     import openvino as ov
 
+    if not file.read_bytes()[:64].lstrip().startswith(b"<"):  # OpenVINO tries other readers, which print what they find
+        raise ValueError("it is no XML")
     model = ov.Core().read_model(file)  # what it notes may be asked for only while it lives
     noted = model.get_rt_info()
     return {key: str(value.value) for key, value in noted["normswap"].items()} if "normswap" in noted else {}

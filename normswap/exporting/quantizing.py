@@ -136,6 +136,9 @@ class Equalized:
         equalizer = Equalizer(shipped.network, batches, per_channel=settings.per_channel)
         kinds = calibration.tool.LAYERS
         able = [path for path, module in equalizer.network.named_modules() if isinstance(module, kinds)]
+        if settings.sensitive >= len(able):
+            what = f"{spelled('sensitive', settings.sensitive)} leaves nothing in int8"
+            raise OptionError(what, f"the network has {len(able)} layers to quantize", "Give a smaller number")
         costs = sensitivity.costs(equalizer.network, x, able, grid) if settings.sensitive else {}
         fp32 = dict([*costs.items()][: settings.sensitive])
         layers = tuple(path for path in able if path not in fp32)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration.least_squares import Kernel, Moments, by_group, naming
+from normswap.calibration.row_block import RowBlock
 from normswap.calibration.sampling import fits, patches
 from normswap.exporting.weight_grid import WeightGrid
 from normswap.graph.inspection import LINEAR
@@ -113,7 +114,8 @@ def _moments(network: nn.Module, batches: Sequence[Tensor], layers: Collection[s
             seen[path] = [Moments.like(part, none) for part in parts]
         for moments, part in zip(seen[path], parts, strict=True):
             moments.add(part, none)
-            moments.flush()  # of all layers at once, what waits would be more than the sums
+            moments.flush()
+            moments.waiting = RowBlock()  # of all layers at once, the room for what waits would be more than the sums
 
     handles = (
         module.register_forward_hook(functools.partial(look, path))

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
 from normswap.errors import TraceError, first_line, spelled
+from normswap.graph import dtype_mismatch
 from normswap.graph.recorder import Recorder
 from normswap.graph.tracing import Traced, inputs
 from normswap.graph.widening import Widening
@@ -213,11 +214,10 @@ def record_once(
             recorder.run(example)
     except Exception as error:
         where = f"{type(model).__name__} does not run on an input of size {example}"
-        raise TraceError(
-            f"{where}, at {recorder.failed}" if recorder.failed else where,
-            reason(error),
-            f"Give an example of what it takes, `inputs=` in Python, or `{spelled('size', metavar='C,H,W')}`",
-        ) from error
+        size = spelled("input_size", metavar="C,H,W")
+        remedy = f"Give an example of what it takes, `inputs=` in Python, or `{size}`"
+        why, remedy = dtype_mismatch.explained(model, example) or (reason(error), remedy)
+        raise TraceError(f"{where}, at {recorder.failed}" if recorder.failed else where, why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
     calls: dict[int, list[fx.Node]] = {}

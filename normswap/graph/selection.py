@@ -47,9 +47,19 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
 
 
 def patterns(options: Body) -> dict[str, list[str]]:
-    """The patterns among a scheme's options, as a plan keeps them; a single one may be given as a string."""
-    chosen = {name: options[name] for name in ("only", "skip") if options.get(name)}
-    return {name: [one] if isinstance(one, str) else list(one) for name, one in chosen.items()}
+    """The patterns among a scheme's options, as a plan keeps them; a single one may be given as a string.
+
+    Raises:
+        OptionError: one is no text.
+    """
+    chosen: dict[str, list[str]] = {}
+    for name in ("only", "skip"):
+        one = options.get(name) or []
+        listed = [one] if isinstance(one, str) else list(one) if isinstance(one, Iterable) else [one]
+        if not all(isinstance(pattern, str) for pattern in listed):
+            raise OptionError(f"{spelled(name, one)} is no pattern of paths", remedy="For instance layer3, or *.bn1")
+        chosen |= {name: listed} if listed else {}
+    return chosen
 
 
 def matches(pattern: str, path: str) -> bool:

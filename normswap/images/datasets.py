@@ -120,6 +120,7 @@ def make_loader(
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")
+    network_input.require_seed(seed)
     dataset = open_images(model, data, split, create_transform(**_wanted(model)), labelled=labelled)
     notes = dataset.notes if isinstance(dataset, LabelledImages) else ()
     count: int | None = None
@@ -163,7 +164,8 @@ def open_images(
     labels = LabelMap({}) if labelled is False or not names else no_labels(names) if flat else None
     labels = label_map(names, outputs_of(model), data) if labels is None else labels
     notes += [labels.note] if labels.note else []
-    notes += [counted] if place is not None and place.is_dir() and (counted := passed_over(place)) else []
+    read_twice = getattr(getattr(dataset, "reader", None), "note", "")
+    notes += [note for note in (read_twice, passed_over(_plain_tar(place)) if place is not None else "") if note]
     outputs = labels.outputs or None
     return LabelledImages(dataset, mode, transform, outputs, tuple(notes))
 

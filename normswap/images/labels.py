@@ -16,9 +16,10 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from normswap.errors import SourceError, counted
 from normswap.models.building import near
-from normswap.models.weight_files import some
+from normswap.models.weights_fit import some
 
 _WORDNET = re.compile(r"n\d{8}")
+_WHOLE = re.compile(r"-?\d+")
 _SHOWN = 10
 _REMEDY = "Name the folders as the network names its classes, or give a CSV of files and labels"
 
@@ -129,10 +130,20 @@ def _by_order(labels: Mapping[str, int], outputs: Outputs, origin: str) -> Label
         what = f"{origin} has {counted(len(labels), 'class', 'classes')} ({some(sorted(labels))})"
         raise SourceError(what, f"the network has {outputs.count}", "Every class is a folder of images.")
     chosen = {number: number for number in labels.values()}
+    if all(_WHOLE.fullmatch(label) for label in labels):
+        return _counted_from_one(labels, chosen, origin)
     if not outputs.names:
         return LabelMap(chosen)
     pairs = [(label, outputs.names[number]) for label, number in sorted(labels.items(), key=lambda pair: pair[1])]
     return LabelMap(chosen, f"no label is a name of the network's classes, so they go in order: {_shown(pairs)}")
+
+
+def _counted_from_one(labels: Mapping[str, int], chosen: Mapping[int, int], origin: str) -> LabelMap:
+    first, last, count = min(map(int, labels)), max(map(int, labels)), len(labels)
+    if (first, last) != (1, count):
+        what = f"{origin} has labels from {first} to {last}"
+        raise SourceError(what, f"the network's outputs are 0 to {count - 1}", "Number them so, or name the classes")
+    return LabelMap(chosen, f"labels count from one: 1 to {count} are the network's outputs 0 to {count - 1}")
 
 
 def _part(labels: Mapping[str, int], outputs: Outputs, way: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import tarfile
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,7 @@ _PICTURES = frozenset(
     {".arw", ".avif", ".bmp", ".cr2", ".cr3", ".dng", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg",
      ".jpg", ".jxl", ".nef", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )  # fmt: skip
+_BETWEEN = (",", ";", "\t")
 _FILE = ("file", "filename", "file_name", "path", "image")
 _LABEL = ("label", "class", "class_name", "category", "target", "wnid", "name")
 
@@ -54,12 +56,18 @@ def chosen(folder: Path, split: str) -> Path:
 
 
 def passed_over(place: Path) -> str:
-    """Count, for a note, the pictures of a folder that are of formats that timm's reader does not know; empty if none.
+    """Count, for a note, the pictures in a folder or tar of formats that timm's reader does not know; empty if none.
 
     It passes over them without a word, and an accuracy is then of the others alone.
     """
     unread = _PICTURES - get_img_extensions(as_set=True)
-    names = (name for _, _, files in os.walk(place, followlinks=True) for name in files)
+    if place.is_dir():
+        names = [name for _, _, files in os.walk(place, followlinks=True) for name in files]
+    elif place.suffix == ".tar":
+        with tarfile.open(place) as packed:
+            names = packed.getnames()
+    else:
+        return ""
     endings = [ending for name in names if (ending := os.path.splitext(name)[1].lower()) in unread]
     if not endings:
         return ""
@@ -81,10 +89,17 @@ class CsvReader(Reader):
         self.root = file.parent
         try:
             with file.open(newline="", encoding="utf-8-sig") as lines:
-                rows = [(number, row) for number, row in enumerate(csv.reader(lines), 1) if row]
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+                first = lines.readline()
+                between = next((sign for sign in _BETWEEN if sign in first), _BETWEEN[0])
+                lines.seek(0)
+                rows = [(number, row) for number, row in enumerate(csv.reader(lines, delimiter=between), 1) if row]
+        except UnicodeDecodeError:
+            raise SourceError(f"{file} cannot be read", "it is not UTF-8 text", "Save it as UTF-8") from None
+        except (OSError, csv.Error) as error:
             raise SourceError(f"{file} cannot be read", first_line(error)) from None
         pairs = _pairs(file, rows)
+        again = len(pairs) - len(set(pairs))
+        self.note = f"{file}: {again} lines name a file and label that stand there before" if again else ""
         ordered = sorted({label for _, label in pairs}, key=natural_key)
         self.class_to_idx = {label: number for number, label in enumerate(ordered)}
         self.samples = [(path, self.class_to_idx[label]) for path, label in pairs]
@@ -112,7 +127,8 @@ def _pairs(file: Path, rows: list[tuple[int, list[str]]]) -> list[tuple[Path, st
         where, label = 0, 1 if len(names) > 1 else None
     else:
         rows = rows[1:]
-    pairs = []
+    pairs: list[tuple[Path, str]] = []
+    labels: dict[Path, str] = {}
     for number, row in rows:
         if len(row) <= max(where, label or 0):
             raise SourceError(f"{file}, line {number} has {len(row)} columns", remedy="It names a file and its label")
@@ -121,4 +137,7 @@ def _pairs(file: Path, rows: list[tuple[int, list[str]]]) -> list[tuple[Path, st
             remedy = "Files are named relative to the CSV's folder; the first line names the columns: file,label"
             raise SourceError(f"{file}, line {number}: {path} does not exist", remedy=remedy)
         pairs.append((path, "" if label is None else row[label].strip()))
+        if labels.setdefault(*pairs[-1]) != pairs[-1][1]:
+            what = f"{file}, line {number}: {path} is of {pairs[-1][1]!r}, and of {labels[path]!r} in a line before"
+            raise SourceError(what, remedy="An image has one label")
     return pairs

@@ -75,7 +75,7 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
     try:
         with quiet(), torch.device("cpu"):
             return factory(**kwargs)
-    except Exception as error:  # builders raise TypeError, AssertionError, KeyError, ... for what they cannot use
+    except (Exception, SystemExit) as error:  # builders raise TypeError, KeyError, ... for what they cannot use
         described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         described = (described if len(described) < 200 else f"{described[:200]} ...") or "its defaults"
         raise SourceError(f"{arch} cannot be built with {described}", first_line(error)) from None

@@ -240,7 +240,7 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
         form: how the network takes images, if tensors among it are some.
 
     Raises:
-        OptionError: there is no tensor in it.
+        OptionError: there is no tensor in it, or one without values.
         TraceError: the network takes more than images.
     """
     parts = list(inputs) if isinstance(inputs, list) else [inputs]
@@ -250,6 +250,9 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
             "there is no tensor in the inputs",
             remedy="Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these",
         )
+    tensors = [tensor for one in calls for tensor in one.tensors()]
+    if any(tensor.is_meta for tensor in tensors):
+        raise OptionError("the inputs have no values", "they are on the meta device")
     return calls
 
 

@@ -19,7 +19,8 @@ from normswap.errors import SourceError, first_line
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, make, near
-from normswap.models.weight_files import check_finite, some
+from normswap.models.weight_files import check_finite
+from normswap.models.weights_fit import some
 from normswap.plan import Arch
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from normswap import provenance
-from normswap.errors import OptionError, SourceError
+from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import evaluating
 
@@ -119,6 +119,16 @@ def require_size(size: object) -> None:
     sides = list(size) if isinstance(size, Sequence) and not isinstance(size, str) else []
     if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
         raise OptionError(f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)")
+
+
+def require_seed(seed: object) -> None:
+    """Check that a seed is one that torch's generators take.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise OptionError(f"{spelled('seed', seed)} is no whole number from 0 to 2**63 - 1")
 
 
 def check_calls(calls: Sequence[Example]) -> None:

@@ -33,6 +33,10 @@ class Preprocessing:
         """
         if self.std is not None and min(self.std) <= 0:
             raise OptionError(f"std {comma_list(self.std)}", "it must be positive: images are divided by it")
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if numbers is not None and not all(0 <= number <= 1 for number in numbers):
+                remedy = "Of 0..255 it is divided by 255"
+                raise OptionError(f"{name} {comma_list(numbers)}", "it is that of pixels in 0..1", remedy)
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise OptionError(f"crop-pct {self.crop_pct:g}", "it is a share of the image's side, above 0 and at most 1")
         if self.interpolation is not None and self.interpolation not in INTERPOLATIONS:

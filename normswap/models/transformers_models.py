@@ -21,7 +21,8 @@ from normswap.layers.seeding import seeded
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, make, near, rebuilds
 from normswap.models.image_processors import preprocessing
-from normswap.models.weight_files import check_finite, quiet, some
+from normswap.models.weight_files import check_finite, quiet
+from normswap.models.weights_fit import some
 from normswap.plan import Arch
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

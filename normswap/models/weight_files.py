@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import inspect
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,16 +20,16 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, first_line
-from normswap.models import broken_statistics
+from normswap.errors import SourceError
+from normswap.models import broken_statistics, unreadable_file
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
+from normswap.models.weights_fit import check_fit, check_plain, some
 
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict", "module")
 _PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
-_SHOWN = 5
 _LARGE = 2**17  # bytes
 
 State = dict[str, Tensor]
@@ -63,13 +62,6 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def some(items: Iterable[str]) -> str:
-    """Return the first few items and a count of the rest."""
-    listed = list(items)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
@@ -130,6 +122,7 @@ def read_wrapped(file: Path) -> Contents:
     content = _read_safetensors(file) if pages else _read_pickle(file)
     inner, wrappers = _unwrap(content, file)
     state, prefixes = _clean(inner, file)
+    check_plain(state, str(file))
     check_finite(state, str(file))
     removed = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
     removed += [f"names without '{prefix}'" for prefix in prefixes]
@@ -140,8 +133,7 @@ def _read_safetensors(file: Path) -> State:
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
-        remedy = "It may be truncated: fetch or write it again."
-        raise SourceError(f"{file} is not a readable safetensors file", first_line(error), remedy) from None
+        raise unreadable_file.safetensors(file, error) from None
 
 
 def _read_pickle(file: Path) -> object:
@@ -150,36 +142,7 @@ def _read_pickle(file: Path) -> object:
         with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
-        raise _unread(file, error) from None
-
-
-def _unread(file: Path, error: Exception) -> SourceError:
-    """Why torch's loader for plain tensors refuses the file: foreign objects, or not a torch file at all."""
-    names = _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error))
-    if names or "TorchScript" in str(error) or _head(file)[:1] == b"\x80":  # so begins a bare pickle
-        what = f"{file} is a pickle of Python objects, and normswap never executes those"
-        why = f"it needs {some(names)}" if names else "it was not written by torch.save"
-        remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
-        return SourceError(what, why, remedy)
-    why = "" if "Weights only load failed" in str(error) else first_line(error)
-    remedy = "It may be truncated, or something else under this name: fetch or write it again."
-    return SourceError(f"{file} is not a readable torch file", why, remedy)
-
-
-def _head(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(8)
-    except OSError:
-        return b""
-
-
-def _foreign_names(file: Path) -> list[str]:
-    """Return the classes and functions that an archive wants to import, read without importing them."""
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
-    except Exception:  # no archive of torch.save
-        return []
+        raise unreadable_file.pickle(file, error) from None
 
 
 def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str]]:
@@ -211,6 +174,8 @@ def _clean(state: Mapping[str, object], file: Path) -> tuple[State, list[str]]:
         while name.startswith(_PREFIXES):
             prefix, name = name.split(".", 1)
             prefixes += [] if f"{prefix}." in prefixes else [f"{prefix}."]
+        if name in cleaned:
+            raise SourceError(f"{file} holds {name} twice", f"once as {key}")
         cleaned[name] = tensor
     if prefixes:
         cleaned.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
@@ -242,7 +207,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     bare = model.state_dict()
     if not _fits(state, bare):
         state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
-    _check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
+    check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -296,22 +261,3 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
         elif offset and name in state:
             state = {**state, name: state[name][offset:]}
     return state
-
-
-def _check_fit(state: State, bare: State, origin: str, name: str) -> None:
-    # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
-    missing = [key for key in bare if key not in state and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in state if key not in bare]
-    shapes = [
-        f"{key} is {tuple(state[key].shape)} in the file, {tuple(bare[key].shape)} in the network"
-        for key in bare
-        if key in state and state[key].shape != bare[key].shape
-    ]
-    misfits = [
-        f"{len(keys)} {label}: {some(keys)}"
-        for label, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        if keys
-    ]
-    if misfits:
-        remedy = "Check the architecture, its arguments and the number of classes."
-        raise SourceError(f"{origin} does not fit {name}", "; ".join(misfits), remedy)

@@ -163,8 +163,10 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     An installed package names the module that does this among its entry points `normswap.schemes`.
 
     Raises:
-        OptionError: there is a scheme of that name.
+        OptionError: there is a scheme of that name, or it is none.
     """
+    if not isinstance(scheme, Scheme):
+        raise OptionError(f"scheme {name}: a Scheme is wanted, not something of type {type(scheme).__name__}")
     if name in (*_files(_TARGETS), *_files(_PURPOSES), *_registered, "unfold"):
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
     options = scheme.options or tuple(_of_signature(scheme.plan))

@@ -91,10 +91,12 @@ def save(
 
     Raises:
         OutputError: the place is taken, cannot be written, or is being written by another process.
+        SourceError: the network's weights are broken: NaN, infinite, or without values.
     """
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
     model = network_input.require_module(model)
+    network_input.check_values(model)
     network_folder.check_writable(place, force=force)
     record = provenance.of(model) or Provenance(source=type(model).__name__)
     record = replace(record, arch=arch or unfolding.architecture(model))

@@ -19,6 +19,9 @@ def check_writable(place: Path, *, force: bool) -> None:
     """
     check_beside(place)
     atomic_write.check_link(place)
+    for parent in place.absolute().parents:
+        if parent.is_file():
+            raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")
     if not place.exists():
         return
     if not place.is_dir():

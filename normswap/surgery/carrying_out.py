@@ -19,7 +19,8 @@ from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, held_out, kept_accuracy, running
 from normswap.surgery.made_images import MadeImages
 from normswap.surgery.network import Network
-from normswap.surgery.report import Report, require_passed
+from normswap.surgery.report import Report
+from normswap.surgery.verdict import require_passed
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +86,7 @@ def carry_out(network: Network, step: Step) -> Conversion:
         report = replace(report, kept=kept and kept.of_made() if isinstance(images, MadeImages) else kept)
     elif images is not None:
         report = replace(report, unmeasured=held_out.TOO_FEW if dealt else held_out.NONE)
-    require_passed(report, step.scheme)
+    require_passed(network, report, step.scheme)
     applying.check_gone(network.module, result, step)
     renames = tuple(applying.renames(network.module, step))
     return Conversion(network.after(result), report, {}, notes, renames)

@@ -26,7 +26,7 @@ from normswap.surgery import applying, carrying_out, comparison, fitting, likene
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.made_images import Batches
 from normswap.surgery.network import Network
-from normswap.surgery.report import require_passed
+from normswap.surgery.verdict import require_passed
 
 
 @cpu_by_default()
@@ -187,7 +187,7 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
         report = replace(report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself")
-    require_passed(report, " and ".join(step.scheme for step in steps))
+    require_passed(source, report, " and ".join(step.scheme for step in steps))
     outcomes = {path: outcome for one in done for path, outcome in one.outcomes.items()}
     renames: dict[str, str] = {}
     for one in done:
@@ -207,7 +207,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     precise = None if rounded else comparison.compare_double(network, lambda: _unfolded_in_double(network))
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise)
-    require_passed(report, "unfold")
+    require_passed(network, report, "unfold")
     norms = [path for path, module in result.module.named_modules() if affine.is_affine_norm(module)]
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))
 

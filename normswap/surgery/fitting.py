@@ -115,7 +115,7 @@ def fit(
         notes, telling, images = (images.note,), images.telling, images.batches
     batches = calls_of(images, network)
     if telling and scheme.fitting_target is not None:
-        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches)
+        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     source = network.module
     if scheme.fitting_target is not None:  # what the result is fitted to: the source with the result's rescaling
         source = applying.apply_step(source, scheme.fitting_target(step))

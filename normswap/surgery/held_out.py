@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from normswap.calibration.checked_batches import parts
 from normswap.models.calling import Example
 
 EVERY = 4  # every fourth image is held out
@@ -57,11 +58,12 @@ class Kept:
 class Dealt:
     """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
 
-    Of what cannot be parted every fourth call goes there. `others` are the first of those that are fitted to.
+    Of what cannot be parted every fourth call goes there. `others` are the first of those that are fitted to. Calls are
+    as large as suits the device of the network (`checked_batches.parts`).
     """
 
-    def __init__(self, batches: Iterable[Example]) -> None:
-        self.batches = batches
+    def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
+        self.batches, self.device = batches, device
         self.held: list[Example] = []
         self.others: list[Example] = []
 
@@ -77,13 +79,15 @@ class Dealt:
             if batch.count < EVERY or held is None:
                 held, rest = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held is not None and room > 0:
-                self.held.append(held.first(room))
-                room -= self.held[-1].count
+                first = held.first(room)
+                self.held += parts(first, self.device)
+                room -= first.count
             if rest is not None:
                 if more > 0:
-                    self.others.append(rest.first(more))
-                    more -= self.others[-1].count
-                yield rest
+                    first = rest.first(more)
+                    self.others += parts(first, self.device)
+                    more -= first.count
+                yield from parts(rest, self.device)
 
 
 def summed(parts: Iterable[tuple[int, float, float | None]]) -> Kept | None:

@@ -43,6 +43,10 @@ class ImageMaker(ABC):
 
     count: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 2:
+            raise OptionError(f"{type(self).__name__}({self.count!r})", "so many images; at least 2 are needed")
+
     @abstractmethod
     def made(
         self, model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None

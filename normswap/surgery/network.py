@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import copying, provenance
-from normswap.errors import OptionError, TraceError, spelled
+from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
@@ -69,8 +69,7 @@ class Network:
     def __post_init__(self) -> None:
         network_input.require_module(self.module)
         network_input.require_size(self.size)
-        if not isinstance(self.seed, int):
-            raise OptionError(f"{spelled('seed', self.seed)} is no whole number")
+        network_input.require_seed(self.seed)
 
     @classmethod
     def of(
@@ -84,6 +83,8 @@ class Network:
         progress: Progress | None = None,
     ) -> Network:
         """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
+        if inputs is not None and size is not None:
+            raise OptionError("inputs= and input_size= both say what the network takes", remedy="Give one of them")
         if not isinstance(model, Network):
             module = module_of(model)
             network_input.check_values(module)

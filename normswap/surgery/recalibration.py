@@ -28,7 +28,7 @@ from normswap.surgery.conversion import convert
 from normswap.surgery.fitting import calls_of
 from normswap.surgery.made_images import Batches, ImageMaker
 from normswap.surgery.network import Network
-from normswap.surgery.report import require_passed
+from normswap.surgery.verdict import require_passed
 
 
 @cpu_by_default()
@@ -107,7 +107,7 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
     result = applied(network, step)
     done = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
     report = comparison.compare(network, result, exact=False)
-    require_passed(report, step.scheme)
+    require_passed(network, report, step.scheme)
     what = "mean and variance" if wanted.scales else "mean"
     note = f"{what} per channel of {done.layers} layers, {done.images} images"
     lacking = f"{done.without_bias} layers have no bias: their means stay as they are"

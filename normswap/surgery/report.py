@@ -1,10 +1,9 @@
-"""The result of a comparison, and whether it is good enough."""
+"""The result of a comparison."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from normswap.errors import VerificationError
 from normswap.plan import Body
 from normswap.surgery.held_out import Kept
 
@@ -73,19 +72,3 @@ class Report:
         }
         kept = Kept(**body["kept"]) if body.get("kept") else None
         return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"]), "kept": kept})
-
-
-def require_passed(report: Report, scheme: str) -> None:
-    """Check that the report says that the result is right.
-
-    Raises:
-        VerificationError: the result of the scheme is wrong.
-    """
-    if report.passed:
-        return
-    worst = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
-    raise VerificationError(
-        f"the result of {scheme} is wrong: relative L2 error {worst.relative_l2:.1e} at the logits ({worst.precision})",
-        f"allowed: {report.tolerance[worst.precision]:.0e}" if report.exact else "it is not finite",
-        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
-    )

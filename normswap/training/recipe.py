@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from normswap.plan import Body
 from normswap.training.augmenting import Augment
 from normswap.training.optimizing import Optim, Schedule
-from normswap.training.recipe_part import AtLeastOne, Count, Part, Positive, Share
+from normswap.training.recipe_part import AtLeastOne, Count, Part, Positive, Seed, Share
 
 
 class RecipeNetwork(Part):
@@ -57,7 +57,7 @@ class Train(Part):
     """`train`: how long, in what precision, and what to do when it goes wrong."""
 
     epochs: Positive = Field(1.0, description="May be a fraction.")
-    seed: int = 0
+    seed: Seed = 0
     accumulate: AtLeastOne = Field(1, description="Micro-batches per update: each process holds a share of batch_size.")
     precision: Literal["no", "bf16", "fp16"] = "no"
     channels_last: bool = False

@@ -64,12 +64,16 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides.
 
     Raises:
-        RecipeError: two words are no overrides.
+        RecipeError: two words are no overrides, or two are of one key.
     """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
     if len(models) > 1:
         raise RecipeError(f"{models[1]!r} is neither the MODEL (that is {models[0]}) nor KEY=VALUE")
+    keys = [word.partition("=")[0] for word in overrides]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise RecipeError(f"{key} is given {keys.count(key)} times", remedy="Give it once")
     return (models[0] if models else None), overrides
 
 

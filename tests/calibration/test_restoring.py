@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import normswap
+from normswap import provenance
 from normswap.calibration.restoring import Wanted
 from normswap.errors import RefusedError
 from normswap.storage.checkpoint import open_model
@@ -73,6 +74,12 @@ def test_by_biases_alone_the_weights_stay() -> None:
     source, batches = network(), images()
     sparse = pruned(source)
     done = recalibrate(sparse, batches, against=Wanted((source,), scales=False), size=(3, 9, 9))
+    record = provenance.of(done.model)
+    assert record is not None
+    assert {name: record.plan.steps[-1].options[name] for name in ("against", "scales")} == {
+        "against": 1,
+        "scales": False,
+    }
     wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
     assert all(torch.allclose(wanted[path][0], got[path][0], rtol=1e-9, atol=1e-12) for path in wanted)
     assert all(torch.equal(dict(done.model.named_parameters())[name], value)

@@ -58,6 +58,16 @@ def images(**shown: str) -> Callable[[Path], None]:
     return write
 
 
+def table(*rows: str) -> Callable[[Path], None]:
+    """Lay an image, and a CSV of these rows."""
+
+    def write(here: Path) -> None:
+        Image.new("RGB", (40, 40)).save(here / "x.png")
+        (here / "l.csv").write_text("\n".join(rows))
+
+    return write
+
+
 def deep(here: Path) -> None:
     """Lay two images, one of 16 bits."""
     for name, mode in (("a", "L"), ("b", "I;16")):
@@ -165,6 +175,32 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("a picture over a link to nothing", dangling, ("spp", "demo", "-o", "out.png"), ("out.png is a link to gone",)),
     ("model is a link to nothing", dangling, ("inspect", "out"), ("out is a link to gone, which does not exist",)),
     ("directory is a link to nothing", dangling, ("inspect", "local-dir:out"), ("out is a link to gone",)),
+    ("a seed beyond", None, (*FIT, "demo", "--seed", str(2**63)), ("--seed 9223372036854775808", "2**63 - 1")),
+    ("a seed below", None, ("spp", "demo", "--seed", "-1"), ("--seed -1", "whole number from 0")),
+    ("two labels of one image", table("x.png,cat", "x.png,dog"), ("evaluate", "demo", "--data", "l.csv"),
+     ("line 2", "x.png is of 'dog', and of 'cat'")),
+    ("pointer of Git LFS", text("w.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+     ("inspect", "w.safetensors", "--arch", "resnet18"), ("`git lfs pull`",)),
+    ("a page for weights", text("w.pth", b"<html>"), ("inspect", "w.pth", "--arch", "resnet18"), ("a page of text",)),
+    ("no bytes", text("w.pth", b""), ("inspect", "w.pth", "--arch", "resnet18"), ("it is empty",)),
+    ("picture of no bytes", images(a="RGB", b=""), (*FIT, "images"), ("b/x.png", "no image that Pillow knows")),
+    ("a device that is not here", None, ("evaluate", "demo", "--data", "demo", "--device", "mps"), ("not available",)),
+    ("no samples", None, (*FIT, "demo", "--samples", "0"), ("--samples", "greater than or equal to 2")),
+    ("a negative size", None, (*CONVERT, "--input-size", "3,-64,64"), ("--input-size 3,-64,64", "C,H,W")),
+    ("mean of bytes", None, ("evaluate", "demo", "--data", "demo", "--image-mean", "123,116,103"),
+     ("mean 123,116,103", "0..1", "divided by 255")),
+    ("a key twice", None, (*TRAIN, "cifar10_recover_bn", "optim.lr=1", "optim.lr=2"), ("optim.lr is given 2 times",)),
+    ("a file for a folder", text("f", b""), ("convert", "demo", "--to", "folded", "-o", "f/out"), ("f is a file",)),
+    ("a factory that leaves", text("leaving.py", b"import sys\ndef net(): sys.exit('bye')\n"),
+     ("inspect", "leaving:net"), ("leaving:net cannot be built", "bye")),
+    ("a tab in a recipe", text("r.yaml", b"optim:\n\tlr: 1\n"), (*TRAIN, "r.yaml"), ("r.yaml is not YAML", "line 2")),
+    ("a key twice in a recipe", text("r.yaml", b"a: 1\na: 2\n"), (*TRAIN, "r.yaml"), ("line 2", "duplicate key")),
+    ("a plan and a target", text("p.json", b"{}"), (*CONVERT, "--from-plan", "p.json"), ("--to cannot go with",)),
+    ("a folder in place of a file", lambda here: (here / "x.onnx").mkdir(), ("export", "demo", "-o", "x.onnx"),
+     ("x.onnx is a directory",)),
+    ("an export of bytes", text("x.onnx", b"junk"), ("inspect", "x.onnx"), ("x.onnx is no readable onnx file",)),
+    ("no XML", text("x.xml", b"junk"), ("inspect", "x.xml"), ("x.xml is no readable openvino file", "no XML")),
+    ("an export to convert", text("x.onnx", b"junk"), ("convert", "x.onnx", "--to", "folded"), ("exported file",)),
     ("unknown command", None, ("inspct", "demo"), ("Did you mean",)),
 ]  # fmt: skip
 
@@ -190,7 +226,9 @@ EARLY = (
     "a sweep into a file", "negative decay", "decay above one", "deviation of zero", "crop above one",
     "no such resizing", "two of one", "picture of no kind", "no such name on the hub", "empty folder as model",
     "a report on nothing", "nothing to push", "output is a link to nothing", "a picture over a link to nothing",
-    "model is a link to nothing", "directory is a link to nothing",
+    "model is a link to nothing", "directory is a link to nothing", "no samples", "a negative size",
+    "mean of bytes", "a key twice", "a file for a folder", "a tab in a recipe", "a key twice in a recipe",
+    "a plan and a target", "a folder in place of a file",
 )  # fmt: skip
 _SEEN = "the network is looked at, and that takes torch"
 _DATA = "the images are opened by timm's reader, which imports torch"
@@ -211,6 +249,18 @@ LATE = {
     "no network of that library": _NAMED,
     "images for nothing": "whether a scheme fits anything is a function of its file, which imports torch",
     "device of no kind": "torch says which devices there are",
+    "a device that is not here": "torch says which devices there are",
+    "a seed beyond": "a generator of torch's takes it",
+    "a seed below": "a generator of torch's takes it",
+    "two labels of one image": _DATA,
+    "picture of no bytes": _DATA,
+    "pointer of Git LFS": _FILE,
+    "a page for weights": _FILE,
+    "no bytes": _FILE,
+    "an export of bytes": _FILE,
+    "an export to convert": "whether a MODEL is a file that runs by itself, its format says, by what opens it",
+    "no XML": _FILE,
+    "a factory that leaves": "a factory is imported where it is called, after torch",
     "no class folders": _DATA,
     "no images": _DATA,
     "one image": _DATA,

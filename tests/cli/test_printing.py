@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from normswap.cli import conversion_table, grouped_options, progress, tables
+from normswap.cli import app, conversion_table, grouped_options, progress, tables
 from normswap.cli.commands import convert_command, finetune_command
 from normswap.cli.commands.export_command import Written
 from normswap.cli.fitting_images import Fitting
@@ -97,3 +97,11 @@ def test_a_plan_is_carried_out_and_nothing_replaced_unless_asked_for(option: str
 )
 def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
     assert tables.few(values) == text
+
+
+@pytest.mark.parametrize(
+    ("word", "place"), [("~/x", "/home/me/x"), ("--output=~/x", "--output=/home/me/x"), ("a~/x", "")]
+)
+def test_a_home_that_no_shell_replaced_is_one(word: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert app._at_home(word) == (place or word)

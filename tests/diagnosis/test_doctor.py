@@ -184,6 +184,54 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 }
 
 
+def half_updated(model: nn.Module) -> None:
+    norm = at(model, 0.5)
+    half = len(norm.running_mean) // 2
+    norm.running_mean[half:], norm.running_var[half:] = 0.0, 1.0
+
+
+@torch.no_grad()
+def not_loaded(model: nn.Module) -> None:
+    """Three convolutions and their norms as they were made, as `load_state_dict(strict=False)` leaves them."""
+    torch.manual_seed(0)
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    for conv, norm in [*zip(convs, norms(model), strict=True)][9:12]:
+        conv.reset_parameters()
+        norm.reset_parameters()
+
+
+def put_in(model: nn.Module) -> None:
+    """Norms that do nothing, behind trained convolutions, as a tool puts them into a fused graph."""
+    for norm in norms(model)[9:12]:
+        norm.reset_parameters()
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [(half_updated, "never-updated"), (not_loaded, "not-loaded"), (put_in, "identity-norm")],
+)  # fmt: skip
+def test_what_was_never_updated_is_told_apart(plant: Callable[[nn.Module], None], name: str) -> None:
+    model = opened("demo")
+    plant(model)
+    assert diagnosed(model, "demo").faults[0].name == name
+
+
+@torch.no_grad()
+def test_channels_whose_weights_have_decayed_are_no_fault() -> None:
+    """As in EfficientNet-Lite: nothing reaches them, and their variance is 0 for that reason."""
+    model = opened("demo")
+    conv: Any = model.get_submodule("layer2.0.conv1")
+    norm: Any = model.get_submodule("layer2.0.bn1")
+    dead = slice(0, len(norm.weight) // 3)
+    norm.running_var[dead] = 0.0
+    assert [finding.name for finding in diagnosed(model, "demo").faults] == ["zero-variance"]
+    conv.weight[dead] *= 1e-8
+    norm.running_mean[dead] = 0.0
+    diagnosis = diagnosed(model, "demo")
+    assert diagnosis.faults == ()
+    assert "constant-channel" in [finding.name for finding in diagnosis.findings]
+
+
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
     plant, expected = FAULTS[fault]
     model = opened(name)
@@ -237,6 +285,17 @@ def test_maps_of_one_pixel_are_named() -> None:
         model.train()(torch.randn(8, 3, 16, 16))
     diagnosis = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 16, 16))
     assert [(one.name, one.paths) for one in diagnosis.faults] == [("one-value", ("10",))]
+
+
+def test_a_norm_behind_a_pooling_to_one_pixel_is_no_fault() -> None:
+    torch.manual_seed(0)
+    pooled = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
+    for _ in range(3):
+        model.train()(torch.randn(8, 3, 16, 16))
+    found = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 16, 16)).findings
+    seen = [(one.name, one.paths, one.fault) for one in found if one.name in ("one-value", "pooled-norm")]
+    assert seen == [("pooled-norm", ("5",), False)]
 
 
 @pytest.mark.parametrize(("behind", "names"), [(True, ["stale-copy"]), (False, [])])

@@ -140,6 +140,46 @@ def test_a_planted_fault_is_named(fault: str) -> None:
     assert diagnosis.faults[0].mend
 
 
+def grey(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Brightness alone, in all three channels."""
+    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    return [(pixels(model, batch).mean(1, keepdim=True) - mean) / std for batch in batches]
+
+
+def without_betas(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    for norm in norms(model):
+        nn.init.zeros_(norm.bias)
+    return batches
+
+
+def sharpened(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """A little: the means stay, and no norm is far off."""
+    smooth = [nn.functional.avg_pool2d(batch, 3, 1, 1, count_include_pad=False) for batch in batches]
+    return [batch + (batch - other) for batch, other in zip(batches, smooth, strict=True)]
+
+
+SUBTLE: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, str]] = {
+    "no colours": (grey, "grey-images", "one picture"),
+    "betas not loaded": (without_betas, "zero-betas", "whose gammas were trained"),
+    "sharpened": (sharpened, "drifted-domain", "other details"),
+}
+
+
+@pytest.mark.parametrize("fault", SUBTLE)
+def test_a_cause_is_named_where_no_norm_by_itself_is_far_off(fault: str) -> None:
+    plant, name, words = SUBTLE[fault]
+    model = trained()
+    diagnosis = normswap.diagnose(model, images=plant(model, images(model)))
+    assert faults(diagnosis) == [name]
+    assert words in diagnosis.faults[0].evidence
+
+
+def test_a_network_of_grey_images_is_well() -> None:
+    model = trained()
+    batches = grey(model, images(model))
+    assert faults(normswap.diagnose(recalibrate(model, batches).model, images=batches)) == []
+
+
 def test_a_healthy_network_on_its_images_has_no_fault() -> None:
     model = trained()
     before = copy.deepcopy(model.state_dict())

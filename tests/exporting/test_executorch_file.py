@@ -11,11 +11,12 @@ import pytest
 import timm
 import torch
 from alone import run_alone
-from lived import calm, distance, lived_in, run
+from lived import calm, distance, lived_in, living, run
 from torch import nn
 
 import normswap
-from normswap.errors import NormswapError, VerificationError
+from normswap.errors import NormswapError
+from normswap.exporting import executorch_file
 
 pytest.importorskip("executorch")
 
@@ -52,10 +53,20 @@ def test_nothing_is_printed(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_three_dimensions_are_refused_by_its_runtime(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="the exported file does not run on 1x1x4x6x5: method->execute"):
-        normswap.export(nn.Conv3d(1, 4, 3).eval(), tmp_path / "net.pte", inputs=torch.randn(2, 1, 4, 6, 5))
-    assert not list(tmp_path.iterdir())
+def test_three_dimensions_run_where_plain_executorch_does_not(tmp_path: Path) -> None:
+    convs = [nn.Sequential(nn.Conv3d(c, 4, 3, s, 1), nn.BatchNorm3d(4), nn.ReLU()) for c, s in ((1, 1), (4, 2))]
+    model, x = living(nn.Sequential(*convs, nn.AdaptiveAvgPool3d(1), nn.Flatten()), 1, 4, 6, 5)
+    done = normswap.export(model, tmp_path / "net.pte", inputs=x)
+    assert "convolution" not in done.nodes
+    assert (done.figures.passed, done.figures.count) == (True, 3)
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    plain = tmp_path / "plain.pte"
+    lowered = to_edge_transform_and_lower(torch.export.export(model, (x[:1],)), partitioner=[XnnpackPartitioner()])
+    plain.write_bytes(lowered.to_executorch().buffer)
+    with pytest.raises(RuntimeError, match="failed with error 0x12"):
+        executorch_file.open(plain)(x[:1])
 
 
 @pytest.mark.parametrize(

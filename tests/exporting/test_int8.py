@@ -343,6 +343,7 @@ BAD: list[tuple[str, dict[str, Any], type[NormswapError], str]] = [
     ("net.onnx", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"images": None}, OptionError, "int8 needs other images to measure on"),
     ("net.onnx", {"calibrate": []}, OptionError, "no images to calibrate on"),
+    ("net.onnx", {"int8": Int8Settings(sensitive=4)}, OptionError, "leaves nothing in int8: the network has 4"),
     ("net.onnx", {"calibrate": [pictures(8), torch.zeros(8, 3, 8, 16)]}, OptionError,
      "images to calibrate on are 3,8,16: the file takes 3,16,16"),
     ("net.ts", {}, OptionError, "torchscript is not written in int8: there are onnx, openvino, pt2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,3 +144,35 @@ def test_an_export_holds_what_was_found(tmp_path: Path, monkeypatch: pytest.Monk
     plain = [module.weight.detach() for module in network("pt2").modules() if isinstance(module, LINEAR)]
     assert any(float((one.held - weight).norm() / weight.norm()) > 0.05
                for one, weight in zip(only.values(), plain, strict=True))  # fmt: skip
+
+
+class AsGiven:
+    """Stands for an `Equalizer` whose networks are the equalizations themselves."""
+
+    network = nn.Sequential(nn.Conv2d(3, 4, 1))
+
+    def __init__(self, *given: Any, per_channel: bool) -> None:
+        pass
+
+    def equalized(self, equalization: Any) -> Any:
+        return equalization
+
+    def settle_(self, network: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("errors", "chosen"),
+    [((1.0, 0.95, 0.97), "as folded"), ((1.0, 0.95, 0.5), "ranges"), ((1.0, 0.5, 0.7), "weights")],
+    ids=["worth nothing", "ranges", "weights"],
+)
+def test_equalization_is_chosen_where_it_is_worth_it(
+    errors: tuple[float, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = dict(zip(equalizations(per_channel=True), errors, strict=True))
+    monkeypatch.setattr(quantizing, "Equalizer", AsGiven)
+    monkeypatch.setattr(sensitivity, "error", lambda network, x, layers, grid: tried[network])
+    shipped: Any = SimpleNamespace(network=None, prepared=lambda x: x, around=lambda network: network)
+    settings, tool = Int8Settings(per_channel=True), SimpleNamespace(LAYERS=(nn.Conv2d,))
+    calibration: Any = SimpleNamespace(settings=settings, grid=None, fed=torch.zeros(2, 3, 4, 4), tool=tool)
+    assert quantizing.Equalized.of(shipped, calibration).gauge == chosen

@@ -34,6 +34,7 @@ GROWING = {
     "Moments",
     "TrainingState",
     "Stream",
+    "RowBlock",
     "Traced",
     "_StatisticsSums",
 }

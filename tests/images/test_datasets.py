@@ -101,6 +101,10 @@ def test_pictures_that_the_reader_of_folders_does_not_know_are_counted(images: P
     loader = make_loader(CONFIG, str(images), workers=0)
     assert loader.count == 12
     assert "3 pictures of other formats passed over: .gif, .heic" in loader.notes
+    with tarfile.open(images.with_suffix(".tar"), "w") as packed:
+        packed.add(images, ".")
+    notes = make_loader(CONFIG, str(images.with_suffix(".tar")), workers=0).notes
+    assert "3 pictures of other formats passed over: .gif, .heic" in notes
     (images / CLASSES[0] / "6.gif").unlink()
     (images / CLASSES[0] / "5.HEIC").unlink()
     assert "1 picture of another format passed over: .heic" in make_loader(CONFIG, str(images), workers=0).notes

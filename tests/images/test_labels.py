@@ -35,7 +35,7 @@ def numbered(*names: str) -> dict[str, int]:
         (tuple(sorted(WORDNET, reverse=True)), Outputs(1000), list(range(999, -1, -1)), ""),
         (("4", "7"), Outputs(10, CIFAR), [4, 7], "labels by number: 2 of the network's 10"),
         (("10", "2"), Outputs(None), [10, 2], ""),
-        (("1", "2", "3"), Outputs(3), [0, 1, 2], ""),  # no outputs of these numbers
+        (("1", "2", "3"), Outputs(3), [0, 1, 2], "count from one: 1 to 3 are the network's outputs 0 to 2"),
         (("car", "plane"), Outputs(2, CIFAR[:2]), [0, 1], "in order: car -> airplane, plane -> automobile"),
         (("",), Outputs(1), [0], ""),
     ],
@@ -55,6 +55,8 @@ def test_outputs_of_labels(labels: tuple[str, ...], outputs: Outputs, expected: 
         ((WORDNET[0], "n00000001"), Outputs(1000), ["1 of 2 labels are none of the 1000 WordNet ids", "n00000001"]),
         ((WORDNET[0], "tench"), Outputs(1000), ["tench"]),
         (("a", "b"), Outputs(3), ["photos has 2 classes (a, b)", "the network has 3"]),
+        (("5", "6"), Outputs(2), ["labels from 5 to 6", "outputs are 0 to 1"]),
+        (("0", "1", "-1"), Outputs(3, CIFAR[:3]), ["labels from -1 to 1", "outputs are 0 to 2"]),
         (("",), Outputs(1000), ["no class folders", "CSV"]),
         (("",), Outputs(None), ["no class folders"]),
     ],
@@ -87,6 +89,17 @@ def labels_of(data: Path, **options: object) -> list[int]:
     return torch.cat([labels for _, labels in loader]).tolist()
 
 
+@pytest.mark.parametrize("between", [";", "\t", ","])
+def test_a_table_with_a_mark_at_its_start_and_lines_twice(tmp_path: Path, between: str) -> None:
+    photograph(tmp_path / "0.png")
+    rows = ["file", "label"], *[["0.png", "cat"]] * 3
+    text = "".join(f"{between.join(row)}\n" for row in rows)
+    (tmp_path / "labels.csv").write_text(text, encoding="utf-8-sig")
+    assert labels_of(tmp_path / "labels.csv") == [3, 3, 3]
+    notes = make_loader(CONFIG, str(tmp_path / "labels.csv"), workers=0).notes
+    assert any("2 lines name a file and label that stand there before" in note for note in notes)
+
+
 @pytest.mark.parametrize("head", ["file,label\n", "path,size,class\n", ""])
 @pytest.mark.parametrize("words", [("horse", "bird"), ("7", "2")])
 def test_csv(tmp_path: Path, head: str, words: tuple[str, str]) -> None:
@@ -106,7 +119,8 @@ def test_csv(tmp_path: Path, head: str, words: tuple[str, str]) -> None:
         ("file,label\n0.png,tiger\n", ["no class"]),
         ("file\n0.png\n", ["no class folders"]),
         ("", ["is empty"]),
-        ("\xff", ["cannot be read"]),
+        ("\xff", ["cannot be read", "not UTF-8 text"]),
+        ("file,label\n0.png,cat\n0.png,dog\n", ["line 3", "0.png is of 'dog', and of 'cat'", "one label"]),
     ],
 )
 def test_bad_csv(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -99,7 +99,9 @@ def test_the_rescaling_keeps_the_pattern_and_steadies_the_sample(images: tuple[T
 
 def test_every_fourth_image_is_held_out() -> None:
     images = torch.arange(22.0)[:, None].expand(-1, 3)
-    dealt = Dealt([Example((part,)) for part in (images[:10], images[10:20], images[20:21], images[21:])])
+    dealt = Dealt(
+        [Example((part,)) for part in (images[:10], images[10:20], images[20:21], images[21:])], torch.device("cpu")
+    )
     for _ in range(2):  # as often as they are read
         seen = torch.cat([one.images for one in dealt])[:, 0].tolist()
         held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
@@ -107,19 +109,19 @@ def test_every_fourth_image_is_held_out() -> None:
         assert sorted([*seen, *held]) == list(range(22))
         assert torch.cat([one.images for one in dealt.others])[:, 0].tolist() == seen
     none = Example(("no images",))
-    assert list(Dealt([none])) == [none]
+    assert list(Dealt([none], torch.device("cpu"))) == [none]
 
 
 def test_samples_are_held_out_whole() -> None:
     """Two arguments, or lists, are parted alike; what cannot be parted is held out call by call."""
     x = torch.arange(10.0)[:, None]
-    dealt = Dealt([Example((x,), {"y": list(-x), "gain": 2.0})])
+    dealt = Dealt([Example((x,), {"y": list(-x), "gain": 2.0})], torch.device("cpu"))
     (seen,) = dealt
     assert seen.args[0].flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9]
     assert [float(y) for y in seen.kwargs["y"]] == [-0.0, -1, -2, -4, -5, -6, -8, -9]
     assert dealt.held[0].args[0].flatten().tolist() == [-float(y) for y in dealt.held[0].kwargs["y"]] == [3, 7]
     table = torch.zeros(3)
-    dealt = Dealt([Example((x + i, table)) for i in range(5)])
+    dealt = Dealt([Example((x + i, table)) for i in range(5)], torch.device("cpu"))
     assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
     assert [float(one.args[0][0]) for one in dealt.held] == [3]
 

@@ -17,8 +17,10 @@ import normswap
 from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
+from normswap.graph.inspection import inspect
 from normswap.layers import measured_norm
 from normswap.storage.checkpoint import open_model
+from normswap.surgery import likeness
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
@@ -302,3 +304,55 @@ def test_a_norm_of_two_convolutions_gets_the_bias_of_each_in_its_place() -> None
     like = Joined(normed=True)
     done = normswap.convert(net, "batchnorm", like=like, inputs=images()[0], calibrate=images())
     assert apart(net, done.model, images()[1]) < LIMIT
+
+
+class Scaled(Joined):
+    """With a tensor that is of no layer; its convolutions have biases, or not, as asked for."""
+
+    def __init__(self, *, normed: bool, biased: bool, width: int = 9) -> None:
+        super().__init__(normed=normed)
+        self.scale = nn.Parameter(torch.rand(1, width, 1, 1))
+        for conv in (self.one, self.two):
+            conv.bias = nn.Parameter(torch.rand(conv.out_channels)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.one(x), self.two(x)], 1)
+        return self.head(self.norm(x * self.scale).relu()).mean((2, 3))
+
+
+def scaled(*, normed: bool, biased: bool, width: int = 9, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Scaled(normed=normed, biased=biased, width=width).double().eval()
+
+
+def test_what_the_architecture_has_by_itself_is_of_the_network_or_zero() -> None:
+    """A tensor that is of no layer has the network's values; a bias that the network has not is 0."""
+    net, like = scaled(normed=False, biased=False), scaled(normed=True, biased=True, seed=1)
+    ask: dict[str, Any] = {"inputs": images()[0], "calibrate": images()}
+    done = normswap.convert(net, "batchnorm", like=like, **ask)
+    assert apart(net, done.model, images()[1]) < LIMIT
+    assert torch.equal(done.model.get_parameter("scale"), net.get_parameter("scale"))
+    one = scaled(normed=False, biased=False, width=1)
+    with pytest.raises(RefusedError, match="it has no scale"):
+        normswap.convert(one, "batchnorm", like=like, **ask)
+
+
+def test_the_result_says_where_the_network_is_from() -> None:
+    net: Any = Joined(normed=False).double().eval()
+    net.pretrained_cfg = {"mean": (0.1, 0.2, 0.3)}
+    provenance.attach(net, provenance.Provenance(None, "somewhere", "a" * 64, {"std": (0.5, 0.5, 0.5)}))
+    done: Any = normswap.convert(
+        net, "batchnorm", like=Joined(normed=True), inputs=images()[0], calibrate=images()
+    ).model
+    record = provenance.of(done)
+    assert record is not None
+    assert (record.source, record.sha256, record.pretrained_cfg) == ("somewhere", "a" * 64, {"std": (0.5, 0.5, 0.5)})
+    assert done.pretrained_cfg == net.pretrained_cfg
+
+
+def test_the_architecture_gets_as_many_classes_as_the_network_has() -> None:
+    torch.manual_seed(0)
+    headless = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
+    whole = nn.Sequential(*headless, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 7)).eval()
+    for model, classes in ((headless, None), (whole, 7)):
+        assert likeness._classes(inspect(model, torch.randn(2, 3, 8, 8))) == classes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError, OutputError, SourceError, command_line, spelled
+from normswap.errors import NormswapError, OptionError, OutputError, SourceError, command_line, spelled
 from normswap.models import zoo
 
 
@@ -29,6 +29,15 @@ def broken(tensor: str, value: float) -> nn.Sequential:
 
 class WeightedQuantizedModule(nn.Linear):
     """The name of the base of torch's int8 layers, which old and new versions keep in different places."""
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class Silent(nn.Sequential):
@@ -55,6 +64,7 @@ class Restless(nn.Sequential):
 
 
 SIZE = (3, 16, 16)
+X = torch.ones(2, *SIZE)
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "a name": (lambda: "resnet50", {}, ["not the text 'resnet50'", "timm.create_model"]),
     "weights": (lambda: network().state_dict(), {}, ["not a dict of tensors", "load_state_dict"]),
@@ -69,6 +79,18 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "mean": (lambda: broken("1.running_mean", torch.nan), {"size": SIZE}, ["statistics of 1 are broken"]),
     "variance": (lambda: broken("1.running_var", -1), {"size": SIZE}, ["statistics of 1 are broken", "below zero"]),
     "int8": (lambda: WeightedQuantizedModule(8, 8), {"size": (8,)}, ["is quantized", "as it was before"]),
+    "complex": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dtype=torch.complex64)), {}, ["complex weights"]),
+    "two kinds of number": (lambda: nn.Sequential(network(), nn.Conv2d(8, 8, 1).half()), {}, ["float32 and float16"]),
+    "bytes": (network, {"inputs": X.to(torch.uint8)}, ["input is of uint8, the network of float32", "Cast it"]),
+    "doubles": (network, {"inputs": X.double()}, ["input is of float64, the network of float32"]),
+    "no values": (network, {"inputs": X.to("meta")}, ["the inputs have no values"]),
+    "an overflow": (
+        lambda: nn.Sequential(network(), Times(1e38), Times(1e38)),
+        {"size": SIZE},
+        ["gives NaN", "too large"],
+    ),
+    "inputs and their size": (network, {"inputs": X, "input_size": SIZE}, ["inputs= and input_size=", "Give one"]),
+    "a pattern": (network, {"size": SIZE, "only": 3}, ["only=3 is no pattern"]),
     "a seed": (network, {"size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
     "no image": (network, {"inputs": torch.zeros(0, *SIZE)}, ["no image (0x3x16x16)", "at least one"]),
     "no pixel in one of two": (network, {"inputs": [torch.ones(1, *SIZE), torch.ones(1, 3, 0, 9)]}, ["(1x3x0x9)"]),
@@ -186,3 +208,20 @@ def test_an_exported_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(b"")
     with pytest.raises(NormswapError, match=r"net.onnx is an exported file"):
         zoo.open_source(str(tmp_path / "net.onnx"))
+
+
+def test_what_is_broken_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"0\.weight holds NaN"):
+        normswap.save(broken("0.weight", torch.nan), tmp_path / "broken")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [0, 1, -1, 2.5])
+def test_as_many_images_as_can_be_made(count: Any) -> None:
+    with pytest.raises(OptionError, match=r"Synthetic\(.*\): so many images"):
+        normswap.Synthetic(count)
+
+
+def test_a_scheme_is_one() -> None:
+    with pytest.raises(OptionError, match="a Scheme is wanted, not something of type int"):
+        normswap.register_scheme("mine", cast(Any, 3))

@@ -94,9 +94,10 @@ def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, d
 
     from normswap.analysis import plots
     from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
-    from normswap.models import devices
+    from normswap.models import devices, network_input
     from normswap.surgery.network import Network
 
+    network_input.require_seed(look.seed)
     curves: dict[str, list[Point]] = {}
     expected: dict[str, list[float]] = {}
     inputs: dict[str, str] = {}

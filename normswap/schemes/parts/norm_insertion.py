@@ -20,6 +20,7 @@ from normswap.layers import affine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Body, Outcome
+from normswap.schemes.parts.tokenwise import require_no_tokenwise_norms
 
 Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
@@ -46,6 +47,7 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
         else:
             keep(builder, path, modules[path])
     if not living and not lost:
+        require_no_tokenwise_norms(anatomy, "no statistics are known")
         raise RefusedError(
             "no statistics are known",
             "the network has no BatchNorm, and was not converted from one that had",

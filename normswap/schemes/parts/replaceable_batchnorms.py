@@ -15,6 +15,7 @@ from normswap.graph.inspection import LINEAR, Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Step
+from normswap.schemes.parts.tokenwise import require_no_tokenwise_norms
 
 
 def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, Iterator[tuple[str, nn.Module]]]:
@@ -29,15 +30,13 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
     norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
     if not norms:
+        wanted = f"no BatchNorm to replace by a {replacement}"
+        require_no_tokenwise_norms(anatomy, wanted)
         ways = f"`{spelled('to', 'unfold')}` or `{spelled('to', 'batchnorm')}`"
         remedy = f"Where BatchNorm was folded away, {ways} brings it back"
         kind = next((type(m).__name__ for m in modules.values() if affine.is_registered(m)), None)
         remedy = f"Say what it reads: normswap.register_norm({kind}, affine=..., statistics=...)" if kind else remedy
-        why = ""
-        if any(isinstance(module, nn.LayerNorm) for module in modules.values()):
-            why = "its LayerNorms take statistics of each token, and without these too much is lost"
-            remedy = f"'{spelled('to', 'rmsnorm')}' is exact, where it can be had"
-        raise RefusedError(f"no BatchNorm to replace by a {replacement}", why, remedy)
+        raise RefusedError(wanted, "", remedy)
     builder = fold_norms(anatomy, leave=norms)
     return builder, _readable(builder, norms)
 

@@ -25,6 +25,7 @@ from normswap.models.modes import Progress
 from normswap.plan import Outcome, Step
 from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_places import norm_places
+from normswap.schemes.parts.tokenwise import require_no_tokenwise_norms
 
 EPS, MOMENTUM = 1e-5, 0.1  # torch's
 
@@ -40,6 +41,7 @@ def plan(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
         builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
         builder.settle(path, Outcome("norms measured", "gets a norm after it, with statistics measured on images"))
     if not builder.replacements:
+        require_no_tokenwise_norms(anatomy, "there is no place for a BatchNorm")
         reaches = "an activation" if where == "activation" else "another layer"
         raise RefusedError(
             "there is no place for a BatchNorm",

@@ -2,16 +2,19 @@
 
     python tests/lab/benchmarks/everywhere.py -o tests/lab/benchmarks/everywhere.md [--network NAME] [--format NAME]
 
-Needs the packages of the formats (`normswap[export,bench,ncnn,executorch,litert]`); the others are left out.
+Needs the packages of the formats (`normswap[export,bench,ncnn,executorch,litert,coreml]`); the others are left out, and
+so is YOLO without `ultralytics`. Rows are kept in runs/everywhere.jsonl: another run adds those that are missing.
 
 `plain` is the network as it is, through the same tool; `ours` is what `normswap export` writes. The answers are those
 to the demo's photographs, in each file's own runtime. Errors are the largest of any number that comes out, against the
 network in float64 as it is, over the largest such number; `same` counts answers (per pixel for the U-Nets). Operators
 are those in the file, without constants; those of ExecuTorch are parts, each computed by XNNPACK as a whole, and what
-is computed one by one beside them. Milliseconds: one image, one thread, all of a row in turns, the best of the rounds;
-`ORT` is our ONNX file of the same network in ONNX Runtime. The resnet18 is the demo's; its weights are trained, and so
+is computed one by one beside them. Core ML's packages are written, not run. Milliseconds of the processor's time: one
+image, one thread, all of a row in turns, the best of the rounds, so that others on the machine count little; `ORT` is
+our ONNX file of the same network in ONNX Runtime. The resnet18 is the demo's; its weights are trained, and so
 are those of `zoo_networks`: MobileNetV2, the VGG-like network with its norms after the activations, the U-Net, the 3-D
-network and the ViT. The U-Net with transposed convolutions has random ones. `nf` is the demo's network, converted to
+network and the ViT. The U-Net with transposed convolutions and YOLO (yolov8n at 160 px; `same` counts places with the
+same class) have random ones, with statistics of the photographs. `nf` is the demo's network, converted to
 Scaled Weight Standardization. The ViT's plain way has LayerNorms, ours RMSNorm. Ten minutes.
 """
 
@@ -21,6 +24,7 @@ import argparse
 import copy
 import functools
 import importlib.metadata
+import os
 import sys
 import tempfile
 import time
@@ -31,10 +35,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import circumstances
 import torch
 import zoo_networks
-from lived import lived_in
+from kept import Kept
+from lived import calm, lived_in
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -46,8 +50,14 @@ from normswap.images import datasets
 from normswap.models.network_input import answer
 from normswap.storage.checkpoint import open_model
 
-FORMATS = {"onnx": "onnx", "openvino": "xml", "executorch": "pte", "ncnn": "param", "litert": "tflite"}
-PACKAGES = ("onnxruntime", "openvino", "executorch", "ncnn", "pnnx", "litert-torch", "ai-edge-litert")
+KEPT = Path(__file__).resolve().parents[3] / "runs" / "everywhere.jsonl"
+FORMATS = {
+    "onnx": "onnx", "openvino": "xml", "executorch": "pte", "ncnn": "param", "litert": "tflite", "coreml": "mlpackage",
+}  # fmt: skip
+PACKAGES = (
+    "onnxruntime", "openvino", "executorch", "ncnn", "pnnx", "litert-torch", "ai-edge-litert", "coremltools",
+    "ultralytics",
+)  # fmt: skip
 IMAGES, ROUNDS, SECONDS = 100, 15, 0.02
 HEAD = (
     "| network | format | plain operators | ours | plain alone | ours alone | plain error | our error | same, ours | "
@@ -78,6 +88,7 @@ class Case:
     source: nn.Module
     ours: nn.Module
     images: Tensor
+    scores: int = 0  # of an answer's channels, the first that says of a class
 
     @functools.cached_property
     @torch.no_grad()
@@ -85,6 +96,9 @@ class Case:
         """The answers of the network as it is, in float64."""
         twin = copy.deepcopy(self.source).double()
         return torch.cat([answer(twin(x)) for x in self.images.double().split(20)])
+
+    def classes(self, answers: Tensor) -> Tensor:
+        return answers[:, self.scores :].argmax(1)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -95,6 +109,28 @@ class Case:
 
 def photographs(model: nn.Module, count: int = IMAGES) -> Tensor:
     return torch.cat([x for x, _ in datasets.make_loader(model, "demo", samples=count, workers=0, labelled=False)])
+
+
+class Detector(nn.Module):
+    """Boxes and their scores, of what Ultralytics' network gives."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        boxes: Tensor = self.network(x)[0]
+        return boxes
+
+
+def yolo(photos: Tensor) -> nn.Module | None:
+    """yolov8n with random weights; None where Ultralytics' package is not there."""
+    try:
+        from ultralytics import YOLO
+    except ImportError:
+        return None
+    torch.manual_seed(0)
+    return calm(Detector(YOLO("yolov8n.yaml", verbose=False).model), photos[:16].double()).float()
 
 
 def cases() -> Iterator[Case]:
@@ -111,6 +147,9 @@ def cases() -> Iterator[Case]:
     yield Case("U-Net, transposed", unet, unet, pictures)
     upsampled = zoo_networks.trained("unet")
     yield Case("U-Net", upsampled, upsampled, small)
+    large = nn.functional.interpolate(pictures, 160, mode="bilinear")
+    if detector := yolo(large):
+        yield Case("YOLO", detector, detector, large, scores=4)
     solid = zoo_networks.trained("three_d")
     yield Case("3-D", solid, solid, zoo_networks.Clip()(small))
     nf = normswap.convert(demo, "nf", mean="keep").model.eval()
@@ -141,10 +180,12 @@ class Made:
 
 @torch.no_grad()
 def made(write: Callable[[Path], object], form: formats.Format, file: Path, case: Case) -> Made:
-    """The file, measured on the photographs against the network in float64."""
+    """The file, measured on the photographs against the network in float64, where this system runs it."""
     file.parent.mkdir()
     try:
         write(file)
+        if not formats.runs_here(form.NAME):
+            return Made(nodes=form.nodes(file), kilobytes=formats.size(file, form) / 1e3)
         runs = form.open(file)
         found = torch.cat([answer(runs(x[None])) for x in case.images])
     except NormswapError as error:
@@ -152,9 +193,8 @@ def made(write: Callable[[Path], object], form: formats.Format, file: Path, case
     except Exception as error:  # each runtime has its own
         return Made(refused=first_line(error))
     off = float((found.double() - case.wanted).abs().max() / case.wanted.abs().max())
-    same = found.argmax(1) == case.wanted.argmax(1)
-    size = sum(one.stat().st_size for one in (file, *map(file.with_suffix, form.PARTS))) / 1e3
-    return Made(runs, form.nodes(file), size, off, f"{int(same.sum())} of {same.numel()}")
+    same = case.classes(found) == case.classes(case.wanted)
+    return Made(runs, form.nodes(file), formats.size(file, form) / 1e3, off, f"{int(same.sum())} of {same.numel()}")
 
 
 def more(one: Made, other: Made) -> str:
@@ -173,11 +213,11 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
         runs(image)
     for _ in range(ROUNDS):
         for name, runs in contenders.items():
-            start, count = time.perf_counter(), 0
-            while time.perf_counter() - start < SECONDS:
+            start, count = time.process_time(), 0
+            while time.process_time() - start < SECONDS:
                 runs(image)
                 count += 1
-            best[name] = min(best[name], 1000 * (time.perf_counter() - start) / count)
+            best[name] = min(best[name], 1000 * (time.process_time() - start) / count)
     return best
 
 
@@ -188,19 +228,32 @@ def ours(case: Case, name: str, folder: Path) -> Made:
     )  # fmt: skip
 
 
+def plain(case: Case, name: str, file: Path) -> None:
+    """The file that the tool makes of the network as it is."""
+    if name == "executorch":
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+
+        program = torch.export.export(case.source, (case.images[:1],))
+        file.write_bytes(
+            to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
+        )
+    else:
+        formats.get(name).write(FileContents(Shipped(case.source), (case.images[:1],)), file)
+
+
 def line(case: Case, name: str, folder: Path, beside: Made) -> tuple[str, list[str]]:
     form, ending = formats.get(name), FORMATS[name]
-    contents = FileContents(Shipped(case.source), (case.images[:1],))
-    plain = made(lambda file: form.write(contents, file), form, folder / "plain" / f"net.{ending}", case)
+    tools = made(lambda file: plain(case, name, file), form, folder / "plain" / f"net.{ending}", case)
     own = ours(case, name, folder)
-    known = {"plain": plain.runs, "ours": own.runs, "ORT": beside.runs}
+    known = {"plain": tools.runs, "ours": own.runs, "ORT": beside.runs}
     took = milliseconds({who: runs for who, runs in known.items() if runs}, case.images[:1])
-    cells = [case.name, name, plain.operators, own.operators, more(plain, own), more(own, plain)]
-    cells += [f"{one.error:.0e}" if one.runs else "" for one in (plain, own)]
-    cells += [own.same, *(f"{one.kilobytes:.0f}" if one.runs else "" for one in (plain, own))]
+    cells = [case.name, name, tools.operators, own.operators, more(tools, own), more(own, tools)]
+    cells += [f"{one.error:.0e}" if one.runs else "" for one in (tools, own)]
+    cells += [own.same, *(f"{one.kilobytes:.0f}" if one.kilobytes else "" for one in (tools, own))]
     cells += [f"{took[who]:.2f}" if who in took else "" for who in known]
     said = [f"- {case.name} in {name}, {who}: {one.refused}"
-            for who, one in (("plain", plain), ("ours", own)) if one.refused]  # fmt: skip
+            for who, one in (("plain", tools), ("ours", own)) if one.refused]  # fmt: skip
     return f"| {' | '.join(cells)} |", said
 
 
@@ -226,32 +279,40 @@ def one_thread() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", help="of these alone")
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     parser.add_argument("--format", action="append", choices=FORMATS, help="in these alone")
     parser.add_argument("-o", "--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     one_thread()
-    lines, refused = [HEAD, "|---" * HEAD.count(" | ") + "|---|"], list[str]()
+    kept = Kept(KEPT, fresh=args.fresh)
     wanted = [case for case in cases() if not args.network or case.name in args.network]
     for case in track(wanted, transient=True):
+        missing = [name for name in args.format or FORMATS if (case.name, name) not in kept.rows]
         with tempfile.TemporaryDirectory() as folder:
-            beside = ours(case, "onnx", Path(folder))
-        for name in args.format or FORMATS:
+            beside = ours(case, "onnx", Path(folder)) if missing else Made()
+        for name in missing:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     row, said = line(case, name, Path(folder), beside)
                 except NormswapError as error:  # a package is not there
-                    refused.append(f"- {name}: {error.what}")
+                    print(f"- {name}: {error.what}")
                     continue
-            lines.append(row)
-            refused += said
+            kept.add((case.name, name), row=row, refused=said, load=os.getloadavg()[0])
             print(row, *said, sep="\n", flush=True)
     if args.output:
-        command = " ".join(["python", "tests/lab/benchmarks/everywhere.py", *sys.argv[1:]])
-        title = "# Each format beside its tool's plain way"
-        head = [title, "", *circumstances.lines(command, "cpu"), f"{versions()}; {IMAGES} photographs.", ""]
-        head += [" ".join((__doc__ or "").split("\n\n")[3].split()), ""]
-        tail = ["", "Refused, in the tools' own words:", "", *dict.fromkeys(refused)] if refused else []
-        args.output.write_text("\n".join([*head, *lines, *tail, ""]))
+        rows = [kept.rows[key] for case in wanted for name in FORMATS if (key := (case.name, name)) in kept.rows]
+        loads = [row["load"] for row in rows]
+        made = f"{versions()}; {IMAGES} photographs; load {min(loads):.1f} to {max(loads):.1f} after each row"
+        lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|", *(row["row"] for row in rows)]
+        refused = list(dict.fromkeys(reason for row in rows for reason in row["refused"]))
+        if refused:
+            lines += ["", "Refused, in the tools' own words:", "", *refused]
+        kept.write(args.output, "Each format beside its tool's plain way", ["", about(), "", *lines], made)
+
+
+def about() -> str:
+    """The table's words on itself."""
+    return " ".join((__doc__ or "").split("\n\n")[3].split())
 
 
 if __name__ == "__main__":

@@ -102,21 +102,27 @@ def drawn(room: str, count: int, seed: int) -> list[Mutant]:
     """
     places: dict[str, list[Mutant]] = defaultdict(list)
     for file in sorted((ROOT / "normswap" / room).rglob("*.py")):
-        name, source = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
-        lines, unseen = source.splitlines(), annotations(source)
-        for item in _all_work_items([file], {}):
-            spec = item.mutations[0]
-            (first, start), (last, end) = spec.start_pos, spec.end_pos
-            if (first, start) not in unseen:
-                inside = spec.definition_name or "the file"
-                mutant = Mutant(name, spec.operator_name, spec.occurrence, first, last, inside)
-                alike = lines[: first - 1].count(lines[first - 1])
-                words = (name, inside, lines[first - 1], alike, start, last - first, end)
-                places["\0".join(map(str, words))].append(mutant)
+        for place, mutant in mutants_of(str(file.relative_to(ROOT))):
+            places[place].append(mutant)
     ordered = sorted(places, key=lambda place: _lot(seed, place))
     choices = (sorted(places[place], key=lambda mutant: _lot(seed, place, mutant.operator)) for place in ordered)
     made = (next(filter(_can_be_made, mutants), None) for mutants in choices)
     return list(itertools.islice(filter(None, made), count))
+
+
+def mutants_of(name: str) -> Iterator[tuple[str, Mutant]]:
+    """Every error of a file (from the root of the repository), and in words the place where it is."""
+    source = (ROOT / name).read_text(encoding="utf-8")
+    lines, unseen = source.splitlines(), annotations(source)
+    for item in _all_work_items([ROOT / name], {}):
+        spec = item.mutations[0]
+        (first, start), (last, end) = spec.start_pos, spec.end_pos
+        if (first, start) not in unseen:
+            inside = spec.definition_name or "the file"
+            alike = lines[: first - 1].count(lines[first - 1])
+            words = (name, inside, lines[first - 1], alike, start, last - first, end)
+            mutant = Mutant(name, spec.operator_name, spec.occurrence, first, last, inside)
+            yield "\0".join(map(str, words)), mutant
 
 
 def _can_be_made(mutant: Mutant) -> bool:
@@ -213,12 +219,17 @@ def settled(mutant: Mutant, row: dict[str, Any] | None, again: bool) -> bool:
     """Whether there is nothing more to find out."""
     if row is None or row["killed"] or not again:
         return row is not None
-    return reason(row) is not None or _named(UNNOTICED, row) is not None
+    return reason(row) is not None or unnoticed(row) is not None
 
 
 def reason(row: dict[str, Any]) -> str | None:
     """Why nothing could notice it, if somebody has said so."""
     return _named(EQUIVALENTS, row)
+
+
+def unnoticed(row: dict[str, Any]) -> str | None:
+    """Why no test notices it, if somebody has said so."""
+    return _named(UNNOTICED, row)
 
 
 def _named(reasons: Sequence[Reason], row: dict[str, Any]) -> str | None:
@@ -244,14 +255,18 @@ def table(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]], arg
         killed = sum(row["killed"] for row in done)
         same = sum(not row["killed"] and reason(row) is not None for row in done)
         total = [a + b for a, b in zip(total, (len(mutants), len(done), killed, same), strict=True)]
-        lines.append(_line(room, len(mutants), len(done), killed, same))
-    lines += [_line("all", *total), "", "| survivor | in | change | why |", "|---|---|---|---|"]
-    for row in survivors(by_room, rows):
-        why = reason(row)
-        said = f"equivalent: {why}" if why else _named(UNNOTICED, row) or "no test notices"
-        change = row["change"].replace("|", "\\|")
-        lines.append(f"| `{row['file']}` | `{row['inside']}` | `{change}` | {said} |")
+        lines.append(room_line(room, len(mutants), len(done), killed, same))
+    lines += [room_line("all", *total), "", "| survivor | in | change | why |", "|---|---|---|---|"]
+    lines += [survivor_line(row) for row in survivors(by_room, rows)]
     return "\n".join([*lines, ""])
+
+
+def survivor_line(row: dict[str, Any]) -> str:
+    """A row of the table of survivors."""
+    why = reason(row)
+    said = f"equivalent: {why}" if why else unnoticed(row) or "no test notices"
+    change = row["change"].replace("|", "\\|")
+    return f"| `{row['file']}` | `{row['inside']}` | `{change}` | {said} |"
 
 
 def survivors(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -263,7 +278,7 @@ def survivors(by_room: dict[str, list[Mutant]], rows: dict[str, dict[str, Any]])
                 yield row
 
 
-def _line(room: str, count: int, done: int, killed: int, same: int) -> str:
+def room_line(room: str, count: int, done: int, killed: int, same: int) -> str:
     share = f"{100 * killed / (done - same):.0f}" if done > same else ""
     return f"| {room} | {count} | {done} | {killed} | {same} | {done - killed - same} | {share} |"
 

@@ -89,6 +89,10 @@ EQUIVALENTS = (
     Reason("analysis/plots.py", "np.isfinite(drawn) * (drawn > 0)", "the product of two truths is their and"),
     Reason("training/objective.py", "self.value = args[ -1]", "a classifier is called with one tensor"),
     Reason("diagnosis/weight_moments.py", "return known[ -1]", "of one, the first is the last"),
+    Reason("diagnosis/weight_moments.py", "if len(before) <= 1", "a norm reads one value"),
+    Reason(
+        "folding/propagation.py", '"end_dim", +1) == -1', "what is not seen at once is proved: the same comes of it"
+    ),
     Reason("models/network_input.py", "len(first or ( 2, 0, 0))", "three numbers are three, whatever the first is"),
     Reason(
         "graph/tracing.py", "*module.buffers(recurse=True))", "asked of layers and norms, whose inner modules have none"
@@ -120,4 +124,5 @@ UNNOTICED = (
     Reason("graph/recorder.py", "name[ -1].isdigit()", "inputs have other names in the record alone"),
     Reason("graph/recording.py", "isinstance(one, float) or one == 1", "torch records numbers last"),
     Reason("analysis/plots.py", "zorder= 1", "a line between stages lies above the grid"),
+    Reason("cli/options.py", "+ if  Path(name).is_dir() and", "the same is said when torch has been imported"),
 )

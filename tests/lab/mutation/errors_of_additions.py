@@ -12,6 +12,7 @@ LOCKSTEP, FINITE = "normswap/calibration/lockstep.py", ("tests/calibration/test_
 COMPARISON, COMPARED = "normswap/surgery/comparison.py", "tests/surgery/test_comparison.py::"
 BROKEN = "normswap/models/broken_statistics.py"
 TAKEN = ("tests/models/test_weight_files.py::test_broken_statistics_are_taken_while_nothing_else_is_broken",)
+LIKENESS = "normswap/surgery/likeness.py"
 WRITER, WRITES = "normswap/storage/one_writer.py", "tests/storage/test_atomic_write.py::"
 SEEN, SHOWN = "normswap/schemes/parts/channels_seen.py", "tests/schemes/test_channels_seen.py::"
 SIGNS, SIGNED = "normswap/schemes/parts/steady_signs.py", "tests/schemes/test_steady_signs.py::"
@@ -52,10 +53,10 @@ ERRORS = (
     Planted("a norm behind an identity is overlooked", "normswap/schemes/parts/norm_places.py",
             "        if builder.is_identity(one):\n            ahead += traced.users[one]\n    return False", "    return False",
             (MEASURED + "test_a_norm_behind_an_identity_is_enough",)),
-    Planted("an architecture's norms are in training whatever the network is", "normswap/surgery/likeness.py",
+    Planted("an architecture's norms are in training whatever the network is", LIKENESS,
             ".train(network.module.training)", ".train()",
             (MEASURED + "test_like_an_architecture_whose_names_are_others",)),
-    Planted("biases go to the first channels of the norm", "normswap/surgery/likeness.py",
+    Planted("biases go to the first channels of the norm", LIKENESS,
             "shifts[norm][absorption.channels] += bias", "shifts[norm][: len(bias)] += bias",
             (MEASURED + "test_a_norm_of_two_convolutions_gets_the_bias_of_each_in_its_place",)),
     Planted("LiteRT's ranges are those of the last image", "normswap/exporting/litert_int8.py",
@@ -130,7 +131,7 @@ ERRORS = (
     Planted("every constant factor is taken off a branch", "normswap/analysis/signal_propagation.py",
             "constants -= times and len(sources) == 1", "constants -= times and len(sources) == 0",
             ("tests/analysis/test_signal_propagation.py::test_one_constant_factor_is_taken_off_the_branch",)),
-    Planted("the same leaves are shown in every batch", SEEN, "leaves(count, size, i)", "leaves(count, size, 0)",
+    Planted("the same leaves are shown in every batch", SEEN, "leaves(BATCH, size, i)", "leaves(BATCH, size, 0)",
             (SHOWN + "test_no_image_of_leaves_is_shown_twice",)),
     Planted("leaves are scaled by a ratio of variances", SEEN, "max(ratio**0.5, 0.125)", "max(ratio, 0.125)",
             (SHOWN + "test_leaves_are_as_loud_as_the_first_norm_expects",)),
@@ -195,4 +196,26 @@ ERRORS = (
     Planted("a process by itself waits for others", "normswap/training/assembly.py",
             "if train.sync_bn and engine.num_processes > 1:", "if train.sync_bn:",
             ("tests/training/test_synced_batchnorm.py::test_a_process_by_itself_has_nothing_to_share",)),
+    Planted("the hash of a network is lost when its norms come back", LIKENESS, "record.sha256, record.pretrained_cfg)",
+            "None, record.pretrained_cfg)", (MEASURED + "test_the_result_says_where_the_network_is_from",)),
+    Planted("how images are prepared is lost when norms come back", LIKENESS, '("pretrained_cfg", "default_cfg") if name', "() if name",
+            (MEASURED + "test_the_result_says_where_the_network_is_from",)),
+    Planted("one number is spread over a tensor of the architecture", LIKENESS,
+            "if name not in known or known[name].shape != tensor.shape:", "if name not in known:",
+            (MEASURED + "test_what_the_architecture_has_by_itself_is_of_the_network_or_zero",)),
+    Planted("biases that the network has not are drawn", LIKENESS,
+            "torch.zeros_like(conv.bias) if source.bias is None else source.bias", "conv.bias if source.bias is None else source.bias",
+            (MEASURED + "test_what_the_architecture_has_by_itself_is_of_the_network_or_zero",)),
+    Planted("a plan says that weights were scaled", "normswap/surgery/recalibration.py", '"scales": wanted.scales}', '"scales": True}',
+            (RESTORED + "test_by_biases_alone_the_weights_stay",)),
+    Planted("a norm behind a pooling sees maps that are too small", "normswap/diagnosis/placement.py",
+            "!= 1 and isinstance(module, nn.modules.conv._ConvNd)", "!= 1 or isinstance(module, nn.modules.conv._ConvNd)",
+            (SETTLED + "test_a_norm_behind_a_pooling_to_one_pixel_is_no_fault",)),
+    Planted("the least error of an equalization is always worth it", "normswap/exporting/quantizing.py",
+            "if errors[best] < _WORTH * errors[AS_FOLDED]", "if errors[best] < errors[AS_FOLDED]",
+            ("tests/exporting/test_int8_weights.py::test_equalization_is_chosen_where_it_is_worth_it",)),
+    Planted("an architecture keeps its own number of classes", LIKENESS, "if seen.classifier is None:", "if seen.classifier:",
+            (MEASURED + "test_the_architecture_gets_as_many_classes_as_the_network_has",)),
+    Planted("a name of three parts goes to the hub", "normswap/storage/hub_name.py", 'repo.count("/") != 1', '"/" not in repo',
+            ("tests/storage/test_publishing.py::test_what_the_hub_does_not_take_is_one_line",)),
 )  # fmt: skip

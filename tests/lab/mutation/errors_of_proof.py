@@ -24,7 +24,7 @@ ERRORS = (
     ),
     Planted(
         "a wrong result passes",
-        "normswap/surgery/report.py",
+        "normswap/surgery/verdict.py",
         "    if report.passed:\n        return",
         "    if report.passed or report.exact:\n        return",
         GATES,
@@ -74,7 +74,7 @@ ERRORS = (
     Planted(
         "unfold may be wrong",
         "normswap/surgery/conversion.py",
-        '    require_passed(report, "unfold")\n',
+        '    require_passed(network, report, "unfold")\n',
         "",
         GATES,
     ),

@@ -58,6 +58,17 @@ def _contexts(file: str) -> dict[int, list[str]]:
     return _data().contexts_by_lineno(measured) if measured else {}
 
 
+def _is_there(test: str) -> bool:
+    """Whether the test is still where it was measured."""
+    file, _, name = test.partition("::")
+    return f"def {name.partition('[')[0]}(" in _text(file)
+
+
+@cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+
+
 def tests(file: str, first: int, last: int, budget: float) -> list[str]:
     """Tests that run one of these lines, the quickest first, of as many functions as `budget` seconds allow.
 
@@ -66,8 +77,9 @@ def tests(file: str, first: int, last: int, budget: float) -> list[str]:
     by_line = _contexts(file)
     found = {one for line in range(first, last + 1) for one in by_line.get(line, ()) if one}
     found = found or {one for contexts in by_line.values() for one in contexts if one}
+    known = {test for one in found if _is_there(test := one.partition("|")[0])}
     groups: dict[str, list[str]] = defaultdict(list)
-    for test in sorted({one.partition("|")[0] for one in found}, key=lambda test: (_seconds()[test], test)):
+    for test in sorted(known, key=lambda test: (_seconds()[test], test)):
         groups[test.partition("[")[0]].append(test)
     chosen: list[str] = []
     spent = 0.0
