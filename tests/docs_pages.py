@@ -63,7 +63,12 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """Every fenced block of a page."""
-    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    return blocks_in(page.read_text(encoding="utf-8"))
+
+
+def blocks_in(text: str) -> list[Block]:
+    """Every fenced block of a text."""
+    found = _BLOCK.findall(text)
     return [Block(language, tuple(marks.split()), text) for language, marks, text in found]
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 _FEW = 4  # of a list of values, in a table
 _NAME = 40  # so much of the first column stays on one line
+_WORD = 20  # so long a word of another column is not broken
 
 
 def _out(least: int = 0) -> Console:
@@ -67,15 +68,31 @@ def table(
     if title:  # by itself: as a part of the table it would be wrapped to the table's width
         _print(Text(title, style="bold"))
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    whole = {i: max(widths[i], len(columns[i])) for i in kept}
+    folded = [i for i in kept if columns[i] not in right]  # a number that is cut would be another number
+    if folded and folded[0] == kept[0]:  # names are told apart by their ends as well
+        folded, whole[kept[0]] = folded[1:], min(whole[kept[0]], _NAME)
+    room = _out().width - (3 * len(kept) - 1) - sum(whole[i] for i in kept if i not in folded)
+    words = [max((len(word) for texts in cells for word in texts[i].split()), default=1) for i in folded]
+    shares = _shared(room, [whole[i] for i in folded], [min(longest, _WORD) for longest in words])
     for i in kept:
-        longest = widths[i]
-        if columns[i] in right:  # a number that is cut would be another number
-            made.add_column(columns[i], justify="right", no_wrap=True, min_width=longest)
-        else:  # names are told apart by their ends as well
-            made.add_column(columns[i], overflow="fold", min_width=min(longest, _NAME) if i == 0 else None)
+        width = shares[folded.index(i)] if i in folded else whole[i]
+        number = columns[i] in right
+        made.add_column(columns[i], justify="right" if number else "left", no_wrap=number, overflow="fold", width=width)
     for texts in cells:
         made.add_row(*(Text(texts[i]) for i in kept))
     _print(made)
+
+
+def _shared(room: int, wanted: Sequence[int], least: Sequence[int]) -> list[int]:
+    """Part so many characters among columns: whole to those that want less than their share, the rest alike."""
+    shares = dict.fromkeys(range(len(wanted)), 0)
+    left = sorted(shares, key=lambda i: wanted[i] - least[i])
+    while left:
+        i = left[0]
+        shares[i] = min(wanted[i], max(room // len(left), least[i]))
+        room -= shares[left.pop(0)]
+    return [shares[i] for i in range(len(wanted))]
 
 
 def facts(*pairs: tuple[str, object]) -> None:

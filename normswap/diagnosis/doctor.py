@@ -64,7 +64,11 @@ def diagnose(
         images: batches of what it takes, such as images (N, C, H, W) or (images, labels), for the checks of how its
             statistics fit them; at most 512 are looked at.
         other: the same network with the weights that `model` is an average of, or that are an average of its.
-        name, data: how the commands shall call the network and the images.
+        name: how the commands shall call the network.
+        data: how they shall call the images.
+
+    Returns:
+        The findings, faults first; none where nothing is wrong.
 
     Raises:
         SourceError: `model` is no network; unusable images, or too few.

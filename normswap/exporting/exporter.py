@@ -114,6 +114,9 @@ def export(
         log: called with what is going on.
         options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, force, count_plain.
 
+    Returns:
+        The file, its sidecar, and how far it is from the source.
+
     Raises:
         OptionError: an unknown format, a missing package, a size that the network rejects, ...
         OutputError: the file exists, or cannot be written.

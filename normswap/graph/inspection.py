@@ -38,6 +38,9 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     Args:
         inputs: what it takes (`calling.batches`); by default what it says of itself.
 
+    Returns:
+        The residual blocks, the norms with their roles, and the classifier.
+
     Raises:
         SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
     """

@@ -162,6 +162,9 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
 
     An installed package names the module that does this among its entry points `normswap.schemes`.
 
+    Returns:
+        The scheme, under its name.
+
     Raises:
         OptionError: there is a scheme of that name, or it is none.
     """

@@ -89,6 +89,9 @@ def save(
             `Arch("package.module:factory", kwargs, "factory")`.
         force: replace a directory that normswap, or timm, wrote before; of a link, the one that it points to.
 
+    Returns:
+        The directory.
+
     Raises:
         OutputError: the place is taken, cannot be written, or is being written by another process.
         SourceError: the network's weights are broken: NaN, infinite, or without values.

@@ -53,6 +53,9 @@ def verify(
         inputs: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by default N(0, 1)
             noise of at most `input_size` (by default the network's own; it was called `size`), from `seed`.
         exact: whether they should agree; else the report passes if the numbers are finite.
+
+    Returns:
+        The distances by precision and input size, what is allowed, and whether that is kept.
     """
     network = Network.of(source, inputs=inputs, size=size if input_size is None else input_size, seed=seed)
     return compare(network, network_input.require_module(result), exact=exact, traced=False)

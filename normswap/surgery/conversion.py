@@ -124,6 +124,9 @@ def convert(
         options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.
 
+    Returns:
+        The converted network, in the mode, dtype and device of the source, with what was measured.
+
     Raises:
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.

@@ -54,6 +54,9 @@ def finetune(
         progress: called now and then, in the first process.
         say: called with what the user should know, in the first process.
 
+    Returns:
+        Where the best and the last network are, and what was measured.
+
     Raises:
         NormswapError: the recipe does not fit the network, the images or the machine; TrainingError: the loss is not
             finite.

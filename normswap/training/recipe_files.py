@@ -82,6 +82,9 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
 
     A name without a slash or a YAML suffix is a shipped recipe's, if there is one.
 
+    Returns:
+        The recipe, checked key by key.
+
     Raises:
         RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it names key and file.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import pkgutil
 import re
@@ -19,6 +20,7 @@ import typer
 from docs_pages import PAGES, ROOT, Block, blocks, filled
 from hub_server import hub_server, use_hub
 
+import normswap
 from normswap.cli.app import _register, app, main
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -196,6 +198,16 @@ def test_every_situation_has_figures_or_says_that_there_are_none() -> None:
     assert set(anchors) <= heads
     without = [text.splitlines()[0] for text in sections if "(results.md#" not in text and "not measured" not in text]
     assert without == []
+
+
+def test_every_public_name_has_an_example() -> None:
+    """They are run as the blocks of their page."""
+    code = "\n".join(block.text for block in blocks(ROOT / "docs" / "api.md") if block.language == "python")
+    names = {name for name in normswap.__all__ if not name.startswith("_")}
+    assert sorted(name for name in names if not re.search(rf"normswap\.{name}\b", code)) == []
+    functions = [value for name in names if inspect.isfunction(value := getattr(normswap, name))]
+    silent = [one.__name__ for one in functions if not re.search(r"Returns?\b", one.__doc__ or "")]
+    assert silent == []
 
 
 def test_what_the_site_makes_of_docstrings_has_one_name_a_line():

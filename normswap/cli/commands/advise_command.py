@@ -55,7 +55,8 @@ def run(
 def _print(body: Body) -> None:
     chosen = body["choose"]
     facts(("choose", chosen["scheme"]), ("because", chosen["why"]))
-    line(f"run: {chosen['command']}")
+    if chosen["command"]:
+        line(f"run: {chosen['command']}")
     rows = [(row["scheme"], "kept" if row["exact"] else "approximate", row["why"]) for row in (chosen, *body["others"])]
     table("Targets that this network admits", ("target", "function", "why"), rows)
     if not all(row["exact"] for row in (chosen, *body["others"])):

@@ -39,6 +39,7 @@ KEYS: Keys = {
     "files": "",
 }
 _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "ready s", "error")
+_SPARE = ("ready s", "MiB", "quartiles")
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _print(body: Body) -> None:
         rows = list(group)
         size = " x ".join(str(side) for side in known["sizes"][network])
         timed = [_row(row) for row in rows if row["status"] == "ok"]
-        table(f"{network}, batch {batch} of {size}", _COLUMNS, timed, right=_COLUMNS[1:])
+        table(f"{network}, batch {batch} of {size}", _COLUMNS, timed, right=_COLUMNS[1:], spare=_SPARE)
         untimed = [row for row in rows if row["status"] != "ok"]
         listing(
             "not timed", (f"{row['form']} in {row['runtime']}: {row['status']}: {row['reason']}" for row in untimed)

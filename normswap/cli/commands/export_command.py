@@ -14,7 +14,7 @@ from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
-from normswap.cli.tables import next_step, size
+from normswap.cli.tables import facts, next_step, size
 from normswap.errors import OptionError
 from normswap.exporting import file_check, formats
 from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings
@@ -210,7 +210,7 @@ def run(
 
 
 def _print(body: Body) -> None:
-    lines = [
+    facts(
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {_beside(body)} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
@@ -219,10 +219,7 @@ def _print(body: Body) -> None:
         *(_measured(body) if body["figures"] else [("checked", _NOT_RUN + (", on noise" * body["noise_only"]))]),
         *_quantized(body["quantized"] or {}),
         *(("note", note) for note in body["notes"]),
-    ]
-    for name, text in lines:
-        if text:
-            print(f"{name:13}{text}")
+    )
     if body["figures"]:
         next_step("evaluate", body["file"], "--data", "IMAGES")
 

@@ -18,7 +18,7 @@ import tempfile
 import termios
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from normswap.cli.app import main
@@ -26,9 +26,9 @@ from normswap.cli.app import main
 MODES = (80, 120, None)  # None: a pipe
 END = b"\0end"  # a process that outlives the command keeps the other end open
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-FREE = ("next: ", "written to ")  # to be copied: one line, which the terminal wraps
+FREE = ("next: ", "written to ", "#")  # to be copied: one line, which the terminal wraps
 FIRST = ("convert demo --to skipinit -o skip", "export skip -o skip.onnx --data demo --samples 16")
-KEYS = "data.root=demo train.epochs=0.05 data.batch_size=8 data.workers=0 train.ema=null"
+KEYS = "data.root=demo train.epochs=0.05 data.batch_size=8 data.workers=0 train.ema=null schedule.warmup=0"
 COMMANDS = (
     "", "--help", "inspect demo", "inspect skip", "inspect skip.onnx", "convert demo --to folded -o folded",
     "convert demo --to groupnorm --calibrate demo --samples 16 -o gn", "convert demo --to groupnorm --dry-run",
@@ -62,12 +62,11 @@ def standing_at(columns: int | None) -> Iterator[list[bytes]]:
     reader.start()
     kept = [os.dup(fd) for fd in (1, 2)]
     try:
-        for fd in (1, 2):
-            os.dup2(write, fd)
-        yield written
+        with open(os.dup(write), "w") as out, redirect_stdout(out), redirect_stderr(out):
+            for fd in (1, 2):
+                os.dup2(write, fd)  # of processes, and of what writes past Python
+            yield written
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         os.write(write, END)
         for fd, old in zip((1, 2), kept, strict=True):
             os.dup2(old, fd)
@@ -82,12 +81,13 @@ def output(words: Sequence[str], columns: int | None) -> str:
     with standing_at(columns) as written:
         main(words)
     text = b"".join(written).removesuffix(END).decode().replace("\r\n", "\n")
-    return CODES.sub("", text)
+    lines = CODES.sub("", text).split("\n")
+    return "\n".join(line.rpartition("\r")[2] for line in lines)  # progress is written over
 
 
 def faults(text: str, columns: int | None) -> list[str]:
     """The lines that a terminal of this width wraps, or that are filled up with blanks in a pipe."""
-    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # a line of progress is written over
+    lines = text.split("\n")
     if columns is None:
         return [line for line in lines if line != line.rstrip()]
     return [line for line in lines if len(line) > columns and not line.startswith(FREE)]
