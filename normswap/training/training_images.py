@@ -246,10 +246,13 @@ def _rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
 
 
 def _digest(images: ImageRows) -> str:
-    """Return the SHA-256 of the names of all images, where the dataset has names, else of their number."""
+    """Return the SHA-256 of the names of all images, where they are files, else of their number.
+
+    Rows of a Hugging Face dataset have names, too, which come with the bytes of the images: all of them would be read.
+    """
     digest = hashlib.sha256(str(len(images)).encode())
     reader = getattr(getattr(images, "images", None), "reader", None)
-    if reader is not None:
+    if reader is not None and not hasattr(reader, "dataset"):
         for name in reader.filenames():
             digest.update(str(name).encode())
     return digest.hexdigest()

@@ -190,7 +190,11 @@ export SLURM_STEP_ID=0
 for process in 0 1; do SLURM_PROCID=$process SLURM_LOCALID=$process "$@" & ids="$ids $!"; done
 for id in $ids; do wait "$id" || exit 1; done
 """
-SHORT = "{summary: two updates, data: {batch_size: 8, workers: 0, augment: {hflip: 0.0}}, train: {epochs: 2}}"
+SHORT = """
+summary: two epochs of two updates
+data: {batch_size: 8, workers: 0, augment: {hflip: 0.0}}
+train: {epochs: 2, sync_bn: true}
+"""
 
 
 @pytest.fixture
@@ -249,4 +253,6 @@ def words(work: Path) -> list[object]:
 def assert_as_one_process(work: Path, run: Path) -> None:
     plan = normswap.load_recipe(work / "short.yaml", [f"data.root={work / 'images'}"])
     one = train(checkpoint.open_model(str(demo_files.FOLDER)), plan, work / "one")
-    assert [float(row[3]) for row in losses(run)[2:]] == pytest.approx([row["train_loss"] for row in one.rows[1:]])
+    assert [float(row[3]) for row in losses(run)[2:]] == pytest.approx(
+        [row["train_loss"] for row in one.rows[1:]], rel=1e-4
+    )

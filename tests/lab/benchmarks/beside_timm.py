@@ -3,10 +3,10 @@
     python tests/lab/benchmarks/beside_timm.py --train-py TIMM/train.py -o tests/lab/benchmarks/beside_timm.md
 
 The same ResNet-18 with random weights, photographs of at most 320 pixels cropped to 224, flips, batches, optimizer and
-loader worker; in turns. A run of three epochs less a run of one leaves training, loading, a validation of 8 images and
-a checkpoint for each of two epochs; imports and what else is done once is not counted. Seconds are of the processor,
-over all processes, so that nothing else that runs counts; memory is the most that any one process had. train.py is not
-in timm's wheel; it is run, and not part of this repository.
+loader worker; one epoch, by both at once and on one core, so that whatever else runs slows both. A run on many images
+less a run on a batch of them leaves what an image costs: imports, validation, checkpoints and what else is done once
+for each epoch is not counted. Seconds are of the processor, over all processes; memory is the most that any one process
+had. train.py is not in timm's wheel; it is run, and not part of this repository.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import circumstances
 import torch
 
 PHOTOGRAPHS = Path(__file__).resolve().parents[4] / "shared/data/imagenet/test.tar"
-MORE, FEWER = 3, 1  # epochs
+VALIDATION = 8  # images
 RECIPE = """
 summary: as timm's train.py is told to
 data: {{root: {images}, batch_size: {batch}, workers: 1, input_size: 224, augment: {{scale: [0.08, 1.0], hflip: 0.5}}}}
 optim: {{name: sgd, lr: 0.01, momentum: 0.9, weight_decay: 2.0e-5}}
 schedule: {{name: cosine}}
-train: {{epochs: {epochs}}}
+train: {{epochs: 1}}
 """
 
 
 def write(folder: Path, images: int) -> None:
-    """Photographs in class folders: so many to train on, and 8 to validate on."""
+    """Photographs in class folders: so many to train on, and a few to validate on."""
     with tarfile.open(PHOTOGRAPHS) as tar:
         members = [member for member in tar.getmembers() if member.isfile()]
-        for at, member in enumerate(members[: images + 8]):
+        for at, member in enumerate(members[: images + VALIDATION]):
             member.name = f"{'train' if at < images else 'val'}/class{at % 2}/{at}{Path(member.name).suffix}"
             tar.extract(member, folder, filter="data")
 
 
-def commands(folder: Path, train_py: Path, batch: int, epochs: int, out: Path) -> dict[str, list[str]]:
+def commands(folder: Path, train_py: Path, batch: int, out: Path) -> dict[str, list[str]]:
     """How each is started."""
     recipe = out / "recipe.yaml"
-    recipe.write_text(RECIPE.format(images=folder, batch=batch, epochs=epochs))
+    recipe.write_text(RECIPE.format(images=folder, batch=batch))
     ours = ["-m", "normswap", "finetune", "resnet18", "--weights", "random", "--arch-arg", "num_classes=2"]
     ours += ["--recipe", str(recipe), "--device", "cpu", "--track", "none", "-o", str(out / "ours")]
     timms = [
@@ -60,20 +60,23 @@ def commands(folder: Path, train_py: Path, batch: int, epochs: int, out: Path) -
         "--num-classes",
         "2",
     ]
-    timms += ["--img-size", "224", "-b", str(batch), "-j", "1", "--device", "cpu", "--epochs", str(epochs)]
+    timms += ["--img-size", "224", "-b", str(batch), "-j", "1", "--device", "cpu", "--epochs", "1"]
     timms += ["--opt", "sgd", "--lr", "0.01", "--weight-decay", "2e-5", "--warmup-epochs", "0", "--smoothing", "0"]
     timms += ["--color-jitter", "0", "--train-interpolation", "bicubic", "--output", str(out / "timms")]
     return {"normswap finetune": [sys.executable, *ours], "timm's train.py": [sys.executable, *timms]}
 
 
-def cost(command: list[str]) -> tuple[float, float]:
-    """Seconds of the processor and MiB of a run, its loader's processes included."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    problem = process.stderr.read() if process.stderr else b""
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)}\n{problem.decode()[-2000:]}")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+def costs(commands: dict[str, list[str]]) -> dict[str, tuple[float, float]]:
+    """Seconds of the processor and MiB of each run, its loader's processes included; all run at the same time."""
+    quiet = subprocess.DEVNULL
+    started = {name: subprocess.Popen(command, stdout=quiet, stderr=quiet) for name, command in commands.items()}
+    costs = {}
+    for name, process in started.items():
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"this failed: {' '.join(commands[name])}")
+        costs[name] = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    return costs
 
 
 def main() -> None:
@@ -86,30 +89,32 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.update(OMP_NUM_THREADS="1")
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rates: dict[str, list[float]] = {}
     peaks: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "images"
-        write(folder, args.images)
+        sizes = {"many": args.images, "few": args.batch}
+        for size, images in sizes.items():
+            write(Path(place) / size, images)
         for turn in range(args.rounds):
             seconds: dict[str, list[float]] = {}
-            for epochs in (MORE, FEWER):
-                out = Path(place) / f"{turn}-{epochs}"
+            for size, images in sizes.items():
+                out = Path(place) / f"{size}-{turn}"
                 out.mkdir()
-                for name, command in commands(folder, args.train_py, args.batch, epochs, out).items():
-                    time, mib = cost(command)
+                both = costs(commands(Path(place) / size, args.train_py, args.batch, out))
+                for name, (time, mib) in both.items():
                     seconds.setdefault(name, []).append(time)
                     peaks.setdefault(name, []).append(mib)
-                    print(f"round {turn + 1} of {args.rounds}, {name}, {epochs} epochs: {time:.1f} s, {mib:.0f} MiB")
-            for name, (longer, shorter) in seconds.items():
-                rates.setdefault(name, []).append(args.images * (MORE - FEWER) / (longer - shorter))
+                    print(
+                        f"{turn + 1} of {args.rounds}: {name}, {images} images: {time:.1f} s, {mib:.0f} MiB", flush=True
+                    )
+            for name, (many, few) in seconds.items():
+                rates.setdefault(name, []).append((args.images - args.batch) / (many - few))
     timms, least = rates["timm's train.py"], max(peaks["timm's train.py"])
     shown = " ".join(["python", "tests/lab/benchmarks/beside_timm.py", *sys.argv[1:]])
     lines = ["# Fine-tuning beside timm's train.py", "", *circumstances.lines(shown, "cpu")]
     lines += [" ".join((__doc__ or "").split("\n\n")[2].split()), f"{args.rounds} rounds.", ""]
-    lines += [
-        "| run by | images per CPU second, median | to timm's, median | lowest | highest | peak, MiB | to timm's |"
-    ]
+    lines += ["| run by | images per CPU second | to timm's, median | lowest | highest | peak, MiB | to timm's |"]
     lines += ["|---" * 7 + "|"]
     for name, values in rates.items():
         ratios = [mine / base for mine, base in zip(values, timms, strict=True)]
