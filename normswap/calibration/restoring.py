@@ -88,8 +88,8 @@ def restore(
         progress: called after each layer with the layers done and their total.
 
     Raises:
-        RefusedError: no layer is in all networks, or the network computes what its modules do not (fake quantizers that
-            another library hooks in).
+        RefusedError: no layer is in all networks, a weight is made of other tensors, or the network computes what its
+            modules do not (fake quantizers that another library hooks in).
         SourceError: unusable or too few images.
     """
     with evaluating(model, *wanted.networks):
@@ -119,7 +119,7 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
     *references, changed = [interpreter.traced for interpreter in recorded]
     for node in changed.nodes:
         layer = changed.module(node)
-        if layer is None or not _is_plain(layer) or len(changed.calls[id(layer)]) != 1:
+        if layer is None or not fits(layer) or len(changed.calls[id(layer)]) != 1:
             continue
         nodes = []
         for reference in references:
@@ -127,13 +127,20 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
             calls = [] if same is None else reference.calls.get(id(same), [])
             if len(calls) == 1 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape:
                 nodes += calls
-        if len(nodes) == len(references):
-            yield _Place(str(node.target), layer, (*nodes, node))
+        if len(nodes) != len(references):
+            continue
+        if not _is_plain(layer):
+            raise RefusedError(
+                f"the weight of {node.target} is made of other tensors, by a pruning hook or a parametrization",
+                "moments cannot be set through them",
+                "Bake them first: torch.nn.utils.prune.remove, or parametrize.remove_parametrizations",
+            )
+        yield _Place(str(node.target), layer, (*nodes, node))
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
     """Whether its weight is a tensor of its own, and not made of others."""
-    return fits(layer) and type(layer._parameters.get("weight")) is nn.Parameter
+    return type(layer._parameters.get("weight")) is nn.Parameter
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:

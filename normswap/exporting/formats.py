@@ -8,7 +8,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from normswap.errors import OptionError, first_line, require_packages, spelled
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
     from normswap.exporting.settings import Quantization
     from normswap.plan import Body
 
-T = TypeVar("T")
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
 NOT_RUN = "not run here"  # of what a tool makes of the network that another system has to run
 FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
@@ -212,19 +211,23 @@ def owner(part: Path, form: Format) -> Path | None:
     return None
 
 
-def once(read: Callable[[Path], T]) -> Callable[[Path], T]:
-    """The same function, which reads a file again only when that has changed; for little that is read out of much."""
+def described(
+    read: Callable[[Path], tuple[dict[str, int], dict[str, str]]],
+) -> tuple[Callable[[Path], dict[str, int]], Callable[[Path], dict[str, str]]]:
+    """`Format.nodes` and `Format.metadata` of a format that finds both in one reading.
+
+    A file is read again only when it has changed.
+    """
 
     @functools.lru_cache(maxsize=4)
-    def kept(file: Path, written: int, size: int) -> T:
+    def kept(file: Path, _written: int, _size: int) -> tuple[dict[str, int], dict[str, str]]:
         return read(file)
 
-    @functools.wraps(read)
-    def reads(file: Path) -> T:
-        found = file.stat()
-        return kept(file, found.st_mtime_ns, found.st_size)
+    def current(file: Path) -> tuple[dict[str, int], dict[str, str]]:
+        status = file.stat()
+        return kept(file, status.st_mtime_ns, status.st_size)
 
-    return reads
+    return lambda file: dict(current(file)[0]), lambda file: dict(current(file)[1])
 
 
 def extra_files(file: Path) -> dict[str, str]:

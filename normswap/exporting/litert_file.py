@@ -19,7 +19,7 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting.exported_module import FileContents, as_convolutions
-from normswap.exporting.formats import Runs, once, reason
+from normswap.exporting.formats import Runs, described, reason
 from normswap.exporting.signature import Signature, alone
 from normswap.exporting.silence import silent
 
@@ -139,17 +139,6 @@ def open(file: Path) -> Runs:
     return runs
 
 
-def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`."""
-    return dict(_described(file)[0])
-
-
-def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
-    return dict(_described(file)[1])
-
-
-@once
 def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
     """The operators and the metadata of a file."""
     from ai_edge_litert import schema_py_generated as schema
@@ -166,3 +155,6 @@ def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
     counted = Counter(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators)
     noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
     return dict(counted.most_common()), json.loads(bytes(next(noted, b"{}")))
+
+
+nodes, metadata = described(_described)

@@ -16,7 +16,7 @@ from torch import Tensor
 from normswap.errors import RefusedError, VerificationError, first_line, spelled
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import FileContents, as_convolutions
-from normswap.exporting.formats import Runs, once, reason
+from normswap.exporting.formats import Runs, described, reason
 from normswap.exporting.signature import alone
 from normswap.models.weight_files import quiet
 
@@ -142,17 +142,6 @@ def open(file: Path) -> Runs:
     return runs
 
 
-def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`."""
-    return dict(_described(file)[0])
-
-
-def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
-    return dict(_described(file)[1])
-
-
-@once
 def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
     """The operators and the metadata of a file."""
     import onnx
@@ -160,3 +149,6 @@ def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
     model = onnx.load(file, load_external_data=False)
     kinds = Counter(node.op_type for node in model.graph.node)
     return dict(kinds.most_common()), {entry.key: entry.value for entry in model.metadata_props}
+
+
+nodes, metadata = described(_described)

@@ -6,9 +6,12 @@ One alpha for all channels asks for channels that are alike: the convolution bef
     gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2]
 
 is the least-squares fit to the BatchNorm's output where x^ is N(0, 1), as u is. The smaller alpha, the straighter.
+A channel with long tails may be made smaller: f x^ in place of x^, with f alpha in place of alpha in gamma'.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import KINDS, NormKind, Statistics
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
-from normswap.layers.per_sample import led, rescaled
+from normswap.layers.per_sample import led, numbers_of, rescaled
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
@@ -41,14 +44,18 @@ class DynamicTanh(PlannedLayer, OwnLayer):
         return torch.tanh(self.alpha.to(x) * x)
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, alpha: float, factors: str = "", lead: bool = False
+    ) -> nn.Module:
         """The layer with the norm's gamma and beta.
 
         Args:
+            factors: a letter per channel (`per_sample.letters_of`), what it is multiplied by. Empty: 1.
             lead: a `ChannelAffine` in front absorbs the statistics; else the convolution before has, a `Whitened`.
         """
-        scale, offset, gamma, beta = _parts(old)
-        new = cls((gain(alpha) * gamma).to(like), beta.to(like), alpha, affine.copied_activation(old))
+        scale, offset, gamma, beta = _parts(old, factors)
+        gamma = gains(alpha, _tensor(factors, gamma)) * gamma
+        new = cls(gamma.to(like), beta.to(like), alpha, affine.copied_activation(old))
         return led(scale, offset, new) if lead else new
 
 
@@ -56,11 +63,11 @@ KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)
 
 
 class Whitened(PlannedLayer):
-    """The convolution before a norm, with the norm's statistics: each channel of mean 0 and deviation 1."""
+    """The convolution before a norm, with the norm's statistics: each channel of mean 0 and deviation its factor."""
 
     @classmethod
-    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor) -> nn.Module:
-        scale, offset, _, _ = _parts(norm)
+    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor, factors: str = "") -> nn.Module:
+        scale, offset, _, _ = _parts(norm, factors)
         return rescaled(old, scale, offset)
 
 
@@ -71,12 +78,16 @@ class Straight(PlannedLayer):
     """
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
-        scale, offset, gamma, beta = _parts(old)
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, alpha: float, factors: str = "", lead: bool = False
+    ) -> nn.Module:
+        scale, offset, gamma, beta = _parts(old, factors)
+        gamma = gamma / _tensor(factors, gamma)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
         return led(scale, offset, new) if lead else new
 
 
+@functools.cache
 def gain(alpha: float) -> float:
     """E[u tanh(alpha u)] / E[tanh(alpha u)^2] for u of N(0, 1), by the trapezoidal rule."""
     u = torch.linspace(-12, 12, 4801, dtype=torch.float64)
@@ -84,9 +95,20 @@ def gain(alpha: float) -> float:
     return float((density * u * bent).sum() / (density * bent.square()).sum())
 
 
-def _parts(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale and offset to x^, and gamma and beta, of a BatchNorm, (C,) float64."""
+def gains(alpha: float, factors: Tensor) -> Tensor:
+    """The gain of each channel, by the factor that it is multiplied by before the tanh."""
+    known = {factor: gain(alpha * factor) for factor in set(factors.tolist())}
+    return torch.tensor([known[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
+
+
+def _tensor(factors: str, like: Tensor) -> Tensor:
+    return torch.tensor(numbers_of(factors) or [1.0], dtype=torch.float64).to(like)
+
+
+def _parts(norm: nn.Module, factors: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale and offset to x^ times the factors, and gamma and beta, of a BatchNorm, (C,) float64."""
     slope, shift = affine.read(norm)
     mean, var = affine.statistics(norm)
     std = (var + affine.epsilon(norm)).sqrt()
-    return 1 / std, -mean / std, slope * std, shift + slope * mean
+    factor = _tensor(factors, std)
+    return factor / std, -factor * mean / std, slope * std, shift + slope * mean

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -160,9 +161,14 @@ def letters_of(numbers: Tensor) -> str:
     return "".join(LETTERS[_ONE + step] for step in steps.tolist())
 
 
+def numbers_of(letters: str) -> list[float]:
+    """The numbers that letters stand for (`letters_of`)."""
+    return [2 ** ((LETTERS.index(letter) - _ONE) / STEPS) for letter in letters]
+
+
 def _signed(signs: str, letters: str) -> Tensor:
     """Numbers from a '+' or '-' for each, and their sizes' letters; without letters of size 1."""
-    sizes = [2 ** ((LETTERS.index(letter) - _ONE) / STEPS) for letter in letters] or [1.0] * len(signs)
+    sizes = numbers_of(letters) or [1.0] * len(signs)
     signed = [size if sign == "+" else -size for sign, size in zip(signs, sizes, strict=True)]
     return torch.tensor(signed, dtype=torch.float64)
 
@@ -174,6 +180,24 @@ def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     bias = offset if conv.bias is None else scale * conv.bias.double() + offset
     new.bias = nn.Parameter(bias.to(conv.weight), requires_grad=conv.weight.requires_grad)
     return new
+
+
+def move(layer: Any, scale: Tensor, shift: Tensor | float = 0.0) -> None:
+    """Let a convolution, or a scale and shift, compute in place scale * y + shift, (C,) each, where it computed y."""
+    weight = scale if layer.weight.ndim == 1 else per_filter(layer, scale)
+    layer.weight.copy_(layer.weight.double() * weight)
+    layer.bias.copy_(scale * layer.bias.double() + shift)
+
+
+def before(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Module:
+    """The layer that holds the rescaling before the norm at a path: its lead, or the one that `holders` names."""
+    norm = network.get_submodule(path)
+    return norm.inner if isinstance(norm, Chain) else network.get_submodule(holders[path])
+
+
+def last(norm: nn.Module) -> Any:
+    """The norm itself, where it may stand behind a lead."""
+    return norm.then if isinstance(norm, Chain) else norm
 
 
 def led(scale: Tensor, offset: Tensor, norm: Any) -> Chain:

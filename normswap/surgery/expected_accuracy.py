@@ -1,12 +1,16 @@
 """How many of a classifier's right answers a result keeps, told by a few images without labels.
 
 The source's probabilities p = softmax(z) are taken for the truth: an answer k to an image is right with probability
-p_k, so that an answer that changes costs what the source itself thinks of the other. How answers change is not counted
-on the few images but on their pairs. Over the images, the result's logits are z' = a z + b + r: a number, a vector, and
-what is left, least squares; each image is given the r of many others. Margins and errors are told apart that way, and
-few images tell what takes several times as many to count. An error is handed on twice, class by class and rank by rank
-(what the first choice lost goes to the first choice), and the mean is taken: errors go with classes that are alike, and
-with how the source ranks them, and either alone tells too much or too little (tests/lab/benchmarks/kinds.md).
+p_k, so that an answer that changes costs what the source itself thinks of the other. Over the images, the result's
+logits are z' = a z + b + r: a number, a vector, and what is left, least squares.
+
+Counted, each image has its own r: that is right on average, and of few images uncertain. Handed on, each image is given
+the r of many others, class by class and rank by rank (what the first choice lost goes to the first choice), and the
+mean is taken: that is hardly uncertain, and wrong where errors go with images, as they do at a thousand classes. From
+what is handed on the way is gone towards what is counted as far as they differ by more than chance does (the
+positive-part estimate of James & Stein 1961; chance by the jackknife over the images).
+
+Images that the result was fitted to count as well: their r are as much larger as those of the held-out ones are.
 """
 
 from __future__ import annotations
@@ -20,41 +24,79 @@ from torch import Tensor
 PAIRS = 64  # errors that each image is given
 PLACES = 64  # of a map, per image
 ROWS = 4096
+FEWEST = 4  # images, to tell what chance does
+
+Answers = Sequence[tuple[Tensor, Tensor]]
 
 
-def kept(answers: Sequence[tuple[Tensor, Tensor]], others: Sequence[Tensor] = ()) -> float | None:
+def kept(answers: Answers, others: Answers = ()) -> float | None:
     """The result's expected accuracy as a share of the source's.
 
     Args:
         answers: what source and result said, batch by batch: logits (N, K) or, per place, (N, K, H, W) or with depth.
-        others: what the source said of images that tell nothing of the result's errors: the result was fitted to them.
+        others: what they said of images that the result was fitted to.
 
     Returns:
         None of what are no answers (boxes and tokens have three dimensions), of one class, of more in one batch than in
         another, and of fewer than two images.
     """
-    classes = {value.shape[1] if value.ndim in (2, 4, 5) else 0 for value in (*itertools.chain(*answers), *others)}
-    if not answers or len(classes) != 1 or min(classes) < 2 or any(a.shape != b.shape for a, b in answers):
+    pairs = [*answers, *others]
+    classes = {value.shape[1] if value.ndim in (2, 4, 5) else 0 for value in itertools.chain(*pairs)}
+    if not answers or len(classes) != 1 or min(classes) < 2 or any(a.shape != b.shape for a, b in pairs):
         return None
-    source = torch.cat([places(one).double() for one, _ in answers])[:ROWS]
-    result = torch.cat([places(one).double() for _, one in answers])[:ROWS]
-    asked = torch.cat([source, *(places(one).double() for one in others)])[:ROWS]
-    if len(source) < 2 or not bool(torch.isfinite(result).all() and torch.isfinite(asked).all()):
+    source, result = _joined(answers)
+    if len(source) < 2:
         return None
-    centred, mean = source - source.mean(0), result.mean(0)
-    slope = float((centred * (result - mean)).sum() / centred.square().sum().clamp_min(1e-30))
-    rest = result - (slope * centred + mean)
-    straight, truth = slope * (asked - source.mean(0)) + mean, asked.softmax(1)
-    order, held_order = (values.argsort(1, descending=True) for values in (asked, source))
+    centre, mean = source.mean(0), result.mean(0)
+    slope = float(((source - centre) * (result - mean)).sum() / (source - centre).square().sum().clamp_min(1e-30))
+    straight = slope * (source - centre) + mean
+    rest = result - straight
+    if others:
+        source_there, result_there = _joined(others)
+        straight_there = slope * (source_there - centre) + mean
+        fitted = result_there - straight_there
+        variance = rest.square().sum(0).mean() / (len(rest) - 1)  # their mean is taken off
+        larger = (variance / fitted.square().mean().clamp_min(1e-30)).sqrt().clamp_min(1)
+        source, straight, rest = (
+            torch.cat(parts)[:ROWS]
+            for parts in ((source, source_there), (straight, straight_there), (rest, larger * fitted))
+        )
+    if not bool(torch.isfinite(rest).all()):
+        return None
+    return _share(source, straight, rest)
+
+
+def _joined(answers: Answers) -> tuple[Tensor, Tensor]:
+    source, result = (torch.cat([places(part).double() for part in one])[:ROWS] for one in zip(*answers, strict=True))
+    return source, result
+
+
+def _share(source: Tensor, straight: Tensor, rest: Tensor) -> float:
+    """The share that is kept, from logits of the source, of the result without errors, and the errors; (N, K)."""
+    truth, order, count = source.softmax(1), source.argsort(1, descending=True), len(source)
     by_class = (straight, truth, rest)
-    by_rank = (straight.gather(1, order), truth.gather(1, order), rest.gather(1, held_order))
-    right = [
-        chances.gather(1, (line + errors[index]).argmax(1, keepdim=True)).mean()
-        for away in range(min(PAIRS, len(rest)))
-        for index in [(torch.arange(len(asked)) + away) % len(rest)]
-        for line, chances, errors in (by_class, by_rank)
-    ]
-    return float(torch.stack(right).mean() / truth.amax(1).mean())
+    by_rank = (straight.gather(1, order), truth.gather(1, order), rest.gather(1, order))
+    top, at = truth.amax(1), torch.arange(count)
+    each = truth.gather(1, (straight + rest).argmax(1, keepdim=True))[:, 0]
+    distances = range(1, min(PAIRS, count))
+    receiving, giving = torch.zeros(count).to(each), torch.zeros(count).to(each)
+    for away in distances:
+        giver = (at + away) % count
+        for line, chances, errors in (by_class, by_rank):
+            right = chances.gather(1, (line + errors[giver]).argmax(1, keepdim=True))[:, 0] / (2 * len(distances))
+            receiving += right
+            giving[giver] += right
+    counted, handed_on = each.sum() / top.sum(), receiving.sum() / top.sum()
+    if count < FEWEST:
+        return float(handed_on)
+    # both again without each image, which gives its error to as many others as give theirs to it
+    without = top.sum() - top
+    handed_without = (receiving.sum() - receiving - giving) * (count - 1) / (count - 2)
+    again = (each.sum() - each - handed_without) / without
+    chance = (again - again.mean()).square().sum() * (count - 1) / count
+    apart = counted - handed_on
+    way = (1 - chance / apart.square().clamp_min(1e-30)).clamp_min(0)
+    return float(handed_on + way * apart)
 
 
 def places(answers: Tensor) -> Tensor:

@@ -18,18 +18,15 @@ def measured(
     """How far both agree on these batches of images; None without any.
 
     Args:
-        others: images that the result was fitted to: only the source is asked about them.
+        others: images that the result was fitted to.
 
     Raises:
         VerificationError: one of them does not run.
     """
     parts, answers, name = [], [], None
     for example in held:
-        like = example.like(source)
-        pair = running.both(source, result, like)
-        assert pair is not None  # there is no other size
-        (before, _), (after, _) = pair
-        error = comparison.worst("", like.images, before, after, exact=False)
+        before, after = _outputs(source, result, example)
+        error = comparison.worst("", example.images, before, after, exact=False)
         parts.append((example.count, error.relative_l2, error.agreement))
         name = error.output if name is None else name  # one output, in every batch
         if error.agreement is not None and name in before and name in after:
@@ -37,6 +34,16 @@ def measured(
     known = summed(parts)
     if known is None or len(answers) < len(parts):
         return known
-    asked = [running.run(source, other.like(source))[0] for other in others]
-    places = [expected_accuracy.places(outputs[name]) for outputs in asked if name in outputs]
-    return replace(known, right=expected_accuracy.kept(answers, places))
+    there = []
+    for example in others:
+        before, after = _outputs(source, result, example)
+        if name in before and name in after:
+            there.append((expected_accuracy.places(before[name]), expected_accuracy.places(after[name])))
+    return replace(known, right=expected_accuracy.kept(answers, there))
+
+
+def _outputs(source: nn.Module, result: nn.Module, example: Example) -> tuple[running.Outputs, running.Outputs]:
+    pair = running.both(source, result, example.like(source))
+    assert pair is not None  # there is no other size
+    (before, _), (after, _) = pair
+    return before, after

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from commands import MODEL, Capture, run_json
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import update_bn
 from torch.overrides import TorchFunctionMode
 
 import normswap
@@ -172,6 +175,34 @@ def test_what_cannot_be_restored_is_refused(model: nn.Module, options: dict[str,
     with pytest.raises(RefusedError) as error:
         recalibrate(model.eval(), images(), size=(3, 9, 9), **options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("how", [
+    lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5), parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+])  # fmt: skip
+def test_weights_that_are_made_of_others_are_refused_by_path(how: Callable[[nn.Module], nn.Module]) -> None:
+    """Layers behind one that was left out would have made up for it, and nobody was told."""
+    source, model = network(), network()
+    path, layer = next((path, one) for path, one in model.named_modules() if isinstance(one, nn.Conv2d))
+    how(layer)
+    with pytest.raises(RefusedError, match=rf"the weight of {path} is made of other tensors.*prune\.remove"):
+        recalibrate(model, images(), against=source, size=(3, 9, 9))
+
+
+def test_hooks_that_stay_do_not_disturb_measured_statistics() -> None:
+    """Against torch's own `update_bn`, with what a hook makes of a convolution's output, and a pruned weight."""
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4)]
+    model: Any = nn.Sequential(*layers).double().eval()
+    model[0].register_forward_hook(lambda _module, _args, out: out * 2)
+    prune.l1_unstructured(model[3], "weight", amount=0.5)
+    batches = images(48)
+    done = recalibrate(model, batches, inputs=batches[0]).model
+    update_bn(batches, model)
+    for at in (1, 4):
+        mine: Any = done.get_submodule(str(at))
+        assert torch.allclose(mine.running_mean, model[at].running_mean, atol=1e-10)
+        assert torch.allclose(mine.running_var, model[at].running_var, rtol=1e-10)
 
 
 class Rounding(TorchFunctionMode):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from normswap.calibration.checked_batches import checked, misfit
 from normswap.calibration.natural_noise import leaves
 from normswap.graph.tracing import Traced
 from normswap.layers import affine
@@ -16,9 +18,17 @@ from normswap.models import network_input
 from normswap.models.modes import evaluating, hooked
 
 COUNT, BATCH = 128, 64  # images of leaves
+MOST = 512  # images of the user's
 LARGEST = {1: 4096, 2: 128, 3: 32}  # their largest side, by its dimensions
 
 Seen = tuple[Tensor, Tensor]
+Part = TypeVar("Part")
+
+
+class Watch(Protocol[Part]):
+    """Notes by path, a part for each call, what reaches each norm meanwhile."""
+
+    def __call__(self, norms: Mapping[str, nn.Module], /) -> AbstractContextManager[dict[str, list[Part]]]: ...
 
 
 @contextmanager
@@ -47,26 +57,53 @@ def joined(seen: Mapping[str, list[Seen]]) -> dict[str, Seen]:
     return {path: pair for path, pair in whole.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
 
 
-@torch.no_grad()
 def seen_on_leaves(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:
-    """By path, what images of leaves make reach each norm; or nothing. They are as loud as the first norm expects."""
+    """By path, the means and mean squares of what images of leaves make reach each norm; or nothing."""
+    return joined(watched_on_leaves(traced, norms, watching))
+
+
+@torch.no_grad()
+def watched_on_leaves(traced: Traced, norms: Mapping[str, nn.Module], watch: Watch[Part]) -> dict[str, list[Part]]:
+    """Let `watch` note images of leaves, by batches; or nothing. They are as loud as the first norm expects."""
     model = traced.modules[""]
     like = next(p for p in model.parameters() if p.is_floating_point())
     with evaluating(model):
         for size in _sizes(traced):
-            loud = 1.0
             try:
-                for count, batches in ((4, 1), (BATCH, COUNT // BATCH)):
-                    with watching(norms) as seen:
-                        for i in range(batches):
-                            traced.form.of((loud * leaves(count, size, i)).to(like)).call(model)
-                    path, parts = next(iter(seen.items()))
-                    ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
-                    loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
+                with watching(norms) as few:
+                    traced.form.of(leaves(4, size, 0).to(like)).call(model)
+                path, parts = next(iter(few.items()))
+                ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
+                loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
+                with watch(norms) as seen:
+                    for i in range(COUNT // BATCH):
+                        traced.form.of((loud * leaves(BATCH, size, i)).to(like)).call(model)
             except Exception:  # whatever the network raises: not of that size, or it takes no images at all
                 continue
-            return joined(seen)
+            return seen
     return {}
+
+
+@torch.no_grad()
+def watched_on_images(
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[object], watch: Watch[Part]
+) -> dict[str, list[Part]]:
+    """Let `watch` note batches (`Example.read`), of about the first `MOST` images.
+
+    Raises:
+        SourceError: the network does not take them.
+    """
+    count = 0
+    try:
+        with evaluating(model), watch(layers) as seen:
+            for example in checked(model, batches):
+                example.call(model)
+                count += example.count
+                if count >= MOST:
+                    break
+    except Exception as error:  # whatever the network raises
+        raise misfit(error) from None
+    return seen
 
 
 def _sizes(traced: Traced) -> list[list[int]]:

@@ -134,8 +134,8 @@ _ALPHA = Option(
     "alpha", object, "match", "`match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number", "NUMBER",
     choices=("match", "inv-sqrt-depth"),
 )  # fmt: skip
-_BEND = Option("bend", float, 0.25, "the alpha that every layer starts with; its input has deviation 1", "ALPHA",
-               range=Range(0, 4, low_open=True, high_open=False))  # fmt: skip
+_BEND = Option("bend", float, 0.25, "the alpha that every layer starts with; its input has deviation 1, less where "
+               "tails are long", "ALPHA", range=Range(0, 4, low_open=True, high_open=False))  # fmt: skip
 _GROUPS = Option(
     "groups", int, 1, "of channels; a norm whose channels they do not divide gets the nearest divisor, and a note "
     "says so", "N", range=Range(1),

@@ -10,18 +10,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normswap.calibration.checked_batches import checked, misfit
 from normswap.layers import affine
-from normswap.layers.per_sample import group_moments, moved, per_filter
-from normswap.layers.placeholders import Chain
-from normswap.models.modes import evaluating
+from normswap.layers.per_sample import before, group_moments, last, move, moved
 from normswap.plan import Step
-from normswap.schemes.parts.channels_seen import Seen, joined, watching
+from normswap.schemes.parts.channels_seen import joined, watched_on_images, watching
 from normswap.schemes.parts.steady_signs import Site
 
-ENOUGH, MOST = 16, 512  # images
+ENOUGH = 16  # images
 
 
 @torch.no_grad()
@@ -31,13 +28,13 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, batches: 
     Args:
         target: the source with its BatchNorms, with the rescaling of `step` (`per_sample_norms.recentred`).
         result: with the per-sample norms in place.
-        batches: what they take (`Example.read`); at most `MOST` images are looked at, fewer than `ENOUGH` do nothing.
+        batches: what they take (`Example.read`); fewer images than `ENOUGH` do nothing.
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
     steady = {e.path: e.args for e in step.edits if e.layer == "GroupNorm" and (e.path in holders or "lead" in e.args)}
     shares = {edit.reads[0]: edit.args["steady"] for edit in step.edits if edit.layer == "Steadied"}
-    norms = {path: _inner(target.get_submodule(path)) for path in steady}
-    seen = _observe(target, norms, batches)
+    norms = {path: last(target.get_submodule(path)) for path in steady}
+    seen = joined(watched_on_images(target, norms, batches, watching))
     for path, args in steady.items():
         if path not in seen or len(seen[path][0]) < ENOUGH:
             continue
@@ -47,37 +44,9 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, batches: 
         scale, offset = scale.to(norm.weight.device), offset.to(norm.weight.device)
         shift = offset - scale * norm.running_mean.double()  # `offset` is what the mean becomes
         for network in (target, result):
-            before = network.get_submodule(path)
-            before = before.inner if isinstance(before, Chain) else network.get_submodule(holders[path])
-            _move(before, scale, shift)
+            move(before(network, path, holders), scale, shift)
         moved(norm, scale, shift)
-        _match(_inner(result.get_submodule(path)), norm, args["groups"])
-
-
-def _inner(layer: nn.Module) -> Any:
-    return layer.then if isinstance(layer, Chain) else layer
-
-
-def _observe(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[object]) -> dict[str, Seen]:
-    """Per norm, each image's means and mean squares."""
-    count = 0
-    try:
-        with evaluating(model), watching(norms) as seen:
-            for example in checked(model, batches):
-                example.call(model)
-                count += example.count
-                if count >= MOST:
-                    break
-    except Exception as error:  # whatever the network raises
-        raise misfit(error) from None
-    return joined(seen)
-
-
-def _move(layer: Any, scale: Tensor, shift: Tensor) -> None:
-    """Let a convolution, or a scale and shift, give scale * y + shift."""
-    weight = scale if layer.weight.ndim == 1 else per_filter(layer, scale)
-    layer.weight.copy_(layer.weight.double() * weight)
-    layer.bias.copy_(scale * layer.bias.double() + shift)
+        _match(last(result.get_submodule(path)), norm, args["groups"])
 
 
 def _match(norm: Any, like: Any, groups: int) -> None:

@@ -131,7 +131,7 @@ ERRORS = (
     Planted("every constant factor is taken off a branch", "normswap/analysis/signal_propagation.py",
             "constants -= times and len(sources) == 1", "constants -= times and len(sources) == 0",
             ("tests/analysis/test_signal_propagation.py::test_one_constant_factor_is_taken_off_the_branch",)),
-    Planted("the same leaves are shown in every batch", SEEN, "leaves(count, size, i)", "leaves(count, size, 0)",
+    Planted("the same leaves are shown in every batch", SEEN, "leaves(BATCH, size, i)", "leaves(BATCH, size, 0)",
             (SHOWN + "test_no_image_of_leaves_is_shown_twice",)),
     Planted("leaves are scaled by a ratio of variances", SEEN, "max(ratio**0.5, 0.125)", "max(ratio, 0.125)",
             (SHOWN + "test_leaves_are_as_loud_as_the_first_norm_expects",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_error import Planted
 
 TANH, TESTS = "normswap/layers/dynamic_tanh.py", ("tests/schemes/test_dyt.py",)
+TAILS, FACTORS = "normswap/schemes/parts/tails.py", ("tests/schemes/test_tails.py",)
 FIT = "normswap/calibration/sequential_fit.py"
 OPENVINO, GRID = "normswap/exporting/openvino_int8.py", "normswap/exporting/weight_grid.py"
 ROUNDER, SHARED = "normswap/exporting/weight_rounding.py", ("tests/exporting/test_weight_rounding.py",)
@@ -14,7 +15,8 @@ RIGHT, ANSWERS = "normswap/surgery/expected_accuracy.py", ("tests/surgery/test_e
 REQUEST, INPUTS = "normswap/exporting/request.py", ("tests/exporting/test_signature.py",)
 
 ERRORS = (
-    Planted("gamma is that of a straight line", TANH, "(gain(alpha) * gamma)", "(gamma / alpha)", TESTS),
+    Planted("gamma is that of a straight line", TANH, "gains(alpha, _tensor(factors, gamma)) * gamma", "gamma / alpha",
+            TESTS),
     Planted("gain over numbers as often as others", TANH, "(-u.square() / 2).exp(), (alpha", "u.exp() * 0 + 1, (alpha",
             TESTS),
     Planted("the convolution keeps its units", TANH, "rescaled(old, scale, offset)",
@@ -23,9 +25,13 @@ ERRORS = (
             "rescaled(old, scale, 0 * offset)", TESTS),
     Planted("eps is no part of the deviation", TANH, "std = (var + affine.epsilon(norm)).sqrt()",
             "std = var.sqrt()", TESTS),
-    Planted("the scale in front is the deviation", TANH, "return 1 / std, ", "return std, ", TESTS),
+    Planted("the scale in front is the deviation", TANH, "return factor / std, ", "return factor * std, ", TESTS),
     Planted("what a BatchNorm carried is lost", TANH, "beta.to(like), alpha, affine.copied_activation(old))",
             "beta.to(like), alpha)", TESTS),
+    Planted("channels are made smaller as their tails are short", TAILS, "fits = ~(lost", "fits = (lost", FACTORS),
+    Planted("factors are those of half the tanh", TAILS, "fits = ~(lost(x, alpha * 2", "fits = ~(lost(x, alpha * 0.5 * 2", FACTORS),
+    Planted("the target keeps its gammas", TAILS, "straight.weight.double() / ratio", "straight.weight.double()", FACTORS),
+    Planted("gamma is that of the old factors", TAILS, "(gains(alpha, new) / gains(alpha, old))", "(ratio / ratio)", FACTORS),
     Planted("the pattern is bent", TANH, "ChannelAffine(gamma.to", "ChannelAffine(gamma.tanh().to", TESTS),
     Planted("gamma and beta are not fitted", FIT, "if normalizes(module):\n", "if False:\n", TESTS),
     Planted("no norm of this kind is a source", TANH, "KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)", "", TESTS),
@@ -67,8 +73,12 @@ ERRORS = (
             PROGRAMS),
     Planted("errors by rank are left out", RIGHT, "in (by_class, by_rank)", "in (by_class,)", ANSWERS),
     Planted("errors by class are left out", RIGHT, "in (by_class, by_rank)", "in (by_rank,)", ANSWERS),
-    Planted("images that were fitted to are not asked", RIGHT, "*(places(one).double() for one in others)", "",
-            ANSWERS),
+    Planted("images that were fitted to are not asked", RIGHT, "if others:", "if False:", ANSWERS),
+    Planted("errors on images that were fitted to are taken as they are", RIGHT, "larger * fitted", "fitted", ANSWERS),
+    Planted("all is handed on", RIGHT, "handed_on + way * apart", "handed_on", ANSWERS),
+    Planted("all is counted", RIGHT, "handed_on + way * apart", "counted", ANSWERS),
+    Planted("chance without the error that an image gives", RIGHT, "receiving.sum() - receiving - giving",
+            "receiving.sum() - receiving", ANSWERS),
     Planted("one number has a largest", "normswap/surgery/comparison.py", " or a.shape[1] == 1:", ":",
             ("tests/surgery/test_wrong_results.py",)),
     Planted("batches without tensors are dealt", "normswap/surgery/held_out.py", "if not batch.tensors():", "if False:",
