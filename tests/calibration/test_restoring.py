@@ -139,6 +139,18 @@ def test_channels_that_do_not_vary_are_not_blown_up() -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in done.model.parameters())
 
 
+def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
+    """What is left of it is rounding, and ten million times as much would be noise."""
+    source = network()
+    faint = copy.deepcopy(source)
+    with torch.no_grad():
+        faint[0].weight[0] *= 1e-7  # type: ignore[index, union-attr, operator]
+    done = recalibrate(faint, images(), against=source, size=(3, 9, 9))
+    before, after = (model.get_parameter("0.weight") for model in (faint, done.model))
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
+
+
 def test_a_folded_network_goes_by_its_source_with_norms() -> None:
     source = open_model(MODEL)
     torch.manual_seed(0)

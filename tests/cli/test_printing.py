@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from normswap.cli import app, conversion_table, grouped_options, progress, tables
-from normswap.cli.commands import convert_command, finetune_command
+from normswap.cli.commands import convert_command, finetune_command, recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.cli.fitting_images import Fitting
 from normswap.exporting.settings import FileSettings
@@ -54,6 +54,14 @@ def test_the_command_has_the_defaults_of_the_function() -> None:
     }
     assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax", "count_plain"}
     assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
+
+
+def test_recalibrating_wants_images_of_the_part_that_is_trained_on() -> None:
+    """Where the other commands take those that are evaluated on, if any."""
+    fields = {field.name: field for field in dataclasses.fields(recalibrate_command.Domain)}
+    assert fields["data"].default is dataclasses.MISSING
+    assert fields["split"].default == "train"
+    assert dataclasses.fields(recalibrate_command.Before)
 
 
 @pytest.mark.parametrize(("dry", "words"), [(True, "would convert"), (False, "converted")])

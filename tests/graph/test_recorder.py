@@ -464,3 +464,17 @@ def test_results_in_results_are_fetched_step_by_step() -> None:
     done = normswap.convert(model, "folded", inputs=x)
     assert not batchnorms(done.model)
     assert distance(run(model, x), run(done.model, x)) <= EXACT
+
+
+class OfTwo(nn.Module):
+    """Two inputs whose names end in digits."""
+
+    def forward(self, image1: Tensor, image2: Tensor) -> Tensor:
+        return image1 + image2
+
+
+def test_inputs_are_recorded_under_the_names_of_their_arguments() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    for given, names in (({"image1": x, "image2": x}, ["image1", "image2"]), ((x, x), ["x0", "x1"])):
+        seen = inspection.inspect(OfTwo(), given)
+        assert [node.target for node in seen.traced.nodes if node.op == "placeholder"] == names

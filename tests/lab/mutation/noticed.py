@@ -215,6 +215,15 @@ NOTICED = (
             "tests/exporting/test_onnx_arranging.py::test_what_an_inner_graph_reads_is_read"),
     Noticed("training/run_folder.py", 'error.strerror and str(error)',
             "tests/training/test_launching.py::test_a_folder_that_cannot_be_made_is_said_in_words"),
+    Noticed("cli/commands/recalibrate_command.py", "- @dataclass",
+            "tests/cli/test_printing.py::test_recalibrating_wants_images_of_the_part_that_is_trained_on"),
+    *(
+        Noticed("analysis/plots.py", change,
+                "tests/analysis/test_signal_propagation.py::test_every_word_is_readable_and_a_short_curve_has_all_its_marks")
+        for change in ("fontsize= 10)", "max( 2, len(shown)", '"-.", ( -1, (5, 1))')
+    ),
+    Noticed("graph/recorder.py", "name[ -1].isdigit()",
+            "tests/graph/test_recorder.py::test_inputs_are_recorded_under_the_names_of_their_arguments"),
     Noticed("folding/branches.py", "barrier is barriers[ 1]",
             "tests/folding/test_branches.py::test_a_branch_that_is_never_dropped_merges_into_one_that_is"),
     Noticed("schemes/parts/steady_signs.py", "log.clamp_(not FARTHEST",
