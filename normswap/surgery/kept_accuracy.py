@@ -11,11 +11,13 @@ from normswap.models.calling import Example
 from normswap.surgery import comparison, expected_accuracy, running
 from normswap.surgery.held_out import Kept, summed
 
+FEWEST = 12  # held-out images that an accuracy is told by: six may all be of those that hardly change
+
 
 def measured(
     source: nn.Module, result: nn.Module, held: Sequence[Example], others: Sequence[Example] = ()
 ) -> Kept | None:
-    """How far both agree on these batches of images; None without any.
+    """How far both agree on these batches of images; None without any. Of few, no accuracy is expected.
 
     Args:
         others: images that the result was fitted to.
@@ -32,7 +34,7 @@ def measured(
         if error.agreement is not None and name in before and name in after:
             answers.append((expected_accuracy.places(before[name]), expected_accuracy.places(after[name])))
     known = summed(parts)
-    if known is None or len(answers) < len(parts):
+    if known is None or known.count < FEWEST or len(answers) < len(parts):
         return known
     there = []
     for example in others:

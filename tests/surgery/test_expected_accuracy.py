@@ -196,15 +196,19 @@ def test_one_output_counts_and_few_places_of_it_are_held(monkeypatch: pytest.Mon
     with torch.no_grad():
         two.coarse.weight[:, 0] += 0.5
         two.fine.weight[:, 1] += 0.5
-    held = [torch.zeros(2, 3, 96, 96) for _ in range(2)]
+    held = [torch.zeros(6, 3, 96, 96) for _ in range(2)]
     for channel, x in enumerate(held):
-        x[:, channel] = torch.randn(2, 96, 96)
+        x[:, channel] = torch.randn(6, 96, 96)
     seen: list[tuple[Tensor, Tensor]] = []
     monkeypatch.setattr(expected_accuracy, "kept", lambda answers, others: seen.extend([*answers, *others]) or 0.5)
     kept = kept_accuracy.measured(one, two, [Example((x,)) for x in held], [Example((held[0],)), Example((held[1],))])
     assert kept is not None
     assert kept.right == 0.5
-    assert [tuple(value.shape) for pair in seen for value in pair] == [(2 * expected_accuracy.PLACES, 2)] * 8
+    assert [tuple(value.shape) for pair in seen for value in pair] == [(6 * expected_accuracy.PLACES, 2)] * 8
+    few = kept_accuracy.measured(one, two, [Example((held[0],)), Example((held[1][:5],))])
+    assert few is not None
+    assert (few.count, few.right) == (11, None)
+    assert few.agreement is not None
 
 
 def test_a_conversion_asks_about_images_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ class Network:
         except NormswapError as error:
             return {"why": str(error)}
         kept = done.report.kept
-        forecast = None if kept is None else kept.agreement if kept.right is None else kept.right
+        forecast = None if kept is None else kept.right
         return self._measured(done.model, forecast, time.perf_counter() - start)
 
     def _images(self, images: str) -> Loader | str | None:
