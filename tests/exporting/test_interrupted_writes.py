@@ -93,6 +93,7 @@ def test_a_process_killed_at_any_write(form: str, tmp_path: Path, monkeypatch: p
         shutil.copytree(tmp_path / f"{SIZES[0]}", place)
         code = in_another_process(replace)
         if (place / FILES[form]).exists():
+            assert content(place).keys() == before.keys()
             files = content(place).items() - alike
             assert files <= before.items() or not files & before.items(), "some are old, some are new"
         found = ExportedFile.find(str(place / FILES[form]))  # which carries on what the process began
