@@ -133,7 +133,7 @@ def test_targets_ask_for_nothing_where_the_activation_is_flat() -> None:
 
 
 def test_a_wide_patch_is_seen_at_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images together give FAN rows for each number in it."""
+    """The images together give LEAST_FOR_EACH rows for each number in it, also where that is more than others get."""
     counts: list[int] = []
 
     def noted(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -141,10 +141,10 @@ def test_a_wide_patch_is_seen_at_more_places(monkeypatch: pytest.MonkeyPatch) ->
         return sampling.patches(layer, x, y, count, generator)
 
     monkeypatch.setattr(sequential_fit, "patches", noted)
-    monkeypatch.setattr(sequential_fit, "ROWS", 1)
+    monkeypatch.setattr(sequential_fit, "MOST_ROWS", 1)
     model = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3)).double().eval()
     sequential_fit.refit(model, copy.deepcopy(model), [pixels(10)], mirror=False)
-    assert counts == [math.ceil(sequential_fit.FAN * 9 * CHANNELS / 10)]
+    assert counts == [math.ceil(sequential_fit.LEAST_FOR_EACH * 9 * CHANNELS / 10)]
 
 
 def ridged(x: Array, y: Array, prior: Array, ridge: float) -> tuple[Array, Array]:

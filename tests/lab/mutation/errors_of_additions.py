@@ -147,7 +147,7 @@ ERRORS = (
     Planted("beyond an activation's ends the layer's own values are cut", SEQUENTIAL,
             "ours.clamp_min(high)), ours.clamp_max(low))", "ours.clamp_max(high)), ours.clamp_min(low))",
             (FITTED + "test_targets_ask_for_nothing_where_the_activation_is_flat",)),
-    Planted("a wide patch is seen at as few places as a narrow one", SEQUENTIAL, "max(ROWS, FAN * prior.shape[2])", "max(ROWS, FAN)",
+    Planted("a wide patch is seen at as few places as a narrow one", SEQUENTIAL, "max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))", "min(MOST_ROWS, plenty)",
             (FITTED + "test_a_wide_patch_is_seen_at_more_places",)),
     Planted("one half of the images is all of them", DRIFT, "case.images.calls[::2], case", "case.images.calls, case",
             (DOCTOR + "test_chance_is_what_either_half_of_the_images_says",)),
