@@ -367,11 +367,17 @@ def test_as_many_places_are_drawn_as_all_images_need(
         return sampling.patches(layer, x, y, count, generator)
 
     monkeypatch.setattr(sequential_fit, "patches", patches)
-    monkeypatch.setattr(sequential_fit, "ROWS", rows)
+    monkeypatch.setattr(sequential_fit, "MOST_ROWS", rows)
     monkeypatch.setattr(lockstep, "MIRRORED", mirrored)
     model = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 1)).eval()
     sequential_fit.refit(model, copy.deepcopy(model), [torch.randn(2, 3, 16, 16) for _ in range(2)])
     assert asked == drawn
+
+
+@pytest.mark.parametrize(("fan", "rows"), [(1, 2048), (9, 2048), (27, 3456), (1000, 32768), (4608, 55296)])
+def test_a_narrow_patch_is_fitted_to_fewer_rows(fan: int, rows: int) -> None:
+    """128 for each number in a patch, at least 2,048 and at most 32,768, but never fewer than 12 for each."""
+    assert sequential_fit.rows_wanted(fan) == rows
 
 
 def with_nan() -> list[Tensor]:
