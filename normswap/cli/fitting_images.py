@@ -37,13 +37,17 @@ class Fitting:
     seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
     device: Device = "cpu"
 
-    def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
-        """The record of a network whose values are fitted to that."""
+    def on(self, model: nn.Module, advance: Callable[[int, int], None] | None, *, fits: bool) -> Network:
+        """The record of a network whose values are fitted to that.
+
+        Args:
+            fits: whether something is; else images are refused later, and no time is told.
+        """
         from normswap.surgery.network import Network
 
-        return Network(model, seed=self.seed, calibrate=self._images(model), progress=advance)
+        return Network(model, seed=self.seed, calibrate=self._images(model, timed=fits), progress=advance)
 
-    def _images(self, model: nn.Module) -> Batches | None:
+    def _images(self, model: nn.Module, *, timed: bool) -> Batches | None:
         if self.calibrate is None:
             return None
         from normswap.surgery.made_images import WORDS
@@ -56,7 +60,8 @@ class Fitting:
         count = 1000 if self.samples is None else self.samples
         loader = make_loader(model, self.calibrate, split="train", samples=count, seed=self.seed, labelled=False)
         remark_on_images(model, loader)
-        _remark_on_time(model, loader)
+        if timed:
+            _remark_on_time(model, loader)
         return loader
 
 

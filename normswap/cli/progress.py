@@ -78,4 +78,7 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[TrainingProgres
             if hidden and not quiet and moment.epoch == int(moment.epoch):
                 print(words, file=sys.stderr)
 
-        yield show, (lambda what: None) if quiet else (lambda what: console.print(what, soft_wrap=True))
+        yield (
+            show,
+            (lambda what: None) if quiet else (lambda what: console.print(what, soft_wrap=not console.is_terminal)),
+        )

@@ -45,6 +45,16 @@ def grid(lrs: Sequence[float], seeds: Sequence[int]) -> list[Point]:
     return [(lr, seed) for lr in lrs for seed in seeds]
 
 
+def check_place(place: Path) -> None:
+    """Check that runs may go there.
+
+    Raises:
+        OutputError: it is a file.
+    """
+    if place.exists() and not place.is_dir():
+        raise OutputError(f"{place} is a file", remedy="Name a directory")
+
+
 class Sweep:
     """One worker's view of a sweep.
 
@@ -70,8 +80,7 @@ class Sweep:
     ) -> None:
         self.recipe, self.points, self.place = recipe, points, place
         self.optuna = _optuna()
-        if place.exists() and not place.is_dir():
-            raise OutputError(f"{place} is a file", remedy="Name a directory")
+        check_place(place)
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -30,9 +30,10 @@ from normswap.training.augmenting import transform
 from normswap.training.recipe import Data as DataPart
 
 Example = tuple[Tensor, int]
+_GIVE = "Give data.validation=PATH, or data.root=PATH that holds train and val"
 UNMEASURED = (
     "there are no validation images: top-1 is not measured, and best/ is the network with the lowest training loss. "
-    "Give data.validation=PATH, or data.root=PATH that holds train and val"
+    + _GIVE
 )
 
 
@@ -228,6 +229,16 @@ def places(data: DataPart) -> tuple[str, str | None]:
     beside = training.parent if training.name.partition(".")[0] in TRAIN else root
     validated = None if data.validation else part_named(beside, VALIDATION)
     return str(training), data.validation or (str(validated) if validated else None)
+
+
+def require_validation(data: DataPart) -> None:
+    """Check that there are validation images, for what is decided by top-1.
+
+    Raises:
+        SourceError: there are none.
+    """
+    if places(data)[1] is None:
+        raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)
 
 
 def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None) -> list[str]:

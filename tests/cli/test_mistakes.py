@@ -153,6 +153,8 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("no folder for the file", None, ("export", "demo", "-o", "no/x.onnx"), ("there is no directory no",)),
     ("no such runtime", None, ("bench", "demo", "--runtime", "nope"), ("'nope'", "onnxruntime")),
     ("a sweep without rates", None, ("sweep", "finetune_imagenet_skipinit"), ("no --lr: it says which", "0.05,0.1")),
+    ("a sweep without validation", None,
+     ("sweep", "cifar10_recover_bn", "demo", "--lr", "0.1", "data.root=demo"), ("no validation images", "by top-1")),
     ("a sweep into a file", text("out", b""),
      ("sweep", "finetune_imagenet_skipinit", "--lr", "0.1", "-o", "out"), ("out is a file", "Name a directory")),
     ("a report into a folder", empty, ("report", "empty", "-o", "."), (". is a directory",)),
@@ -270,6 +272,7 @@ LATE = {
     "part that is not there": _DATA,
     "a classifier of one class": _SEEN,
     "nothing to train on": _DATA,
+    "a sweep without validation": _DATA,
     "a run into a folder of something": "the run is found or refused by what trains, beside its state",
 }
 

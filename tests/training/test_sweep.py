@@ -386,7 +386,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:
     recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
     recipe.write_text("summary: For the tests\n")
-    command = ["sweep", str(recipe), "resnet18", "train.epochs=2", "--lr", "2^-2..2^0", "--seeds", "3", "-o", str(out)]
+    images = ["data.root=demo", "data.validation=demo"]
+    model = ["resnet18", "train.epochs=2", *images]
+    command = ["sweep", str(recipe), *model, "--lr", "2^-2..2^0", "--seeds", "3", "-o", str(out)]
     assert main([*command, "--best", "2", "--json"]) == 0
     body = as_documented(capsys.readouterr().out, "sweep")
     assert body["done"]

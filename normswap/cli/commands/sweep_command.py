@@ -108,11 +108,15 @@ def run(
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = kept_at.output or Path(f"sweep-{Path(recipe).stem}")
-    from normswap.training.sweep import Sweep, grid
+    from normswap.training.sweep import Sweep, check_place, grid
 
     name = model or (plan.model.name if plan.model else None)
     if name is None:
         raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
+    check_place(place)
+    from normswap.training import training_images  # imports torch
+
+    training_images.require_validation(plan.data)
     sweep = Sweep(plan, {"model": name, "weights": weights}, grid(lrs, range(seeds)), place, kept_at.storage)
     with progress.training() as (show_progress, say):
         done = sweep.work(trainer(model, Opening(weights), device, show_progress), retake=kept_at.retake, say=say)
