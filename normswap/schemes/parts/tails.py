@@ -36,7 +36,7 @@ def sampling(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]
     def spy(path: str, layer: nn.Module) -> RemovableHandle:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
-            places = torch.randperm(x.shape[2], generator=generator)[:PLACES]
+            places = torch.randperm(x.shape[2], generator=generator, device="cpu")[:PLACES]
             seen.setdefault(path, []).append(x[:, :, places.to(x.device)].transpose(0, 1).flatten(1).float().cpu())
 
         return layer.register_forward_pre_hook(hook)

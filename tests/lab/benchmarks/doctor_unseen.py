@@ -32,7 +32,7 @@ from normswap.models.stated_images import Preprocessing
 STATISTICS = ("wrong-statistics", "stale-statistics", "swapped-statistics")
 TRAINED_HERE: dict[str, dict[str, Any]] = {  # at 32 px: with more strides the last maps have one position
     "resnet10t": {"output_stride": 8},
-    "mobilenetv3_small_050": {"output_stride": 8},
+    "mobilenetv2_050": {"output_stride": 8},
 }
 OTHER_KINDS = ("unet", "one_d", "three_d")  # trained networks that doctor.py does not look at
 
