@@ -70,7 +70,9 @@ def documented(arguments: Sequence[str]) -> list[set[str]]:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+    """All files and folders, by path, but for what Python caches of a module that is imported."""
+    paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 DEMO = ("convert", MODEL, "--to")

@@ -76,9 +76,10 @@ def table(
     words = [max((len(word) for texts in cells for word in texts[i].split()), default=1) for i in folded]
     shares = _shared(room, [whole[i] for i in folded], [min(longest, _WORD) for longest in words])
     for i in kept:
-        width = shares[folded.index(i)] if i in folded else whole[i]
-        number = columns[i] in right
-        made.add_column(columns[i], justify="right" if number else "left", no_wrap=number, overflow="fold", width=width)
+        if columns[i] in right:  # rich makes a column of a `width` smaller where the table is too wide, and cuts
+            made.add_column(columns[i], justify="right", no_wrap=True, min_width=whole[i])
+        else:
+            made.add_column(columns[i], overflow="fold", width=shares[folded.index(i)] if i in folded else whole[i])
     for texts in cells:
         made.add_row(*(Text(texts[i]) for i in kept))
     _print(made)

@@ -43,7 +43,7 @@ def test_an_option_stands_under_the_heading_of_its_record() -> None:
 
 @pytest.mark.parametrize(("samples", "count"), [(None, 128), (7, 7)])
 def test_so_many_images_are_made_as_are_asked_for(samples: int | None, count: int) -> None:
-    made: Any = Fitting(calibrate="synthetic", samples=samples)._images(None)  # type: ignore[arg-type]
+    made: Any = Fitting(calibrate="synthetic", samples=samples)._images(None, timed=True)  # type: ignore[arg-type]
     assert made.count == count
 
 

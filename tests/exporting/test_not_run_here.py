@@ -55,7 +55,7 @@ def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file = tmp_path / "a.ts"
     assert main(["export", "demo", "-o", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "checked      not run here: this system has no such runtime; the folded network passed" in said
+    assert "not run here: this system has no such runtime; the folded network passed" in " ".join(said.split())
     assert not [word for word in ("relative L2", "same answer", "evaluate") if word in said]
     assert main(["inspect", str(file)]) == 0
     assert "checked    not run here" in capsys.readouterr().out
