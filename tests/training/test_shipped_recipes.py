@@ -185,7 +185,7 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "site")
     packed_files = {file.name for file in (tmp_path / "site" / "normswap" / "recipes").iterdir()}
-    assert packed_files == {*(f"{name}.yaml" for name in WANTED), "wide_resnet.py"}
+    assert packed_files == {*(f"{name}.yaml" for name in WANTED), "wide_resnet.py", "finetune.sbatch"}
     code = (
         "from normswap import shipped; from normswap.training import recipe_files as r; "
         "print(shipped.recipes(), len(r.names()))"
