@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from normswap.models import calling
 from normswap.models.calling import Example
-from normswap.models.modes import evaluating
+from normswap.models.network_input import runs
 
 
 def explained(model: nn.Module, example: Example) -> tuple[str, str] | None:
@@ -19,7 +18,7 @@ def explained(model: nn.Module, example: Example) -> tuple[str, str] | None:
     if len(kinds) > 1:
         return f"its tensors are of {' and '.join(kinds)}", "Cast it to one: model.float()"
     wanted, other = calling.anchor(model), example.images
-    if wanted.dtype == other.dtype or not _runs(model, example.map(lambda t: t.to(wanted.dtype))):
+    if wanted.dtype == other.dtype or not runs(model, lambda: example.map(lambda t: t.to(wanted.dtype))):
         return None
     remedy = f"Cast it: x.to(torch.{_named(wanted)}); pixels are normalized, too"
     return f"the input is of {_named(other)}, the network of {_named(wanted)}", remedy
@@ -27,13 +26,3 @@ def explained(model: nn.Module, example: Example) -> tuple[str, str] | None:
 
 def _named(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-@torch.no_grad()
-def _runs(model: nn.Module, example: Example) -> bool:
-    try:
-        with evaluating(model):
-            example.call(model)
-    except Exception:  # whatever the network raises
-        return False
-    return True

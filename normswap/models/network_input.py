@@ -6,7 +6,8 @@ Hugging Face config), else from its first layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -195,7 +196,8 @@ def size(model: nn.Module) -> tuple[int, ...]:
     channels = {one[0] for one in sizes[:2]}
     if len(channels) < 2:
         return sizes[0]
-    return next((one for one in sizes[:2] if _runs(model, one)), sizes[0])  # its stem may rearrange channels
+    # its stem may rearrange channels
+    return next((one for one in sizes[:2] if runs(model, partial(noise, model, one))), sizes[0])
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
@@ -259,10 +261,11 @@ def _outputs(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _runs(model: nn.Module, one: tuple[int, ...]) -> bool:
+def runs(model: nn.Module, make: Callable[[], Example]) -> bool:
+    """Whether the network runs in eval mode on the call that `make` gives, and that can be made."""
     try:
         with evaluating(model):
-            noise(model, one).call(model)
+            make().call(model)
     except Exception:  # whatever the network raises
         return False
     return True
