@@ -8,7 +8,7 @@ Each fault has the names that count as right. Images are CIFAR-10's, as `doctor.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import normswap
+from normswap.diagnosis.findings import Finding
 from normswap.models.preprocessing import data_config
 from normswap.surgery.recalibration import recalibrate
 
@@ -277,6 +278,23 @@ def mean_of(name: str) -> nn.Module:
     return recalibrate(other, doctor.images_for(one, 1024).test).model
 
 
+def planted_row(label: str, planted: Planted, model: nn.Module, images: doctor.Images) -> tuple[Finding, ...]:
+    """Plant the fault, print its row, and return what the doctor names."""
+    before = doctor.top1(model, images)
+    batches = planted.plant(model, [*images.seen, *images.test])
+    images = doctor.Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
+    faults = doctor.diagnosed(model, images).faults
+    print(f"| {label} | `{planted.network}` | {faults[0].name if faults else '-'} "
+          f"| {'yes' if is_right(planted, faults) else 'NO'} | {before:.1f} | {doctor.top1(model, images):.1f} |",
+          flush=True)  # fmt: skip
+    return faults
+
+
+def is_right(planted: Planted, faults: Sequence[Finding]) -> bool:
+    """Whether a right cause is named first."""
+    return bool(faults) and faults[0].name in planted.right
+
+
 def main() -> None:
     torch.manual_seed(0)
     print("| fault | network | named first | right | top-1 before | with the fault |\n|---|---|---|---|---|---|")
@@ -284,14 +302,8 @@ def main() -> None:
     for label, planted in FAULTS.items():
         model = doctor.opened(planted.network)
         images = doctor.images_for(model, 512)
-        before = doctor.top1(model, images)
-        batches = planted.plant(model, [*images.seen, *images.test])
-        images = doctor.Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
-        faults = doctor.diagnosed(model, images).faults
-        well = bool(faults) and faults[0].name in planted.right
-        right += well
-        print(f"| {label} | `{planted.network}` | {faults[0].name if faults else '-'} | {'yes' if well else 'NO'} "
-              f"| {before:.1f} | {doctor.top1(model, images):.1f} |", flush=True)  # fmt: skip
+        faults = planted_row(label, planted, model, images)
+        right += is_right(planted, faults)
     alarms = 0
     for label, model, images in healthy():
         faults = doctor.diagnosed(model, images).faults

@@ -20,7 +20,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import zoo_networks
-from doctor_held_out import Planted, again, on_images, on_norms, pixels
+from doctor_held_out import Planted, again, is_right, on_images, on_norms, pixels, planted_row
 from recalibrate_pruned import DATA
 from test_doctor import norms
 from torch import Tensor, nn
@@ -226,14 +226,8 @@ def main() -> None:
             continue
         model = opened(planted.network)
         images = images_for(planted.network, model)
-        before = doctor.top1(model, images)
-        batches = planted.plant(model, [*images.seen, *images.test])
-        images = doctor.Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
-        faults = doctor.diagnosed(model, images).faults
-        well = bool(faults) and faults[0].name in planted.right
-        right += well
-        print(f"| {label} | `{planted.network}` | {faults[0].name if faults else '-'} | {'yes' if well else 'NO'} "
-              f"| {before:.1f} | {doctor.top1(model, images):.1f} |", flush=True)  # fmt: skip
+        faults = planted_row(label, planted, model, images)
+        right += is_right(planted, faults)
         if chosen:
             print(*faults, sep="\n", file=sys.stderr)
     for name in HEALTHY:
