@@ -78,7 +78,8 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[TrainingProgres
             if hidden and not quiet and moment.epoch == int(moment.epoch):
                 print(words, file=sys.stderr)
 
-        yield (
-            show,
-            (lambda what: None) if quiet else (lambda what: console.print(what, soft_wrap=not console.is_terminal)),
-        )
+        def say(what: str) -> None:
+            if not quiet:
+                console.print(what, soft_wrap=not console.is_terminal)
+
+        yield show, say
