@@ -53,7 +53,8 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     dropout = reader.dropout(classifier) if classifier else None
     end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
     maps = tuple(_maps(traced))
-    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, provenance=origin)
+    features = classifier is None and reader.gives_features()
+    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, provenance=origin)
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
@@ -262,6 +263,24 @@ class _GraphReader:
                 return None
             sources = inputs(sources[0])
         return last if sources else None
+
+    def gives_features(self) -> bool:
+        """Whether all that comes out was last a norm's, or an activation's of anything but a linear layer."""
+        left, seen, features = [self.nodes[-1]], set(), False
+        while left:
+            for node in inputs(left.pop()):
+                if self._is_norm(node):
+                    features = True
+                elif self.is_activation(node):
+                    if any(self._is_linear(source) for source in inputs(node)):
+                        return False
+                    features = True
+                elif self._is_linear(node) or not inputs(node):
+                    return False
+                elif node not in seen:
+                    seen.add(node)
+                    left.append(node)
+        return features
 
     def dropout(self, classifier: fx.Node) -> str | None:
         sources = inputs(classifier)
