@@ -25,8 +25,8 @@ KEPT = "tests/surgery/test_expected_accuracy.py::test_of_features_no_answer_is_t
 ERRORS = (
     Planted("an encoder's largest feature is its answer", "normswap/surgery/kept_accuracy.py",
             "error.agreement if scores else None", "error.agreement", (KEPT,)),
-    Planted("features behind a norm are scores", "normswap/graph/inspection.py",
-            "                if self._is_norm(node):\n                    features = True", "                if self._is_norm(node):\n                    features = False",
+    Planted("features behind a norm are scores", "normswap/graph/ending.py",
+            "                if self.is_norm(node):\n                    features = True", "                if self.is_norm(node):\n                    features = False",
             ("tests/graph/test_inspection.py::test_features_are_told_from_scores",)),
     Planted("images that can be read once are read by the first step alone", "normswap/surgery/conversion.py",
             "if len(steps) > 1 and isinstance(images, Iterator):", "if len(steps) > 2 and isinstance(images, Iterator):",
