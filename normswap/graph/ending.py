@@ -1,4 +1,4 @@
-"""What a network ends in: a classifier and the dropout before it, or features."""
+"""The end of a network: a classifier and the dropout before it, or features."""
 
 from __future__ import annotations
 

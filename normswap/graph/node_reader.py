@@ -1,4 +1,4 @@
-"""What a node of a recorded forward is: a norm, a linear layer, an activation."""
+"""The kind of a node of a recorded forward: a norm, a linear layer, an activation."""
 
 from __future__ import annotations
 
