@@ -82,7 +82,9 @@ def carry_out(network: Network, step: Step) -> Conversion:
     precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
     if dealt and dealt.held:
-        kept = kept_accuracy.measured(network.module, result, dealt.held, dealt.others)
+        kept = kept_accuracy.measured(
+            network.module, result, dealt.held, dealt.others, scores=not network.anatomy.features
+        )
         report = replace(report, kept=kept and kept.of_made() if isinstance(images, MadeImages) else kept)
     elif images is not None:
         report = replace(report, unmeasured=held_out.TOO_FEW if dealt else held_out.NONE)

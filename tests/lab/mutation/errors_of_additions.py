@@ -20,7 +20,14 @@ SEQUENTIAL, FITTED = "normswap/calibration/sequential_fit.py", "tests/calibratio
 SETTINGS, SETTLED = "normswap/diagnosis/settings.py", "tests/diagnosis/test_doctor.py::"
 TRAINING, TRAINED = "normswap/training/training_images.py", "tests/training/test_training_images.py::"
 
+KEPT = "tests/surgery/test_expected_accuracy.py::test_of_features_no_answer_is_told"
+
 ERRORS = (
+    Planted("an encoder's largest feature is its answer", "normswap/surgery/kept_accuracy.py",
+            "error.agreement if scores else None", "error.agreement", (KEPT,)),
+    Planted("features behind a norm are scores", "normswap/graph/ending.py",
+            "                if self.is_norm(node):\n                    features = True", "                if self.is_norm(node):\n                    features = False",
+            ("tests/graph/test_inspection.py::test_features_are_told_from_scores",)),
     Planted("images that can be read once are read by the first step alone", "normswap/surgery/conversion.py",
             "if len(steps) > 1 and isinstance(images, Iterator):", "if len(steps) > 2 and isinstance(images, Iterator):",
             ("tests/calibration/test_norm_estimate.py::test_images_that_can_be_read_once_are_kept_for_each_step",)),
