@@ -20,15 +20,15 @@ INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 @contextmanager
 def ends_imports() -> Iterator[None]:
     """Let an interruption of an import end the process, where nobody else minds interruptions."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, _end_or_raise)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def _end_or_raise(number: int, frame: FrameType | None) -> None:
