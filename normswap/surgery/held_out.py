@@ -93,9 +93,9 @@ class Dealt:
                     self.others += parts(first, self.device)
                     more -= first.count
                 yield from parts(rest, self.device)
-        given = sum(part.count for part in self.held)
-        self.held = [part for one in self.held if (part := _without(one, known)) is not None]
-        self.copies = given - sum(part.count for part in self.held)
+        held_out = sum(part.count for part in self.held)
+        self.held = [left for part in self.held if (left := _without(part, known)) is not None]
+        self.copies = held_out - sum(part.count for part in self.held)
 
 
 def _marks(batch: Example) -> list[bytes]:
