@@ -121,6 +121,11 @@ class Site:
         parts = zip(*((site.means, site.squares, site.var, site.effect, site.eps) for site in sites), strict=True)
         return cls(*(torch.cat(values) for values in parts))
 
+    def beside(self, other: Site) -> Site:
+        """The same groups, with the images of both."""
+        both = ((self.means, other.means), (self.squares, other.squares))
+        return Site(*(torch.cat(values, 1) for values in both), self.var, self.effect, self.eps)
+
     def steadied(self, steady: float) -> tuple[Tensor, Tensor]:
         """Scales (signed) and constants (C,) that cost little; within a group they keep the variance, and sum to 0.
 
