@@ -48,7 +48,8 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, batches: 
         share = shares[path] if path in shares else args.get("steady", 0.0)
         site = Site.of(*seen[path], norm, args["groups"])
         if path in made:
-            site = site.beside(Site.of(*(value[:missing] for value in made[path]), norm, args["groups"]))
+            means, squares = made[path]
+            site = site.beside(Site.of(means[:missing], squares[:missing], norm, args["groups"]))
         scale, offset = site.steadied(share)
         scale, offset = scale.to(norm.weight.device), offset.to(norm.weight.device)
         shift = offset - scale * norm.running_mean.double()  # `offset` is what the mean becomes

@@ -123,8 +123,8 @@ class Site:
 
     def beside(self, other: Site) -> Site:
         """The same groups, with the images of both."""
-        both = ((self.means, other.means), (self.squares, other.squares))
-        return Site(*(torch.cat(values, 1) for values in both), self.var, self.effect, self.eps)
+        means, squares = torch.cat([self.means, other.means], 1), torch.cat([self.squares, other.squares], 1)
+        return Site(means, squares, self.var, self.effect, self.eps)
 
     def steadied(self, steady: float) -> tuple[Tensor, Tensor]:
         """Scales (signed) and constants (C,) that cost little; within a group they keep the variance, and sum to 0.
