@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from normswap.errors import OptionError, OutputError, TrainingError
-from normswap.training import launching
+from normswap.training import launching, processes
 from normswap.training.run_folder import Folder
 
 
@@ -130,6 +130,22 @@ def test_a_batch_script_and_what_torchrun_starts_in_a_task_are_no_tasks_of_srun(
     slurm.setenv("RANK", "1")
     launching.read_slurm()
     assert os.environ["RANK"] == "1"
+
+
+def test_a_task_by_itself_is_one_process(slurm: pytest.MonkeyPatch) -> None:
+    slurm.setenv("SLURM_STEP_ID", "0")
+    slurm.setenv("SLURM_NTASKS", "1")
+    assert not launching.is_worker()
+    launching.read_slurm()
+    assert "RANK" not in os.environ
+
+
+def test_all_take_the_newest_state_whoever_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four processes the third has trained on; the others have none, an older one, and none."""
+    monkeypatch.setattr(processes, "gathered", lambda _, one: [None] * 4 if one is None else [one, 3, 7, one])
+    monkeypatch.setattr(processes, "_broadcast", lambda _, one, source: (one, source))
+    engine: Any = None
+    assert processes.newest_state(engine, None) == (None, 2)
 
 
 def common_names(store: dist.Store, ranks: list[int]) -> list[str]:
