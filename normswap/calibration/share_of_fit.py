@@ -3,7 +3,7 @@
 A layer's fit is least squares on a few images: it errs less on them, and may err more on others. Worse, what is least
 in squares is drawn towards the mean, wherever a sample's own statistics make inputs uncertain, and a network whose
 every layer is drawn so answers with less than it knows. Both show in the answers to held-out images alone. On the line
-from the weights that there were without the fit (a share of 0) to those that it found (1), the place is taken where
+from the weights that there were without the fit (a share of 0) to those that it answers (1), the place is taken where
 these answers are nearest to the source's.
 """
 
@@ -71,17 +71,17 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
 
 def _loss(wanted: Values, result: nn.Module, example: Example) -> float:
     """Over the images, summed; not a number, where they cannot be compared, is more than any."""
-    found = dict(named_tensors(example.like(result).call(result)))
-    if found.keys() != wanted.keys() or any(found[name].shape != value.shape for name, value in wanted.items()):
+    answers = dict(named_tensors(example.like(result).call(result)))
+    if answers.keys() != wanted.keys() or any(answers[name].shape != value.shape for name, value in wanted.items()):
         return float("inf")
-    parts = [divergence(value, found[name]) for name, value in wanted.items() if value.is_floating_point()]
+    parts = [divergence(value, answers[name]) for name, value in wanted.items() if value.is_floating_point()]
     total = float(torch.stack(parts).sum()) if parts else 0.0
     return total * example.count if total < float("inf") else float("inf")
 
 
-def divergence(wanted: Tensor, found: Tensor) -> Tensor:
+def divergence(wanted: Tensor, answers: Tensor) -> Tensor:
     """The mean of KL(p || q) over rows of logits (N, K); of anything else |z - z'|^2 / |z|^2; float64 ()."""
-    wanted, found = wanted.double(), found.double()
+    wanted, answers = wanted.double(), answers.double()
     if wanted.ndim == 2 and wanted.shape[1] > 1:
-        return F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
-    return (wanted - found).square().sum() / wanted.square().sum().clamp_min(1e-30)
+        return F.kl_div(answers.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+    return (wanted - answers).square().sum() / wanted.square().sum().clamp_min(1e-30)
