@@ -13,6 +13,7 @@ DRIFT, NUMBERS = "normswap/diagnosis/drift.py", "normswap/diagnosis/stored_numbe
 ON_IMAGES = "tests/diagnosis/test_doctor_on_images.py::"
 PT2, SCRIPT = "normswap/exporting/pt2.py", "normswap/exporting/torchscript.py"
 EXPORTS = "tests/exporting/test_exporter.py::"
+ASKED = ("tests/cli/test_images_asked_for.py",)
 COPIES = (EXPORTS + "test_products_with_one_go_unless_they_are_copies",
           EXPORTS + "test_sums_with_nothing_go_unless_they_are_copies")  # fmt: skip
 
@@ -94,6 +95,14 @@ ERRORS = (
             ("tests/training/test_launching.py::test_what_fails_in_one_process_fails_in_all",)),
     Planted("few values choose factors", "normswap/schemes/parts/tails.py", "if x.shape[1] < ENOUGH:", "if x.shape[1] < 2:",
             ("tests/schemes/test_tails.py::test_few_values_choose_no_factors",)),
+    Planted("images to fit to are drawn by one seed", "normswap/cli/fitting_images.py",
+            "samples=count, seed=self.seed, labelled", "samples=count, labelled", ASKED),
+    Planted("images are read from one part of a data set", "normswap/cli/image_options.py",
+            "            split=self.split, seed=seed,", "            seed=seed,", ASKED),
+    Planted("images to set int8 by are the few that a file is checked on", "normswap/cli/commands/export_command.py",
+            'data=self.calibrate, samples=None, split="train")', 'data=self.calibrate, split="train")', ASKED),
+    Planted("recalibrate draws by one seed", "normswap/cli/commands/recalibrate_command.py",
+            "images.loader(net, seed=seed, labelled=False)", "images.loader(net, labelled=False)", ASKED),
     Planted("one task of srun is several processes", "normswap/training/launching.py",
             'os.environ.get("SLURM_NTASKS", "1")) > 1', 'os.environ.get("SLURM_NTASKS", "1")) > 0',
             ("tests/training/test_launching.py::test_a_task_by_itself_is_one_process",)),
