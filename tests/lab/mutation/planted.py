@@ -150,7 +150,7 @@ def table(rows: Sequence[tuple[Planted, dict[str, Any] | None]], before: str) ->
         "# Planted errors", "",
         f"{killed} of {killed + survived} were noticed by the tests that must notice them"
         + (f"; {missing} were not planted" if missing else "") + "."
-        + (f" {kept} rows are of an earlier commit, which they name: the file or its tests have changed since."
+        + (f" {kept} rows are of an earlier commit, which they name, and were not planted again."
            if kept else ""), "",
         *circumstance().lines("python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md", "cpu"),
         "| error | file | outcome | first test to fail | seconds | commit |", "|---|---|---|---|---|---|", *lines, "",
