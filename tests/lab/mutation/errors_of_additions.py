@@ -23,6 +23,20 @@ TRAINING, TRAINED = "normswap/training/training_images.py", "tests/training/test
 KEPT = "tests/surgery/test_expected_accuracy.py::test_of_features_no_answer_is_told"
 
 ERRORS = (
+    Planted("bytes that were not normalized are not doubted", "normswap/images/stem_statistics.py", "for white in (1, 255)",
+            "for white in (1,)", ("tests/models/test_preprocessing.py::test_pixels_that_were_not_normalized_are_doubted",)),
+    Planted("the network's own record is not tried", "normswap/images/stem_statistics.py",
+            "ways = [Preprocessing(tuple(config[\"mean\"]), tuple(config[\"std\"])), *_USUAL[:2]]", "ways = _USUAL[:2]",
+            ("tests/models/test_preprocessing.py::test_pixels_that_were_not_normalized_are_doubted",)),
+    Planted("a slightly other normalization is doubted", "normswap/images/stem_statistics.py", "now is None or now < _FAR", "now is None",
+            ("tests/models/test_preprocessing.py",)),
+    Planted("copies of fitted images are measured on", "normswap/surgery/held_out.py", "known.update(_marks(rest))", "pass",
+            ("tests/surgery/test_held_out.py",)),
+    Planted("copies among held-out images count", "normswap/surgery/held_out.py", "        known.add(mark)\n", "",
+            ("tests/surgery/test_held_out.py",)),
+    Planted("samples that cannot be parted are copies of one another", "normswap/surgery/held_out.py",
+            "torch.arange(batch.count)[:, None]]", "torch.zeros(batch.count, 1)]",
+            ("tests/schemes/test_kinds_of_network.py::test_samples_are_held_out_whole",)),
     Planted("an encoder's largest feature is its answer", "normswap/surgery/kept_accuracy.py",
             "error.agreement if scores else None", "error.agreement", (KEPT,)),
     Planted("features behind a norm are scores", "normswap/graph/ending.py",
