@@ -40,6 +40,7 @@ FILES = (
 ERRORS = tuple(error for file in FILES for error in file.ERRORS)
 KNOWN = ROOT / "runs" / "planted.jsonl"
 AT_ONCE = 40  # errors whose tests are run without any, in one process
+SAID = "| killed |", "| **survived** |"  # in a row
 
 
 def patched(error: Planted, text: str) -> str:
@@ -88,7 +89,7 @@ def main() -> None:
     if missing:
         measure(missing, args.minutes)
     rows = known()
-    text = table([(error, rows.get(digest(error))) for error in ERRORS])
+    text = table([(error, rows.get(digest(error))) for error in ERRORS], before)
     print(text)
     if args.output:
         args.output.write_text(text, encoding="utf-8")
@@ -125,23 +126,35 @@ def _measure_one(error: Planted, place: Path, commit: str) -> None:
     print(f"{'killed' if outcome.killed else 'SURVIVED'}: {error.name} {outcome.first}", file=sys.stderr, flush=True)
 
 
-def table(rows: Sequence[tuple[Planted, dict[str, Any] | None]]) -> str:
-    """What came of each error, in Markdown."""
-    done = [row for _, row in rows if row]
-    killed = sum(row["killed"] for row in done)
-    lines = [
-        "# Planted errors", "",
-        f"{killed} of {len(done)} were noticed by the tests that must notice them"
-        + (f"; {len(rows) - len(done)} were not planted" if len(done) < len(rows) else "") + ".", "",
-        *circumstance().lines("python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md", "cpu"),
-        "| error | file | outcome | first test to fail | seconds | commit |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+def table(rows: Sequence[tuple[Planted, dict[str, Any] | None]], before: str) -> str:
+    """What came of each error, in Markdown.
+
+    Args:
+        before: the table that there was: its rows stay, with their commits, where nothing later is known.
+    """
+    lines: list[str] = []
+    older = {line.split(" | ")[0]: line for line in before.splitlines() if any(said in line for said in SAID)}
+    kept = 0
     for error, row in rows:
+        if row is None and f"| {error.name}" in older:
+            lines.append(older[f"| {error.name}"])
+            kept += 1
+            continue
         said = ("killed" if row["killed"] else "**survived**") if row else "not planted"
         first = f"`{row['first']}`" if row and row["first"] else ""
         cells = [error.name, f"`{error.file}`", said, first]
         lines.append(f"| {' | '.join(cells)} | {row['seconds'] if row else ''} | {row['commit'] if row else ''} |")
-    return "\n".join([*lines, ""])
+    killed, survived = (sum(said in line for line in lines) for said in SAID)
+    missing = len(lines) - killed - survived
+    return "\n".join([
+        "# Planted errors", "",
+        f"{killed} of {killed + survived} were noticed by the tests that must notice them"
+        + (f"; {missing} were not planted" if missing else "") + "."
+        + (f" {kept} rows are of an earlier commit, which they name, and were not planted again."
+           if kept else ""), "",
+        *circumstance().lines("python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md", "cpu"),
+        "| error | file | outcome | first test to fail | seconds | commit |", "|---|---|---|---|---|---|", *lines, "",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
