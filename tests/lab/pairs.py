@@ -51,11 +51,12 @@ def pairs(test: str) -> list[str]:
     return [line for line in pytest("--collect-only", test).stdout.splitlines() if line.startswith(f"{test}[")]
 
 
-def tried(cases: Sequence[str]) -> Iterator[dict[str, Any]]:
+def tried(cases: Sequence[str], processes: int) -> Iterator[dict[str, Any]]:
     """Run some cases: what came of each, and how long it took in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        pytest(f"--junitxml={report}", "-o", "junit_family=xunit1", *cases)
+        spread = ("-n", str(processes), "--dist", "worksteal") if processes > 1 else ()
+        pytest(f"--junitxml={report}", "-o", "junit_family=xunit1", *spread, *cases)
         for one in ElementTree.parse(report).iter("testcase"):
             failed = one.find("failure") is not None or one.find("error") is not None
             refused = any(entry.get("name") == "refused" for entry in one.iter("property"))
@@ -70,14 +71,15 @@ def known(commit: str) -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in map(json.loads, lines) if row["commit"] == commit}
 
 
-def measure(missing: Sequence[str], commit: str, minutes: float) -> None:
+def measure(missing: Sequence[str], commit: str, minutes: float, processes: int) -> None:
     """Run cases until none is missing or the time is over, and add what came of them to what is known."""
     end = time.monotonic() + 60 * minutes
     KNOWN.parent.mkdir(exist_ok=True)
-    for first in range(0, len(missing), AT_ONCE):
+    many = AT_ONCE * processes
+    for first in range(0, len(missing), many):
         if time.monotonic() > end:
             return
-        rows = list(tried(missing[first : first + AT_ONCE]))
+        rows = list(tried(missing[first : first + many], processes))
         with KNOWN.open("a", encoding="utf-8") as out:
             out.writelines(json.dumps({**row, "commit": commit}) + "\n" for row in rows)
         print("".join(f"failed: {row['case']}\n" for row in rows if row["outcome"] == "failed"), end="", flush=True)
@@ -105,6 +107,7 @@ def table(cases: dict[str, list[str]], rows: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more pairs after so long")
+    parser.add_argument("-n", "--processes", type=int, default=1, help="pairs at the same time")
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
     args = parser.parse_args()
     commit = circumstance().commit()
@@ -112,7 +115,7 @@ def main() -> None:
     done = known(commit)
     missing = [case for test in cases.values() for case in test if case not in done]
     random.Random(0).shuffle(missing)  # a part of the time is a sample of every table
-    measure(missing, commit, args.minutes)
+    measure(missing, commit, args.minutes, args.processes)
     text = table(cases, known(commit))
     print(text)
     if args.output:
