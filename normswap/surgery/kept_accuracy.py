@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -17,7 +17,7 @@ FEWEST = 12  # held-out images that an accuracy is told by: six may all be of th
 def measured(
     source: nn.Module,
     result: nn.Module,
-    held: Sequence[Example],
+    held: Iterable[Example],
     others: Sequence[Example] = (),
     *,
     scores: bool = True,
