@@ -49,7 +49,8 @@ def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
     if not code:
         return json.loads(out)
     assert (code, err.count("\n"), err[:7], list(folder.iterdir())) == (2, 1, "error: ", []), err
-    assert not re.search("computes something else|is wrong:|cannot run it|does not take it|does not run on", err), err
+    known = "computes something else|is wrong:|cannot run it|does not take it|does not run on|No such option"
+    assert not re.search(known, err), err
     return None
 
 
@@ -67,6 +68,14 @@ def documented(arguments: Sequence[str]) -> list[set[str]]:
     for word in arguments:
         found = getattr(found, "commands", {}).get(word, found)
     return [{*keys} for keys in found.keys.values()]
+
+
+def options_of(command: str) -> set[str]:
+    """The long names of a command's options."""
+    main([])  # commands are registered when one is run
+    found: Any = typer.main.get_command(app)
+    names = [name for one in found.commands[command].params for name in (*one.opts, *one.secondary_opts)]
+    return {name for name in names if name.startswith("--")}
 
 
 def files(folder: Path) -> dict[str, bytes | None]:

@@ -41,7 +41,8 @@ from torch import fx, nn
 from normswap import provenance
 from normswap.analysis import decay_settings
 from normswap.errors import TraceError
-from normswap.graph.inspection import LINEAR, Anatomy, Block
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine
 from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer

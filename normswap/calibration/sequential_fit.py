@@ -23,6 +23,7 @@ from normswap.calibration.activation_cache import Values
 from normswap.calibration.least_squares import Fit, Folds, by_group, naming, regress
 from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
 from normswap.calibration.sampling import columns, draw, fits, patches, targets
+from normswap.calibration.share_of_fit import HeldOut, keep_share, values_of
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import activations, affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
@@ -45,7 +46,7 @@ def refit(
     result: nn.Module,
     batches: Iterable[object],
     *,
-    zero_sum: Callable[[str, nn.Module], Tensor | None] = lambda path, module: None,
+    zero_sum: Callable[[str, nn.Module], Tensor | None] | None = None,
     only: Callable[[str, nn.Module], bool] = lambda path, module: True,
     mirror: bool = True,
     seed: int = 0,
@@ -54,9 +55,10 @@ def refit(
     """Fit the values of `result`, in place, to those of `source`; the modules of both go by the same paths.
 
     Args:
-        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
+        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. Where
+            they hold some out (`HeldOut`), as much of the fit is kept as those say (`keep_share`).
         zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
-            count as in the units before.
+            count as in the units before. Without a fit such filters are of no use: all of it is kept.
         only: which layers to fit.
         mirror: take every image's mirror image, too, if there are few (`lockstep.MIRRORED`).
         progress: called after each layer with the layers done and their total.
@@ -64,6 +66,7 @@ def refit(
     Raises:
         SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
+    before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else None
     with evaluating(source, result):
         pair, examples = interpreters(batches, source, result)
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
@@ -76,11 +79,14 @@ def refit(
                     if normalizes(module):
                         _fit_norm(module, source.get_submodule(path), layer, end, seed + done)
                     else:
-                        _fit_linear(module, source.get_submodule(path), layer, end, seed + done, zero_sum(path, module))
+                        factors = None if zero_sum is None else zero_sum(path, module)
+                        _fit_linear(module, source.get_submodule(path), layer, end, seed + done, factors)
                 if progress is not None:
                     progress(done + 1, len(layers))
         finally:
             lockstep.close()
+    if before is not None and isinstance(batches, HeldOut):
+        keep_share(source, result, before, batches.held)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import typer.core
 import normswap
 from normswap.cli import commands
 from normswap.cli.help_page import Clicks
+from normswap.cli.interruption import INTERRUPTED, ends_imports
 from normswap.cli.printing import between_words
 from normswap.errors import NormswapError, OptionError, command_line
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's threads that wait spin; where another process wants the cores that costs several times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        with _quiet(), command_line():
+        with ends_imports(), _quiet(), command_line():
             _register()
             arguments = sys.argv[1:] if argv is None else list(argv)
             if not arguments:
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon_stdout()
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     return result if isinstance(result, int) else 0
 
 

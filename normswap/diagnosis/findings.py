@@ -15,7 +15,7 @@ from normswap import provenance
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.planned_layer import Linearity

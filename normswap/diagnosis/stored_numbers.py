@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.layers.planned_layer import Linearity
 
 _SWITCHED_OFF = 0.1  # share of a norm's channels with a gamma of 0 from which on it is a fault
 _TINY = 1e-3  # of eps
@@ -97,9 +99,9 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
     Training makes some filters many times as long as others.
     """
     layer = case.layer_before(site)
-    if layer is None or len(layer.weight) < _FILTERS:
+    squares = torch.zeros(0, 1) if layer is None else _filters(layer).square()
+    if len(squares) < _FILTERS:
         return False
-    squares = layer.weight.detach().double().flatten(1).square()
     count, lengths = squares.shape[1], squares.sum(1)
     within = (squares.square().mean(1) / squares.mean(1).square().clamp_min(1e-30)).mean()
     kurtosis = within * (count + 2) / count  # of n normal numbers it is seen as 3 n / (n + 2)
@@ -132,10 +134,18 @@ def _without_weights(case: Case, site: StoredNorm) -> Tensor:
     """Which channels get nothing, (C,): the weights before them have decayed to 0, as those of dead channels do."""
     assert site.var is not None
     layer = case.layer_before(site)
-    if layer is None or len(layer.weight) != len(site.var):
+    lengths = torch.zeros(0) if layer is None else _filters(layer).square().sum(1)
+    if len(lengths) != len(site.var):
         return torch.zeros_like(site.var, dtype=torch.bool)
-    lengths = layer.weight.detach().double().flatten(1).square().sum(1)
     return lengths < _DECAYED * lengths.median()
+
+
+def _filters(layer: Linearity) -> Tensor:
+    """The weights that make each output channel, (C, n) float64."""
+    weight = layer.weight.detach().double()
+    if isinstance(layer, _ConvNd) and layer.transposed:  # (in, out / groups, *kernel)
+        weight = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+    return weight.flatten(1)
 
 
 def dead_gammas(case: Case) -> Iterator[Finding]:

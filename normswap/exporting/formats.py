@@ -59,7 +59,7 @@ class Quantizer(Protocol):
 
     NEEDS: tuple[str, ...]  # packages
     RANGES: tuple[str, ...]  # the first is the usual one
-    LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.inspection.LINEAR`
+    LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.node_reader.LINEAR`
 
     def levels(self, layer: nn.Module, bits: int) -> float:
         """How many steps from 0 the file puts the largest weight that a step is made for."""

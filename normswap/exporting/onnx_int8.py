@@ -24,7 +24,7 @@ from normswap.exporting import onnx_arranging, onnx_file
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.settings import LEVELS, SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.models.weight_files import quiet
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from normswap.errors import RefusedError, first_line
 from normswap.exporting import openvino_file
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.settings import SAFE_BITS, Quantization
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.models.weight_files import quiet
 
 if TYPE_CHECKING:

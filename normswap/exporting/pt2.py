@@ -21,7 +21,7 @@ from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import rounding
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.formats import FP16, Runs, extra_files, reason
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.models.weight_files import quiet
 
 NAME = "pt2"

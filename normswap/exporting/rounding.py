@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import TraceError
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.exporting.weight_grid import WeightGrid
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.models.network_input import answer
 
 _STEPS = 255

@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, own_forwards
 from normswap.layers.channelwise import ChannelBias

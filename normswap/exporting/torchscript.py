@@ -35,7 +35,7 @@ def write(contents: FileContents, file: Path) -> None:
             frozen = torch.jit.freeze(torch.jit.trace(contents.network, contents.example, check_trace=False))
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
-    _leave_out_identities(frozen.graph)
+    _leave_out_identities(frozen, contents.example)
     if contents.network.stored != contents.network.dtype:
         _store_bf16(frozen.graph)
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
@@ -44,22 +44,40 @@ def write(contents: FileContents, file: Path) -> None:
     file.write_bytes(held.getbuffer())
 
 
-def _leave_out_identities(graph: torch.Graph) -> None:
+def _leave_out_identities(frozen: torch.jit.ScriptModule, example: tuple[Tensor, ...]) -> None:
     """Take out products with the number 1, and sums with 0.
 
     Networks that once had scalars compute the former (timm's NormFreeBlock), those with merged branches the latter.
-    Where what it reads, or gives, is overwritten, it is needed as a copy.
+    Where what it reads, or gives, is overwritten, it is needed as a copy; where a whole number becomes a float, too.
     """
-    for node in list(graph.nodes()):
-        operands = list(node.inputs())
-        value = operands[1].toIValue() if node.kind() in _NEUTRAL else None
-        if not isinstance(value, float | int) or value != _NEUTRAL[node.kind()]:
-            continue
-        uses = (*node.output().uses(), *operands[0].uses())
-        overwritten = any(use.user.kind().endswith("_") for use in uses)
-        if node.kind().endswith("_") or len(operands[0].uses()) == 1 or not overwritten:
-            node.output().replaceAllUsesWith(operands[0])
+    found = [node for node in frozen.graph.nodes() if _changes_no_number(node)]
+    kept = _kept_dtypes(frozen, example) if found else []
+    for node, same_dtype in zip(found, kept, strict=True):
+        one, result = next(node.inputs()), node.output()
+        overwritten = any(use.user.kind().endswith("_") for use in (*result.uses(), *one.uses()))
+        if same_dtype and (node.kind().endswith("_") or len(one.uses()) == 1 or not overwritten):
+            result.replaceAllUsesWith(one)
             node.destroy()
+
+
+def _changes_no_number(node: torch.Node) -> bool:
+    if node.kind() not in _NEUTRAL:
+        return False
+    value = [*node.inputs()][1].toIValue()
+    return isinstance(value, float | int) and value == _NEUTRAL[node.kind()]
+
+
+def _kept_dtypes(frozen: torch.jit.ScriptModule, example: tuple[Tensor, ...]) -> list[bool]:
+    """Whether each node that changes no number keeps its dtype: freezing has forgotten them, so the graph is run."""
+    graph = frozen.graph.copy()
+    count = len([*graph.outputs()])
+    for node in filter(_changes_no_number, [*graph.nodes()]):
+        graph.registerOutput(next(node.inputs()))
+        graph.registerOutput(node.output())
+    graph.makeMultiOutputIntoTuple()
+    with torch.no_grad():
+        values = torch._C._create_function_from_graph("looked_at", graph)(frozen, *example)[count:]
+    return [one.dtype == result.dtype for one, result in zip(values[::2], values[1::2], strict=True)]
 
 
 def _store_bf16(graph: torch.Graph) -> None:

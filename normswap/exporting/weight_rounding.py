@@ -25,7 +25,7 @@ from normswap.calibration.least_squares import Kernel, Moments, by_group, naming
 from normswap.calibration.row_block import RowBlock
 from normswap.calibration.sampling import fits, patches
 from normswap.exporting.weight_grid import WeightGrid
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.layers.planned_layer import Linearity
 from normswap.models.modes import hooked
 

@@ -27,7 +27,8 @@ from normswap.folding.propagation import (
     propagates_scale,
 )
 from normswap.graph.anatomy import AffineMap
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import is_homogeneous

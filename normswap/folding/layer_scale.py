@@ -11,7 +11,7 @@ from torch import fx, nn
 from normswap.folding.outcomes import folded_back
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers.layer_scale import scaled_dim
 from normswap.plan import AbsorbMode

@@ -14,7 +14,8 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct, name
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import channel_norm, own_forwards, reparametrized
 from normswap.plan import AbsorbMode, Outcome

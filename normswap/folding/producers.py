@@ -15,7 +15,7 @@ from torch import fx, nn
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, is_flat, name
 from normswap.graph import channel_axes
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, listed
 from normswap.layers import affine
 

@@ -97,6 +97,7 @@ class Anatomy:
         classifier: path of the last linear layer before the output.
         dropout: the place of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
+        features: whether features come out, such as an encoder's, and no scores of classes.
         outside: paths of the modules that a conversion leaves as they are (see `selection`).
         provenance: where the network is from, what was done to it, and the norms it once had.
     """
@@ -108,6 +109,7 @@ class Anatomy:
     dropout: str | None
     traced: Traced = field(repr=False, compare=False)
     maps: tuple[AffineMap, ...] = ()
+    features: bool = False
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
 

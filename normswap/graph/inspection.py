@@ -16,18 +16,18 @@ from torch import fx, nn
 
 from normswap import provenance
 from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
+from normswap.graph.ending import Ending
+from normswap.graph.node_reader import LINEAR, NodeReader
 from normswap.graph.recording import record
 from normswap.graph.tracing import Traced, inputs, is_add, is_mul
 from normswap.layers import affine, known_norms
-from normswap.layers.activations import is_activation, is_activation_call
 from normswap.models import network_input
 from normswap.models.calling import Inputs
 from normswap.models.default_device import cpu_by_default
 from normswap.provenance import Provenance
 
-__all__ = ["LINEAR", "AffineMap", "Anatomy", "Block", "Norm", "inspect"]
+__all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
 
-LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
 
 
@@ -49,11 +49,13 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
     untraced = [*traced.opaque.items(), *_hidden_norms(traced)]
-    classifier = reader.classifier()
-    dropout = reader.dropout(classifier) if classifier else None
+    ending = Ending(traced)
+    classifier = ending.classifier()
+    dropout = ending.dropout(classifier) if classifier else None
     end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
     maps = tuple(_maps(traced))
-    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, provenance=origin)
+    features = classifier is None and ending.gives_features()
+    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, provenance=origin)
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
@@ -77,20 +79,8 @@ def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
     ]
 
 
-class _GraphReader:
+class _GraphReader(NodeReader):
     """The walks over the graph that tell blocks, arms and roles."""
-
-    def __init__(self, traced: Traced) -> None:
-        self.traced, self.nodes = traced, traced.nodes
-
-    def on(self, mask: int) -> list[fx.Node]:
-        """The nodes of a mask, in order of the forward pass."""
-        norms = []
-        while mask:
-            low = mask & -mask
-            norms.append(self.nodes[low.bit_length() - 1])
-            mask ^= low
-        return norms
 
     def blocks(self) -> list[Block]:
         blocks: list[Block] = []
@@ -111,7 +101,7 @@ class _GraphReader:
         if fork.target in _SPLITS:
             return None  # each arm has channels of its own (Res2Net)
         arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (one, two)}
-        weights = {arm: sum(self._is_linear(node) for node in arms[arm]) for arm in arms}
+        weights = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
         skip, branch = sorted((one, two), key=lambda arm: weights[arm])
         if weights[skip] == weights[branch] or weights[skip] > 1:
             return None  # parallel branches (RepVGG), fusions (HRNet): no arm is the skip
@@ -123,7 +113,7 @@ class _GraphReader:
         on_branch, on_skip = arms[branch], arms[skip]
         last = self._last_norm(branch, on_branch)
         entry = self._entry(fork, container) if weights[skip] else None
-        norms = [str(n.target) for n in ([entry] if entry else []) + on_branch + on_skip if self._is_norm(n)]
+        norms = [str(n.target) for n in ([entry] if entry else []) + on_branch + on_skip if self.is_norm(n)]
         return Block(
             path=path,
             stage=_stage(path),
@@ -179,7 +169,7 @@ class _GraphReader:
         first, final = blocks[0].total, blocks[-1].total
         inside = {path for block in blocks for path in block.norms}
         for node in self.nodes:
-            if self._is_norm(node) and str(node.target) not in inside:
+            if self.is_norm(node) and str(node.target) not in inside:
                 before, after = self.traced.depends(first, on=node), self.traced.depends(node, on=final)
                 role[str(node.target)] = "stem" if before else "head" if after else "other"
         for block in blocks:
@@ -199,7 +189,7 @@ class _GraphReader:
         """The norm of the block's own that feeds both arms of a pre-activation downsampling block."""
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
-            if self._is_norm(node):
+            if self.is_norm(node):
                 return node
             sources = inputs(node)
             node = sources[0] if len(sources) == 1 else None
@@ -211,16 +201,16 @@ class _GraphReader:
         members = set(on_branch)
         linears = 0
         while node is not None and node in members and linears < 2:
-            if self._is_norm(node):
+            if self.is_norm(node):
                 return node
-            linears += self._is_linear(node)
+            linears += self.is_linear(node)
             node = self.traced.main_input(node)
         return None
 
     def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
         node: fx.Node | None = branch
         members = set(on_branch)
-        while node is not None and node in members and not self._is_linear(node):
+        while node is not None and node in members and not self.is_linear(node):
             if is_mul(node) and self.traced.main_input(node) is not None:  # not LayerScale
                 owners = self.traced.outputs.get(node)
                 return owners[0] if owners else node.name
@@ -243,52 +233,11 @@ class _GraphReader:
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
         inside_block = container in ("", *fork.meta["inside"])  # else the fork is the end of the block before
-        if inside_block and (self._is_norm(fork) or (self.is_activation(fork) and container)):
+        if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
-        if on_branch and (self._is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
+        if on_branch and (self.is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
             return "pre"
         return "linear"
-
-    def classifier(self) -> fx.Node | None:
-        """The last linear layer, if only parameter-free steps lie between it and the output."""
-        output = self.nodes[-1]
-        below = [node for node in self.on(self.traced.above(output)) if self._is_linear(node)]
-        if not below:
-            return None
-        last = below[-1]
-        sources = inputs(output)
-        while sources and sources[0] is not last:
-            if len(sources) != 1 or self._is_norm(sources[0]) or self._is_linear(sources[0]):
-                return None
-            sources = inputs(sources[0])
-        return last if sources else None
-
-    def dropout(self, classifier: fx.Node) -> str | None:
-        sources = inputs(classifier)
-        while len(sources) == 1 and not self._is_linear(sources[0]) and not self._is_norm(sources[0]):
-            node = sources[0]
-            if isinstance(self.traced.module(node), nn.Dropout):
-                return str(node.target)
-            if node.target is F.dropout:
-                owner = node.meta["inside"][-1] if node.meta["inside"] else ""
-                attribute = f"{owner}.drop_rate" if owner else "drop_rate"
-                return attribute if hasattr(self.traced.modules[owner], "drop_rate") else None
-            sources = inputs(node)
-        return None
-
-    def _is_norm(self, node: fx.Node) -> bool:
-        module = self.traced.module(node)
-        return module is not None and affine.is_norm(module)
-
-    def _is_linear(self, node: fx.Node) -> bool:
-        module = self.traced.module(node)
-        if module is None:
-            return False
-        return isinstance(module, LINEAR) or str(node.target) in self.traced.opaque
-
-    def is_activation(self, node: fx.Node) -> bool:
-        module = self.traced.module(node)
-        return is_activation_call(node.target) if module is None else is_activation(module)
 
     def _changes(self, arm: list[fx.Node]) -> bool:
         return any(self._kind(n) not in ("Identity", "Vacant", "DropPath") for n in arm)

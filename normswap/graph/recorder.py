@@ -152,6 +152,7 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
         node.meta["shape"] = shapes(value)
+        node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         if self.look is not None:
             self.look(node.name, value)
         return node

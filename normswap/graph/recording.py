@@ -238,7 +238,10 @@ def _eagerly(stack: ExitStack) -> None:
 
 
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
-    """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them."""
+    """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them.
+
+    Those that make a float of whole numbers are.
+    """
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             value: object = node.args[0]
@@ -247,7 +250,7 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
             value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
         else:
             continue
-        if isinstance(value, fx.Node):
+        if isinstance(value, fx.Node) and value.meta["dtype"] == node.meta["dtype"]:
             node.replace_all_uses_with(value)
             outputs.setdefault(value, []).extend(outputs.pop(node, []))
             graph.erase_node(node)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from normswap.errors import OptionError, spelled
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.plan import Body
 
 

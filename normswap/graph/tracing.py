@@ -28,7 +28,8 @@ class Traced:
 
     Args:
         graph: the fx graph; `node.meta["inside"]` holds the paths of the modules around a node, outermost first,
-            `node.meta["shape"]` the shape of its value (of each, where it is a tuple of tensors).
+            `node.meta["shape"]` the shape of its value (of each, where it is a tuple of tensors), `node.meta["dtype"]`
+            that of one tensor.
         modules: the *original* modules by every path.
         calls: nodes that call a leaf, by id of the module.
         outputs: for each node, the paths of the modules that return it, innermost first.

@@ -111,8 +111,8 @@ def make_loader(
             dataset of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
         split: which part of a dataset that has parts; a folder of that name inside the folder is used if present.
         samples: take this many images, drawn without replacement by `seed`; a stream gives its first ones.
-        labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders;
-            else they are -1.
+        labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders and
+            a classifier; else they are -1.
 
     Raises:
         SourceError: nothing there, no images, an unreadable archive, or other classes than the network's.
@@ -160,14 +160,18 @@ def open_images(
     whole = place in (Path(data), demo_files.IMAGES)
     notes = [] if whole else [f"images of {place}" if place else f"images of the part {split} of {data}"]
     names = _names(dataset)
-    flat = labelled is None and set(names) == {""}
-    labels = LabelMap({}) if labelled is False or not names else no_labels(names) if flat else None
-    labels = label_map(names, outputs_of(model), data) if labels is None else labels
+    labels = LabelMap({}) if labelled is False or not names else _labels(model, names, data, needed=labelled is True)
     notes += [labels.note] if labels.note else []
     read_twice = getattr(getattr(dataset, "reader", None), "note", "")
     notes += [note for note in (read_twice, passed_over(_plain_tar(place)) if place is not None else "") if note]
     outputs = labels.outputs or None
     return LabelledImages(dataset, mode, transform, outputs, tuple(notes))
+
+
+def _labels(model: nn.Module | Mapping[str, object], names: Mapping[str, int], data: str, *, needed: bool) -> LabelMap:
+    outputs = outputs_of(model)
+    none = set(names) == {""} or outputs.count == 0  # no class folders, no classifier
+    return no_labels(names, outputs) if none and not needed else label_map(names, outputs, data)
 
 
 def _wanted(model: nn.Module | Mapping[str, object]) -> Cfg:

@@ -65,13 +65,18 @@ def label_map(labels: Mapping[str, int], outputs: Outputs, origin: str) -> Label
             f"{origin} has no class folders", _expected(outputs), "Every class is a folder of images, or "
             "give a CSV of files and labels"
         )  # fmt: skip
+    if outputs.count == 0:
+        remedy = "`normswap verify` compares its features with those of its source"
+        raise SourceError("the network has no classifier", "features have no accuracy", remedy)
     listed = _by_name(labels, outputs, origin) or _by_wordnet(labels, outputs, origin) or _by_number(labels, outputs)
     return listed or _by_order(labels, outputs, origin)
 
 
-def no_labels(labels: Mapping[str, int]) -> LabelMap:
+def no_labels(labels: Mapping[str, int], outputs: Outputs) -> LabelMap:
     """No output for any label: -1."""
-    return LabelMap(dict.fromkeys(labels.values(), -1), "no class folders: answers are compared, accuracy is not known")
+    why = "the network has no classifier" if outputs.count == 0 else "no class folders"
+    what = "features are" if outputs.count == 0 else "answers are"
+    return LabelMap(dict.fromkeys(labels.values(), -1), f"{why}: {what} compared, accuracy is not known")
 
 
 def _expected(outputs: Outputs) -> str:

@@ -28,6 +28,7 @@ _USUAL = (
     Preprocessing((0.0,), (1 / 255,)),
 )
 _CLEARLY = 2.0  # so many times nearer, or nothing is said
+_FAR = 0.5  # nats: noise is nearer to a trained network than that, and pixels in 0..1 are not
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,33 @@ def better(model: nn.Module, images: Tensor) -> tuple[StemFit, StemFit] | None:
         key=lambda fit: fit.distance,
     )
     return (best, present) if best.distance * _CLEARLY < now else None
+
+
+def doubt(model: nn.Module, images: Tensor) -> list[str]:
+    """A sentence that says so, if images are pixels in 0..1 or 0..255 and the network wants them normalized.
+
+    Args:
+        images: (N, C, H, W), as somebody gave them.
+    """
+    now = _distance(model, images[:COUNT]) if images.ndim == 4 and images.is_floating_point() else None
+    if now is None or now < _FAR:
+        return []
+    config = data_config(model)
+    ways = [Preprocessing(tuple(config["mean"]), tuple(config["std"])), *_USUAL[:2]]
+    rows = [
+        (distance, white, way)
+        for way in ways
+        if len(way.mean or ()) in (1, images.shape[1])
+        for white in (1, 255)
+        if (distance := _distance(model, _normalized(images[:COUNT] / white, way))) is not None
+    ]
+    nearest, white, way = min(rows, key=lambda row: row[0])
+    if nearest * 2 * _CLEARLY > now:
+        return []
+    return [
+        f"the images look like pixels in 0..{white}, not normalized: they are {now:.2g} nats from the statistics of "
+        f"its first norm, {nearest:.2g} with mean {_listed(way.mean)} and std {_listed(way.std)}"
+    ]
 
 
 def advice(model: nn.Module, images: Tensor) -> list[str]:

@@ -40,7 +40,7 @@ def fit(
     """Choose the rescaling before each norm, then fit layer by layer.
 
     Args:
-        batches: read twice.
+        batches: read three times.
     """
     choose_rescaling(source, result, step, batches)
     refit(source, result, batches, seed=seed, progress=progress)

@@ -27,7 +27,7 @@ def alone(place: Path) -> Iterator[None]:
     if real in _HELD.get() or not real.parent.is_dir():
         yield
         return
-    file = real.with_name(f".{real.name}.lock")
+    file = _lock(real)
     opened = _locked(file, place)
     before = _HELD.set(_HELD.get() | {real})
     try:
@@ -37,6 +37,16 @@ def alone(place: Path) -> Iterator[None]:
         if opened is not None:
             file.unlink(missing_ok=True)  # while it is held: nobody else takes this one afterwards
             os.close(opened)
+
+
+def leave() -> None:
+    """Take away the locks that this thread holds, for a process that ends at once."""
+    for real in _HELD.get():
+        _lock(real).unlink(missing_ok=True)
+
+
+def _lock(real: Path) -> Path:
+    return real.with_name(f".{real.name}.lock")
 
 
 def _locked(file: Path, place: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap import copying, provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
+from normswap.images import stem_statistics
 from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.default_device import cpu_by_default
@@ -81,15 +83,33 @@ def carry_out(network: Network, step: Step) -> Conversion:
     notes, dealt = ((), None) if images is None else fitting.fit(chosen.scheme, network, result, step, images)
     precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
+    if dealt and not isinstance(images, MadeImages):
+        notes = (*notes, *_doubts(network, dealt))
     if dealt and dealt.held:
-        kept = kept_accuracy.measured(network.module, result, dealt.held, dealt.others)
+        kept = kept_accuracy.measured(
+            network.module, result, dealt.held, dealt.others, scores=not network.anatomy.features
+        )
         report = replace(report, kept=kept and kept.of_made() if isinstance(images, MadeImages) else kept)
     elif images is not None:
-        report = replace(report, unmeasured=held_out.TOO_FEW if dealt else held_out.NONE)
+        report = replace(report, unmeasured=_why_unmeasured(dealt))
     require_passed(network, report, step.scheme)
     applying.check_gone(network.module, result, step)
     renames = tuple(applying.renames(network.module, step))
     return Conversion(network.after(result), report, {}, notes, renames)
+
+
+def _doubts(network: Network, dealt: held_out.Dealt) -> Iterator[str]:
+    """Whatever makes the images that a result was fitted to doubtful."""
+    if dealt.held and dealt.copies:
+        yield f"{dealt.copies} of the held-out images are copies of others, and do not count"
+    if dealt.others:
+        yield from stem_statistics.doubt(network.module, dealt.others[0].images)
+
+
+def _why_unmeasured(dealt: held_out.Dealt | None) -> str:
+    if dealt is None:
+        return held_out.NONE
+    return held_out.COPIES if dealt.copies else held_out.TOO_FEW
 
 
 def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Precise | None:

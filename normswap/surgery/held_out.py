@@ -18,6 +18,8 @@ MOST = 512  # so many are kept in memory
 OTHERS = 192  # and so many of the rest, for their margins: three to one if there are 256
 TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
 NONE = "no calibration image was held out to measure on"
+COPIES = "the held-out calibration images are copies of others: give different ones"
+TELLING = 4096  # numbers of each tensor of a sample, by which copies are found
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,19 @@ class Dealt:
     """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
 
     Of what cannot be parted every fourth call goes there. `others` are the first of those that are fitted to. Calls are
-    as large as suits the device of the network (`checked_batches.parts`).
+    as large as suits the device of the network (`checked_batches.parts`). A copy of an image that is fitted to tells
+    nothing of others: once all are read, `held` is without them, and `copies` says how many there were.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
         self.batches, self.device = batches, device
         self.held: list[Example] = []
         self.others: list[Example] = []
+        self.copies = 0
 
     def __iter__(self) -> Iterator[Example]:
         self.held, self.others = [], []
-        room, more = MOST, OTHERS
+        room, more, known = MOST, OTHERS, set[bytes]()
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
                 yield batch  # whoever reads it says what is wrong
@@ -83,11 +87,33 @@ class Dealt:
                 self.held += parts(first, self.device)
                 room -= first.count
             if rest is not None:
+                known.update(_marks(rest))
                 if more > 0:
                     first = rest.first(more)
                     self.others += parts(first, self.device)
                     more -= first.count
                 yield from parts(rest, self.device)
+        held_out = sum(part.count for part in self.held)
+        self.held = [left for part in self.held if (left := _without(part, known)) is not None]
+        self.copies = held_out - sum(part.count for part in self.held)
+
+
+def _marks(batch: Example) -> list[bytes]:
+    """Numbers of each sample that tell it from others; of what cannot be parted, all of it and the sample's place."""
+    rows = [tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None] for tensor in batch.tensors() if tensor.ndim]
+    if batch.listed or any(len(row) != batch.count for row in rows):
+        rows = [torch.cat([row.flatten() for row in rows]).expand(batch.count, -1), torch.arange(batch.count)[:, None]]
+    numbers = [row[:, :: max(row.shape[1] // TELLING, 1)].double().cpu().numpy() for row in rows]
+    return [b"".join(row[i].tobytes() for row in numbers) for i in range(batch.count)]
+
+
+def _without(batch: Example, known: set[bytes]) -> Example | None:
+    """The samples that are not known yet, which are known then; None where there are none."""
+    new = []
+    for mark in _marks(batch):
+        new.append(mark not in known)
+        known.add(mark)
+    return batch.take(torch.tensor(new)) if any(new) else None
 
 
 def summed(parts: Iterable[tuple[int, float, float | None]]) -> Kept | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -15,12 +15,18 @@ FEWEST = 12  # held-out images that an accuracy is told by: six may all be of th
 
 
 def measured(
-    source: nn.Module, result: nn.Module, held: Sequence[Example], others: Sequence[Example] = ()
+    source: nn.Module,
+    result: nn.Module,
+    held: Iterable[Example],
+    others: Sequence[Example] = (),
+    *,
+    scores: bool = True,
 ) -> Kept | None:
     """How far both agree on these batches of images; None without any. Of few, no accuracy is expected.
 
     Args:
         others: images that the result was fitted to.
+        scores: whether scores of classes come out. The largest of an encoder's features is no answer.
 
     Raises:
         VerificationError: one of them does not run.
@@ -29,12 +35,12 @@ def measured(
     for example in held:
         before, after = _outputs(source, result, example)
         error = comparison.worst("", example.images, before, after, exact=False)
-        parts.append((example.count, error.relative_l2, error.agreement))
+        parts.append((example.count, error.relative_l2, error.agreement if scores else None))
         name = error.output if name is None else name  # one output, in every batch
         if error.agreement is not None and name in before and name in after:
             answers.append((expected_accuracy.places(before[name]), expected_accuracy.places(after[name])))
     known = summed(parts)
-    if known is None or known.count < FEWEST or len(answers) < len(parts):
+    if known is None or known.agreement is None or known.count < FEWEST or len(answers) < len(parts):
         return known
     there = []
     for example in others:

@@ -19,7 +19,8 @@ from normswap import copying, provenance
 from normswap.calibration import channel_moments
 from normswap.errors import RefusedError, VerificationError
 from normswap.folding.canonical_form import fold_norms
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine
 from normswap.models import zoo
 from normswap.models.modes import Progress

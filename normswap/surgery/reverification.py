@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -11,12 +12,13 @@ from normswap import provenance, schemes
 from normswap.errors import SourceError, spelled
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import kinds, network_input
+from normswap.models import calling, default_device, kinds, network_input
+from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.models.source_names import SUFFIXES
 from normswap.models.weight_files import has_hash
 from normswap.plan import Body
-from normswap.surgery import comparison
+from normswap.surgery import comparison, kept_accuracy
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 
@@ -65,17 +67,45 @@ def again(source: Network, result: nn.Module) -> Report:
     return comparison.compare(source, result, exact=exact)
 
 
-def on_images(source: nn.Module, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:
+def on_images(source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:
     """Top-1 in percent of both on labelled images, and the fraction of equal answers.
+
+    Of images without labels, and of features, there is no top-1: the relative L2 stands in its place.
+
+    Args:
+        loader: batches of images and labels; -1: no label.
 
     Raises:
         SourceError: no images, or labels that are no classes of the networks.
     """
+    if source.anatomy.features or labels_are_missing(loader):
+        return _without_labels(source, result, loader, progress)
     half = _halves(progress)
-    one, answers = classify(source, loader, progress=half(0))
+    one, answers = classify(source.module, loader, progress=half(0))
     two, others = classify(result, loader, progress=half(1))
     same = agreement(answers, others)
     return {"source": one.top1, "result": two.top1, "agreement": same, "count": one.count}
+
+
+def labels_are_missing(loader: Loader) -> bool:
+    """Whether images of the first batch have no label: -1."""
+    return any(bool((labels < 0).any()) for _, labels in itertools.islice(loader, 1))
+
+
+def _without_labels(source: Network, result: nn.Module, loader: Loader, progress: Progress | None) -> Body:
+    def calls() -> Iterator[Example]:
+        done, form = 0, calling.form(source.module)
+        for batch in default_device.read(loader):
+            example, _ = form.read(batch)
+            yield example
+            done += example.count
+            if progress is not None:
+                progress(done, loader.count or 0)
+
+    kept = kept_accuracy.measured(source.module, result, calls(), scores=not source.anatomy.features)
+    if kept is None:
+        raise SourceError("no images to compare on")
+    return {"agreement": kept.agreement, "relative_l2": kept.relative_l2, "count": kept.count}
 
 
 def _halves(progress: Progress | None) -> Callable[[int], Progress | None]:

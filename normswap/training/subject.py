@@ -138,7 +138,8 @@ def _opened(recipe: Recipe) -> nn.Module:
 def _calibration_images(model: nn.Module, recipe: Recipe) -> datasets.Loader:
     place, part = places(recipe.data)[0], recipe.convert
     samples = part.samples if part else None
-    return datasets.make_loader(model, place, split="train", samples=samples, seed=recipe.train.seed, workers=0)
+    seed = recipe.train.seed
+    return datasets.make_loader(model, place, split="train", samples=samples, seed=seed, workers=0, labelled=False)
 
 
 def classifier(network: Network) -> str:

@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 import pytest
+import torch
 from commands import as_documented
 from small import small
 from torch import nn
@@ -61,6 +62,24 @@ def test_it_looks_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steady_signs, "choose", lambda *args: pytest.fail("it ran the network"))
     found, _ = advice.advise(Network(chain()), "net", 4)
     assert found[0].scheme == "groupnorm"
+
+
+@pytest.mark.parametrize(("how", "records"), [({}, 1), ({"private": True}, 3), ({"deploy": True}, 1)])
+def test_a_record_is_all_that_it_runs(how: dict[str, bool], records: int) -> None:
+    """Of a detector a forward takes seconds. For Opacus the norms of three results are looked at, without BatchNorm."""
+    forwards: list[torch.Size] = []
+
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = chain()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            forwards.append(x.shape)
+            return self.body(x)
+
+    assert advice.advise(Network(Detector().eval()), "net", 4, **how)
+    assert len(forwards) == 3 * records  # two images, of its own size, of another
 
 
 def test_bad_questions() -> None:

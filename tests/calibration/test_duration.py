@@ -10,6 +10,7 @@ from torch import nn
 
 from normswap.calibration import duration
 from normswap.cli.app import main
+from normswap.cli.commands import convert_command
 from normswap.models.calling import Example
 
 
@@ -34,3 +35,11 @@ def test_the_command_says_it_of_a_long_one(
     assert asked == [8]
     err = capsys.readouterr().err
     assert (f"fitting to 8 images will take {said}" in err) if said else ("will take" not in err)
+
+
+@pytest.mark.parametrize(
+    ("schemes", "fits"),
+    [(["groupnorm"], True), (["folded", "groupnorm"], True), (["folded"], False), (["none"], False)],
+)
+def test_a_plan_is_fitted_where_one_of_its_steps_is(schemes: list[str], fits: bool) -> None:
+    assert convert_command._fits(*schemes) is fits

@@ -19,7 +19,7 @@ from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
 from normswap.calibration import least_squares, lockstep, natural_noise, sampling, sequential_fit
-from normswap.calibration.least_squares import Folds
+from normswap.calibration.least_squares import Folds, Moments
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
@@ -158,6 +158,33 @@ def test_blocks_in_float32_are_as_good_as_float64(block: int, monkeypatch: pytes
     for folds in halves:
         folds.add(batches[0], batches[0][..., :5])
     assert torch.equal(halves[0].halves[0].cross(), halves[1].halves[0].covariances()[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_half_precision_are_summed_up_in_float32(dtype: torch.dtype) -> None:
+    """As a network in half precision gives them: only the rows are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = ((1 + torch.randn(1, 3000, width, generator=generator)).to(dtype) for width in (5, 2))
+    moments = Moments.like(x, y)
+    for rows, targets in zip(x.split(700, 1), y.split(700, 1), strict=True):
+        moments.add(rows, targets)
+    both = np.cov(torch.cat([x, y], 2)[0].double().numpy().T, bias=True)
+    covariance, cross, variance = (value[0].numpy() for value in moments.covariances())
+    for got, wanted in ((covariance, both[:5, :5]), (cross, both[5:, :5]), (variance, both[5:, 5:].diagonal())):
+        assert np.abs(got - wanted).max() < 1e-5
+
+
+def test_rows_that_wait_are_among_the_inputs_that_come_again() -> None:
+    """Fewer than a block, which nobody has asked about yet."""
+    x, y = torch.randn(1, 50, 3, dtype=torch.float64), torch.randn(1, 50, 2, dtype=torch.float64)
+    moments = Moments.like(x, y)
+    moments.add(x, y)
+    again = moments.aimless()
+    again.add(x, y.square())
+    both = np.cov(torch.cat([x, y.square()], 2)[0].numpy().T, bias=True)
+    covariance, cross, _ = (value[0].numpy() for value in again.covariances())
+    assert np.allclose(covariance, both[:3, :3])
+    assert np.allclose(cross, both[3:, :3])
 
 
 def test_what_float32_left_below_zero_is_lifted() -> None:

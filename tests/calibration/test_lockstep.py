@@ -61,3 +61,25 @@ def test_one_value_that_is_not_finite_is_refused_in_whichever_batch(
                 list(lockstep.run_to([layer]))
     finally:
         lockstep.close()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(((x > 0).long() * 1.0).mean(1, keepdim=True) + x * 1.0)
+
+
+def test_whole_numbers_become_floats_where_the_network_lets_them() -> None:
+    """They have no mean; a product of floats with 1 is not run."""
+    network, x = Counting().eval(), torch.randn(3, 4)
+    interpreter = Interpreter(network, Example((x,)))
+    assert sum("mul" in str(node.target) for node in interpreter.nodes) == 1
+    lockstep = Lockstep([interpreter], [Example((x,))])
+    try:
+        ((values,),) = lockstep.run_to([interpreter.nodes[-1]])
+        assert values is not None
+    finally:
+        lockstep.close()

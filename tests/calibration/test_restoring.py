@@ -190,6 +190,47 @@ def test_weights_that_are_made_of_others_are_refused_by_path(how: Callable[[nn.M
         recalibrate(model, images(), against=source, size=(3, 9, 9))
 
 
+def test_a_weight_that_is_made_of_others_may_stand_where_no_reference_has_a_layer() -> None:
+    """A head for other classes: its moments are nobody's."""
+    source, model = network(), network()
+    model[6] = parametrizations.weight_norm(nn.Linear(8, 7).double())  # type: ignore[operator]
+    done = recalibrate(pruned(model), images(), against=source, size=(3, 9, 9))
+    assert "of 2 layers" in done.notes[0]
+
+
+class Branched(nn.Module):
+    """Two convolutions with norms that are summed, and a classifier for maps of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arms = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 6, size, padding=size // 2), nn.BatchNorm2d(6)) for size in (1, 3)
+        )
+        self.head = nn.Linear(6 * 81, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.arms[0](x) + self.arms[1](x)).relu().flatten(1))
+
+
+def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_size_that_is_given() -> None:
+    """Each convolution gets the moments of its norm's output, and not those of the sum."""
+    torch.manual_seed(0)
+    source, batches = Branched().double(), images()
+    source(torch.cat(batches))  # statistics
+    folded = normswap.convert(source.eval(), "folded", input_size=(3, 9, 9), branches="keep").model
+    changed = copy.deepcopy(folded)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+    done = recalibrate(changed, batches, against=source, input_size=(3, 9, 9))
+    assert "of 3 layers" in done.notes[0]
+    wanted, got = moments(folded, batches), moments(done.model, batches)
+    assert len(wanted) == 3
+    for path, (mean, var) in wanted.items():
+        assert torch.allclose(got[path][0], mean, atol=1e-9)
+        assert torch.allclose(got[path][1], var, rtol=1e-9)
+
+
 def test_hooks_that_stay_do_not_disturb_measured_statistics() -> None:
     """Against torch's own `update_bn`, with what a hook makes of a convolution's output, and a pruned weight."""
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import timm
 import torch
-from commands import MODEL, made_or_refused
+from commands import MODEL, made_or_refused, options_of
 from crossed import sampled
 
 import normswap
@@ -56,12 +56,14 @@ OPTIONS = (
     Option(("--alpha", "inv-sqrt-depth"), "skipinit", changes=True),
     Option(("--dropout", "0.4"), "regularized-skipinit"),
     Option(("--rule", "szegedy"), "residual-scale"),
+    Option(("--branches", "keep"), "folded"),
     Option(("--only", "layer2*")),
     Option(("--skip", "layer1*")),
     Option(("--for", "federated")),
     Option(("--for", "opacus")),
     Option(("--calibrate", "noise", "--samples", "8"), "groupnorm", changes=True),
     Option(("--seed", "3")),
+    Option(("--device", "cpu")),
     Option(("--dry-run",), writes=False),
     Option(("--plan", "p.json")),
     Option(("--force",)),
@@ -75,6 +77,15 @@ OPTIONS = (
     Option(("--crop-pct", "1.0")),
     Option(("--interpolation", "bilinear")),
 )
+
+
+# what every pair has, an older name, and what other tests are for
+APART = {"--to", "--output", "--json", "--samples", "--std"}
+APART |= {"--arch-arg", "--trust-factory", "--from-plan", "--like", "--where"}
+
+
+def test_every_option_is_among_them() -> None:
+    assert {one.words[0] for one in OPTIONS} == options_of("convert") - APART
 
 
 def together(one: Option, two: Option) -> bool:

@@ -232,6 +232,24 @@ def test_channels_whose_weights_have_decayed_are_no_fault() -> None:
     assert "constant-channel" in [finding.name for finding in diagnosis.findings]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@torch.no_grad()
+def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(groups: int) -> None:
+    """Their weights come input by input."""
+    torch.manual_seed(0)
+    up: Any = nn.ConvTranspose2d(16, 16, 2, 2, groups=groups)
+    model: Any = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), up, nn.BatchNorm2d(16))
+    for _ in range(20):
+        model.train()(torch.randn(16, 3, 8, 8))
+    up.weight[:, :2] *= 1e-8  # of each group
+    dead = [at + group * 16 // groups for group in range(groups) for at in range(2)]
+    model[4].running_var[dead] = 0.0
+    diagnosis = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8))
+    names = [finding.name for finding in diagnosis.findings]
+    assert "zero-variance" not in names
+    assert "constant-channel" in names
+
+
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
     plant, expected = FAULTS[fault]
     model = opened(name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.calibration.population import estimate_population
 from normswap.diagnosis import drift, eval_and_train, normalization
-from normswap.diagnosis.findings import Diagnosis
+from normswap.diagnosis.findings import Certainty, Diagnosis, Finding
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import SourceError
 from normswap.images.datasets import make_loader
@@ -310,6 +310,30 @@ def test_the_norms_that_are_most_off_are_tried_by_themselves() -> None:
     case = _case(model, images(model))
     hit = [_drift(site, size) for site, size in zip(case.sites, (0.4, 0.9, 0.5, 0.8, 0.6), strict=False)]
     assert drift._cost(case, hit) == ", ".join(f"0% ({case.sites[at].path})" for at in (1, 3, 4))
+
+
+def test_images_are_the_cause_where_the_first_norm_sees_other_variances_at_the_same_means() -> None:
+    """A later norm alone is far off."""
+    model = trained()
+    case = _case(model, images(model))
+    drifts = [_drift(site, 0.0) for site in case.sites]
+    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == ["wrong-statistics"]
+    mean, var = drifts[0].seen
+    drifts[0] = dataclasses.replace(drifts[0], seen=(mean, 2 * var))
+    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == ["drifted-domain"]
+
+
+@pytest.mark.parametrize(("share", "name"), [(0.4, "drifted-domain"), (0.6, "zero-betas")])
+def test_betas_of_0_are_the_cause_where_most_norms_have_none(share: float, name: str) -> None:
+    """Of all norms: those whose gammas were never trained count as well."""
+    model = trained()
+    for at, norm in enumerate(norms(model)):
+        nn.init.zeros_(norm.bias)
+        if at >= share * len(norms(model)):
+            nn.init.ones_(norm.weight)
+    case = _case(model, images(model))
+    finding = Finding("drifted-domain", (), "these are others", Certainty.LIKELY, "", "")
+    assert drift._with_cause(case, finding).name == name
 
 
 def test_one_large_batch_is_told_into_parts() -> None:

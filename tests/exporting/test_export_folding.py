@@ -196,3 +196,15 @@ def test_the_main_path_of_what_cannot_be_traced() -> None:
     parts = {name: nn.Conv2d(3, 3, 1) for name in ("one", "two", "three")}
     model = Net(forward, **parts)
     assert rounding.main_path(model, functools.partial(inspection.inspect, model)) == {"one", "three"}
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("softmax", [False, True])
+def test_another_network_gets_what_goes_before_and_after(*, normalized: bool, softmax: bool) -> None:
+    """As every network in half precision, and every int8 one, is put in the place of the folded one."""
+    network, x = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten()), torch.rand(2, 3, 2, 2)
+    mean, std = torch.full((3, 1, 1), 0.4), torch.full((3, 1, 1), 0.3)
+    shipped = Shipped(nn.Identity(), normalization=(mean, std) if normalized else None, softmax=softmax)
+    with torch.no_grad():
+        wanted = network((x - mean) / std if normalized else x)
+        assert torch.equal(shipped.around(network)(x), wanted.softmax(-1) if softmax else wanted)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import timm
 import torch
-from commands import MODEL, here, made_or_refused
+from commands import MODEL, here, made_or_refused, options_of
 from crossed import sampled
 
 from normswap import demo_files
@@ -50,13 +50,15 @@ OPTIONS = (
     Option(("--weight-bits", "8"), int8=True),
     Option(("--sensitive", "1"), int8=True),
     Option(("--max-drop", "50"), int8=True),
+    Option(("--calibrate-samples", "8"), int8=True),
     Option(("--dynamic-batch",)),
     Option(("--normalize",)),
     Option(("--softmax",)),
     Option(("--count-plain",)),
     Option(("--force",)),
     Option(("--data", "demo")),
-    Option(("--batch-size", "4")),
+    Option(("--workers", "1")),
+    Option(("--split", "test")),
     Option(("--device", "cpu")),
     Option(("--weights", "random"), changes=True),
     Option(("--arch", "resnet18")),
@@ -68,10 +70,26 @@ OPTIONS = (
     Option(("--crop-pct", "1.0")),
     Option(("--interpolation", "bilinear")),
 )
+# what every pair has, older names, and what other tests are for
+APART = {
+    "--output",
+    "--json",
+    "--calibrate",
+    "--samples",
+    "--mean",
+    "--std",
+    "--dtype",
+    "--arch-arg",
+    "--trust-factory",
+}
 ENDINGS = {"onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",
            "safetensors": "safetensors"}  # fmt: skip
 PAIRS = [(one, two) for one, two in itertools.combinations(OPTIONS, 2) if one.words[0] != two.words[0]]
 ALLOWED = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 4e-2, "int8": 0.6}  # relative L2 of the answers
+
+
+def test_every_option_is_among_them() -> None:
+    assert {one.words[0] for one in OPTIONS} == options_of("export") - APART
 
 
 SLOW, QUICK = ([pair for pair in PAIRS if any(one.int8 for one in pair) is slow] for slow in (True, False))

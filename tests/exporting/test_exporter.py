@@ -504,8 +504,8 @@ def test_products_with_one_go_unless_they_are_copies(form: str, tmp_path: Path) 
     assert sum(n for kind, n in done.nodes.items() if kind.startswith("mul")) == 1
 
 
-@pytest.mark.parametrize(("form", "left"), [("pt2", 5), ("torchscript", 4)])  # the latter holds no dtypes
-def test_sums_with_nothing_go_unless_they_are_copies(form: str, left: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["pt2", "torchscript"])
+def test_sums_with_nothing_go_unless_they_are_copies(form: str, tmp_path: Path) -> None:
     """Where a branch was merged into another one, the network's own forward adds the number 0."""
 
     class Copies(nn.Module):
@@ -514,12 +514,12 @@ def test_sums_with_nothing_go_unless_they_are_copies(form: str, left: int, tmp_p
             total += 0.0
             copy = x.sin() * 2
             kept = copy + 0.0
-            counts = x.argmax(1, keepdim=True) + 0.0  # whole numbers before
+            counts = (x.argmax(1, keepdim=True) + 0.0).mean(1, keepdim=True)  # whole numbers have no mean
             return (total + copy.relu_() + kept + counts).flatten(1)
 
     x = torch.randn(1, 3, 8, 8)
     done = normswap.export(Copies(), tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 8, 8))
-    assert sum(n for kind, n in done.nodes.items() if kind.startswith("add")) == left
+    assert sum(n for kind, n in done.nodes.items() if kind.startswith("add")) == 5
     assert torch.equal(formats.get(form).open(tmp_path / f"net.{ENDINGS[form]}")(x), Copies()(x))
 
 

@@ -21,7 +21,7 @@ from normswap.exporting.equalization import AS_FOLDED, equalizations
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.settings import Int8Settings, Quantization
 from normswap.exporting.weight_grid import WeightGrid
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.layers.planned_layer import Linearity
 
 

@@ -19,9 +19,10 @@ from normswap.exporting.planes import in_planes
         (8, (3, 1, 2), {"stride": (2, 1, 2), "padding": (2, 0, 1)}),
         (4, (3, 3, 1), {"groups": 2, "dilation": (2, 1, 1), "stride": (3, 2, 1)}),
         (6, (2, 3, 3), {"groups": 6, "bias": False}),
+        (8, (2, 3, 2), {"dilation": (1, 2, 3)}),
         (4, 1, {}),
     ],
-    ids=["padding", "strides", "groups and dilation", "depthwise", "points"],
+    ids=["padding", "strides", "groups and dilation", "depthwise", "dilated planes", "points"],
 )
 def test_the_same_sums(out: int, kernel: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)

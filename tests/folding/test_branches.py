@@ -81,6 +81,7 @@ MERGED = {
     "repvit": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=1, then=nn.BatchNorm2d(4)),
     "twice itself": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=2, then=nn.BatchNorm2d(4)),
     "pooled": lambda: Summed(ConvNorm(3), pooled(3), ConvNorm(1)),
+    "pooled behind a convolution": lambda: Summed(ConvNorm(3), ConvNorm(1), pooled(3), nn.AvgPool2d(3, 1, 1)),
     "pooled and bare": lambda: Summed(ConvNorm(5, groups=4), nn.AvgPool2d(3, 1, 1), pooled(5)),
     "pooled, strided": lambda: Summed(ConvNorm(3, stride=2, groups=2), pooled(3, stride=2)),
     "pooled, not square": lambda: Summed(
@@ -136,6 +137,13 @@ class CalledTwice(Summed):
         return self.arms[0]((self.arms[0](x) + self.arms[1](x)).relu()).mean((2, 3))
 
 
+class PoolReadElsewhere(Summed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        pool = self.arms[1](x)
+        return torch.cat([self.arms[2](pool), (self.arms[0](x) + self.then(pool)).relu()], 1).mean((2, 3))
+
+
 KEPT = {
     "read elsewhere": lambda: ReadElsewhere(ConvNorm(3), ConvNorm(1)),
     "two sources": lambda: TwoSources(ConvNorm(3), ConvNorm(1)),
@@ -144,6 +152,10 @@ KEPT = {
     "other groups": lambda: Summed(ConvNorm(3), ConvNorm(1, groups=2)),
     "taps between the taps": lambda: Summed(ConvNorm(3, dilation=2, padding=2), ConvNorm(3)),
     "pooled without the border": lambda: Summed(ConvNorm(3), pooled(3, count_include_pad=False), ConvNorm(3, groups=2)),
+    "pooled by a divisor of its own": lambda: Summed(ConvNorm(3), pooled(3, divisor_override=5), ConvNorm(3, groups=2)),
+    "pooled and read elsewhere": lambda: PoolReadElsewhere(
+        ConvNorm(3), nn.AvgPool2d(3, 1, 1), ConvNorm(1), then=nn.BatchNorm2d(4)
+    ),
     "pooled in larger windows": lambda: Summed(ConvNorm(3), pooled(5), ConvNorm(3, groups=2)),
     "reflected": lambda: Summed(ConvNorm(3, padding_mode="reflect"), ConvNorm(1)),
 }

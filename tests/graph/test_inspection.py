@@ -327,3 +327,31 @@ class Head(nn.Module):
 def test_the_rate_of_a_head_is_the_heads() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(Head()))
     assert inspect(model.eval()).dropout == "3.0.drop_rate"
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "features"),
+    [
+        ("resnet10t", {"num_classes": 0}, True),  # pooled, after an activation of a sum
+        ("resnetv2_18", {"num_classes": 0}, True),  # pooled, after a norm
+        ("resnet10t", {}, False),
+        ("deit_tiny_distilled_patch16_224", {"depth": 1}, False),  # the mean of two heads
+        ("deit_tiny_distilled_patch16_224", {"depth": 1, "num_classes": 0}, True),
+    ],
+)
+def test_features_are_told_from_scores(name: str, how: dict[str, int], features: bool) -> None:
+    assert inspect(timm.create_model(name, **how).eval()).features is features
+
+
+def test_several_maps_of_scores_behind_a_bound_are_no_features() -> None:
+    heads = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid()) for _ in range(2))
+
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = heads
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {str(i): head(x) for i, head in enumerate(self.heads)}
+
+    assert not inspect(Maps().eval(), [torch.randn(1, 3, 32, 32)]).features

@@ -12,10 +12,12 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import nn
 
+import normswap
 from normswap.cli.app import main
 from normswap.errors import SourceError
 from normswap.images.datasets import make_loader, outputs_of
 from normswap.images.labels import Outputs, label_map
+from normswap.storage.checkpoint import open_model
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 WORDNET = ImageNetInfo().label_names()
@@ -193,3 +195,31 @@ def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[s
     done = run_json(capfd, "convert", MODEL, "--to", "groupnorm", "--calibrate", str(tmp_path / "photos"), "-o", out)
     assert done["steps"][0]["report"]["kept"]["count"] == 2
     run_json(capfd, "recalibrate", MODEL, "--data", str(tmp_path / "photos"), "-o", out, "--force", "--workers", "0")
+
+
+@pytest.mark.parametrize("folders", [("cat", "dog"), ("",)], ids=["class folders", "a folder"])
+def test_an_encoder_is_compared_by_its_features(
+    folders: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images may lie in class folders; they have no meaning to it."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(6):
+        file = tmp_path / "photos" / folders[i % len(folders)] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(file)
+    data = ("--data", "photos", "--workers", "0")
+    assert main(["convert", MODEL, "--num-classes", "0", "--to", "groupnorm", "-o", "encoder"]) == 0
+    result, source = normswap.load("encoder"), open_model(MODEL, num_classes=0)
+    images = next(iter(make_loader(source, "photos", workers=0, labelled=False)))[0]
+    with torch.no_grad():
+        features, others = source(images), result(images)
+    off = float((features - others).norm() / features.norm())
+    capfd.readouterr()
+    known = run_json(capfd, "verify", "encoder", *data)["data"]
+    assert known == {"agreement": None, "relative_l2": pytest.approx(off, rel=1e-4), "count": 6}
+    assert main(["export", "encoder", "-o", "encoder.onnx", *data]) == 0
+    assert main(["verify", "encoder.onnx", "--against", "encoder", *data]) == 0
+    assert main(["report", "encoder", "-o", "encoder.html", *data]) == 0
+    assert f"{off:.1e}" in (tmp_path / "encoder.html").read_text()
+    why = "no class folders" if "" in folders else "the network has no classifier: features have no accuracy"
+    refused(("evaluate", "encoder", *data), (why,), tmp_path, capfd)

@@ -30,7 +30,7 @@ TABLES = {
     "keys of a recipe": "tests/training/test_recipe_pairs.py::test_two_keys_of_a_recipe",
 }
 KNOWN = ROOT / "runs" / "pairs.jsonl"
-AT_ONCE = 40  # pairs in one process
+AT_ONCE = 120  # pairs in one process
 
 
 def pytest(*words: str) -> subprocess.CompletedProcess[str]:

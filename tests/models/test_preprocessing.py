@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
+import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError
 from normswap.images import stem_statistics
@@ -84,7 +85,7 @@ def test_a_whole_image_may_be_kept_and_what_is_stated_stands_before_the_library_
 # --- the first norm knows ---------------------------------------------------------------------------------------------
 
 
-def trained_on(model: nn.Sequential, pixels: torch.Tensor, mean: float, std: float) -> nn.Sequential:
+def trained_on(model: nn.Sequential, pixels: torch.Tensor, mean: float | Tensor, std: float | Tensor) -> nn.Sequential:
     with torch.no_grad():
         model[1].momentum = None
         model.train()(  # its statistics are those of these images
@@ -210,3 +211,34 @@ def test_advice_has_the_mean_and_std_to_give() -> None:
 def model_images(model: nn.Module, pixels: Tensor) -> Tensor:
     mean, std = (torch.tensor(data_config(model)[name]).reshape(1, 3, 1, 1) for name in ("mean", "std"))
     return (pixels - mean) / std
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), (0.5, 0.5), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+@pytest.mark.parametrize("white", [0, 1, 255])
+def test_pixels_that_were_not_normalized_are_doubted(mean: Any, std: Any, white: int) -> None:
+    """0: they were. To a record of half and a quarter, or to the usual ways."""
+    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
+    middle, spread = (torch.tensor(values).expand(3).reshape(3, 1, 1) for values in (mean, std))
+    model = silent()
+    with torch.no_grad():
+        model[0].weight.abs_()  # an offset of the pixels counts
+        model[0].bias.zero_()
+    model = trained_on(model, pixels, middle, spread)
+    state(model, Preprocessing(mean=(0.5,), std=(0.25,)))
+    images = white * pixels if white else (pixels - middle) / spread
+    doubts = normswap.convert(model, "groupnorm", calibrate=[images], inputs=images[:2]).notes
+    if not white:
+        assert not any("not normalized" in note for note in doubts)
+        return
+    (doubt,) = (note for note in doubts if "not normalized" in note)
+    assert f"pixels in 0..{white}," in doubt
+    assert "with mean " + ",".join(f"{value:.4g}" for value in torch.tensor(mean).reshape(-1).tolist()) in doubt
+
+
+def test_noise_and_a_slightly_other_normalization_are_not_doubted() -> None:
+    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
+    model = trained_on(silent(), pixels, 0.1, 0.9)
+    state(model, Preprocessing(mean=(0.1,), std=(0.9,)))
+    assert stem_statistics.doubt(model, pixels) == []
+    assert stem_statistics.doubt(model, torch.randn(64, 3, 16, 16)) == []
+    assert stem_statistics.doubt(model, torch.randint(0, 255, (64, 3, 16, 16))) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OutputError, SourceError
 from normswap.plan import Arch, Plan
-from normswap.reporting import page, report
+from normswap.reporting import page, page_file, report
 from normswap.reporting.records import Facts, StepFact
 from normswap.storage.checkpoint import open_model
 from normswap.storage.header_record import read_header, read_report
@@ -291,6 +292,12 @@ def test_bad_input_is_one_line(made: Any, tmp_path: Path, capsys: pytest.Capture
         assert "Traceback" not in captured.err
     assert precious.read_text() == "precious"
     assert not Path(out).exists()
+
+
+@pytest.mark.parametrize(("name", "fits"), [("a.html", True), ("a.HTM", True), ("a.md", False), ("html", False)])
+def test_a_page_has_the_ending_of_one(name: str, *, fits: bool, tmp_path: Path) -> None:
+    with nullcontext() if fits else pytest.raises(OutputError, match="another ending than a page of HTML"):
+        page_file.check_writable(tmp_path / name, force=False)
 
 
 def test_nothing_is_left_where_writing_fails(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,3 +59,18 @@ def test_no_image_of_leaves_is_shown_twice(monkeypatch: pytest.MonkeyPatch) -> N
     channels_seen.seen_on_leaves(inspect(model).traced, {"1": model[1]})
     images = torch.cat([batch for batch in shown if len(batch) == channels_seen.BATCH])
     assert len(images.flatten(1).unique(dim=0)) == channels_seen.COUNT
+
+
+@pytest.mark.parametrize("size", [(3, 64, 64), (3, 24, 40)])
+def test_leaves_are_as_large_as_the_images_that_are_given(
+    size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record at the smaller size of two is no wish: the network's own size is taken then."""
+    shown: list[list[int]] = []
+    monkeypatch.setattr(
+        channels_seen, "leaves", lambda count, size, seed: shown.append([*size]) or leaves(count, size, seed)
+    )
+    model = network()
+    model.pretrained_cfg = {"input_size": (3, 100, 100)}
+    channels_seen.seen_on_leaves(inspect(model, torch.randn(2, *size)).traced, {"1": model[1]})
+    assert {*map(tuple, shown)} == {(3, 100, 100) if size == (3, 64, 64) else size}

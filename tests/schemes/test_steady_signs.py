@@ -247,6 +247,27 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
     assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())
 
 
+@pytest.mark.parametrize(("given", "taken"), [(8, []), (20, [64, 64]), (70, [70, 70])])
+def test_made_images_fill_up_few(given: int, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images that a rescaling is chosen on; fewer than 16 change nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    x = torch.randn(given, 3, 32, 32).double()
+    model = lived_in(model, x)
+    step, _ = conversion.plan_step(inspect(model, x[:2]), "groupnorm")
+    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    seen: list[int] = []
+    chosen = Site.steadied
+
+    def noted(site: Site, steady: float) -> tuple[Tensor, Tensor]:
+        seen.append(site.means.shape[1])
+        return chosen(site, steady)
+
+    monkeypatch.setattr(Site, "steadied", noted)
+    per_sample_rescaling.choose_rescaling(pattern, result, step, [x])
+    assert seen == taken
+
+
 @pytest.mark.parametrize(("own", "seen"), [(32, 32), (80, 80), (224, 128)])
 def test_leaves_are_as_large_as_the_network_is_made_for_up_to_a_bound(
     own: int, seen: int, monkeypatch: pytest.MonkeyPatch

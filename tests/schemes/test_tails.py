@@ -68,3 +68,13 @@ def test_other_factors_keep_the_target(arch: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert distance(run(source, x), run(target, x)) < 1e-12
     assert errors[1] < errors[0]
+
+
+def test_few_values_choose_no_factors() -> None:
+    """Of one image less than 16 there are 240 values of a channel."""
+    source, x = network("mobilenetv2_035"), pictures(15, 3)
+    step, _ = conversion.plan_step(inspection.inspect(source, x[:2]), "dyt", bend=0.7)
+    target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
+    before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
+    tails.choose_factors(target, result, step, [x])
+    assert all(tensor.equal(before[name]) for name, tensor in result.state_dict().items())

@@ -228,3 +228,19 @@ def test_a_conversion_asks_about_images_it_was_fitted_to(monkeypatch: pytest.Mon
         for at, model in enumerate((network, done.model)):
             torch.testing.assert_close(torch.cat([pair[at] for pair in answers]), model(images[held]))
             torch.testing.assert_close(torch.cat([pair[at] for pair in others]), model(images[~held][:192]))
+
+
+@pytest.mark.parametrize("classes", [0, 10])
+def test_of_features_no_answer_is_told(classes: int) -> None:
+    """The largest feature of an encoder is no answer, and nothing is right or wrong about it."""
+    torch.manual_seed(0)
+    head = [nn.Linear(8, classes)] if classes else []
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), *head
+    )
+    images = torch.randn(64, 3, 6, 6)
+    network(images)  # statistics
+    kept = normswap.convert(network.eval(), "groupnorm", calibrate=[images]).report.kept
+    assert kept is not None
+    assert kept.relative_l2 > 0
+    assert (kept.agreement is not None, kept.right is not None) == (classes > 0, classes > 0)

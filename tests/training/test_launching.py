@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from normswap.errors import OptionError, OutputError, TrainingError
-from normswap.training import launching
+from normswap.training import launching, processes
 from normswap.training.run_folder import Folder
 
 
@@ -130,6 +132,44 @@ def test_a_batch_script_and_what_torchrun_starts_in_a_task_are_no_tasks_of_srun(
     slurm.setenv("RANK", "1")
     launching.read_slurm()
     assert os.environ["RANK"] == "1"
+
+
+def test_a_task_by_itself_is_one_process(slurm: pytest.MonkeyPatch) -> None:
+    slurm.setenv("SLURM_STEP_ID", "0")
+    slurm.setenv("SLURM_NTASKS", "1")
+    assert not launching.is_worker()
+    launching.read_slurm()
+    assert "RANK" not in os.environ
+
+
+def test_all_take_the_newest_state_whoever_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four processes the third has trained on; the others have none, an older one, and none."""
+    monkeypatch.setattr(processes, "gathered", lambda _, one: [None] * 4 if one is None else [one, 3, 7, one])
+    monkeypatch.setattr(processes, "_broadcast", lambda _, one, source: (one, source))
+    engine: Any = None
+    assert processes.newest_state(engine, None) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "what"), [("images", "the training images are others"), ("plan", "otherwise"), ("network", "")]
+)
+def test_processes_train_alike_but_for_weights_that_are_drawn(
+    part: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random weights may differ by rounding from machine to machine."""
+    one = {"network": "a", "plan": "b", "images": "c", "recipe": {}}
+    monkeypatch.setattr(processes, "gathered", lambda *_: [one, one, {**one, part: "another"}])
+    engine: Any = None
+    folder: Any = SimpleNamespace(identity=one)
+    with pytest.raises(OptionError, match=f"process 2 does not train as the first.*{what}") if what else nullcontext():
+        processes.require_same_run(engine, folder)
+
+
+def test_what_fails_in_one_process_fails_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, engine = TrainingError("its disk is full"), SimpleNamespace(is_main_process=False)
+    monkeypatch.setattr(processes, "gathered", lambda *_: [None, problem])
+    with pytest.raises(TrainingError, match="its disk is full"):
+        processes.in_first(cast("Any", engine), lambda: pytest.fail("the first does it alone"))
 
 
 def common_names(store: dist.Store, ranks: list[int]) -> list[str]:

@@ -30,7 +30,7 @@ WANTED = {
     *(f"finetune_imagenet_{to}" for to in ("skipinit", "nf", "groupnorm")),
     *(f"cifar10_recover_{to}" for to in ("bn", "skipinit", "regularized_skipinit", "nf", "groupnorm", "fixup")),
     *(f"de_smith_table1_skipinit_{alpha}" for alpha in ("alpha1", "inv_sqrt_depth", "alpha0")),
-    "de_smith_table1_bn", "de_smith_table1_sqrt2", "pets_kim2022", "demo_train",
+    "de_smith_table1_bn", "de_smith_table1_sqrt2", "pets_kim2022", "demo_train", "recover_unlabelled",
 }  # fmt: skip
 NAMES = recipe_files.names()
 
@@ -91,7 +91,7 @@ def help_of(command: str) -> str:
 
 TINY = ("model.name=resnet18", "model.weights=random", "model.args={channels: [8, 8, 16, 16], num_classes: 10}")
 SMALL = {
-    "finetune": TINY, "cifar10": (*TINY, "data.augment.padding=2"), "pets": TINY, "demo": TINY,
+    "finetune": TINY, "cifar10": (*TINY, "data.augment.padding=2"), "pets": TINY, "demo": TINY, "recover": TINY,
     "de": ("model.args.depth=10", "model.args.width=1"),
 }  # fmt: skip
 

@@ -9,12 +9,15 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from trained import network, recipe
+from trained import network, recipe, write_images
 
+import normswap
 from normswap import provenance
 from normswap.errors import OptionError
 from normswap.graph import inspection
 from normswap.surgery.network import Network
+from normswap.training import recipe_files
+from normswap.training.engine import finetune
 from normswap.training.optimizing import Optim, optimizer
 from normswap.training.recipe import Distill
 from normswap.training.subject import begin, classifier, converted
@@ -97,3 +100,17 @@ def test_that_a_folded_network_trains_badly_is_said(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     converted(begin(network("folded"), asked), asked, said.append)
     assert "fine-tunes badly" in said[0]
+
+
+def test_images_without_labels_are_fitted_to_and_taught_on(tmp_path: Path) -> None:
+    """A flat folder, by the recipe for such: what its values are fitted to wants no labels, nor what it learns."""
+    folder = write_images(tmp_path / "classes", per_class=8)
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for i, file in enumerate(sorted(folder.rglob("*.png"))):
+        file.rename(flat / f"{i}.png")
+    words = [f"data.root={flat}", "data.batch_size=8", "convert.samples=8", "train.epochs=1", "schedule.warmup=0.5"]
+    plan = recipe_files.load_recipe("recover_unlabelled", words)
+    done = finetune(network(), plan, tmp_path / "run", device="cpu", track="none")
+    assert done.updates == len(list(flat.iterdir())) // 8
+    assert [step.scheme for step in Network.of(normswap.load(done.last)).provenance.plan.steps] == ["groupnorm"]

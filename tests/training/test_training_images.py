@@ -11,10 +11,11 @@ from timm.data import ImageDataset
 from timm.data.readers.reader import Reader
 from trained import network, recipe, write_images
 
+from normswap.errors import SourceError
 from normswap.images import datasets
 from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config
-from normswap.training.training_images import Share, TrainingImages, validation
+from normswap.training.training_images import Share, TrainingImages, require_validation, validation
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,13 @@ def test_images_of_the_hub_are_not_read_before_they_are_trained_on(
     monkeypatch.setattr(datasets, "create_dataset", create)
     hub = TrainingImages(record(), recipe("hfds/some/images").data, 0, labelled=True)
     assert next(hub.batches(Share(), 0, 1))[0].shape == (8, 3, 32, 32)
+
+
+def test_what_is_decided_by_top1_takes_validation_images_that_are_named_or_lie_beside(tmp_path: Path) -> None:
+    write_images(tmp_path / "train")
+    lying: dict[str, Any] = {"root": str(tmp_path), "validation": None}
+    with pytest.raises(SourceError, match=r"no validation images.*Give data\.validation=PATH"):
+        require_validation(recipe(tmp_path, data=lying).data)
+    require_validation(recipe(tmp_path, data={**lying, "validation": str(tmp_path / "train")}).data)
+    write_images(tmp_path / "val")
+    require_validation(recipe(tmp_path, data=lying).data)

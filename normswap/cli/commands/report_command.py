@@ -77,7 +77,7 @@ def run(
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        loader = None if images.data is None else images.loader
+        loader = None if images.data is None else partial(images.loader, labelled=None)
         facts = report.collect(directory, loader, say, device=images.device, trust_factory=trust_factory)
         report.write(facts, file)
     show({"output": file, **asdict(facts)}, json, partial(_print, directory))

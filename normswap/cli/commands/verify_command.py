@@ -32,7 +32,7 @@ KEYS: Keys = {
     "passed": "",
     "source_unchanged": "null if not known",
     "report": "",
-    "data": "null, or top1 of source and result in percent, agreement and count",
+    "data": "null, or agreement, count and, of source and result, top-1 in percent; without labels relative_l2",
 }
 _OF_A_FILE: Keys = {
     "directory": "",
@@ -93,12 +93,13 @@ def run(
     opened = opening.open(name) if against else _recorded(name, reverification.how(result))
     source = devices.place(opened, images.device)
     with progress.working("comparing"):
-        report = reverification.again(Network(source), result)
+        network = Network(source)
+        report = reverification.again(network, result)
     data = None
     if images.data is not None:
-        loader = images.loader(opening.state(result))
+        loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
-            data = reverification.on_images(source, result, loader, advance)
+            data = reverification.on_images(network, result, loader, advance)
     unchanged = None if against else reverification.unchanged(source, result)
     body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": unchanged,
             "report": summary.of_report(report), "data": data}  # fmt: skip
@@ -152,8 +153,9 @@ def _print(body: Body) -> None:
         data = body["data"]
         facts(
             ("images", data["count"]),
-            ("top-1", f"{data['source']:.2f} % -> {data['result']:.2f} %"),
-            ("agreement", f"{100 * data['agreement']:.2f} %"),
+            ("top-1", f"{data['source']:.2f} % -> {data['result']:.2f} %" if "source" in data else None),
+            ("relative L2", small(data["relative_l2"]) if "relative_l2" in data else None),
+            ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
     line("passed" if body["passed"] else "FAILED: the networks differ")
     if body["passed"]:

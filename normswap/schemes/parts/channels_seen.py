@@ -12,6 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap.calibration.checked_batches import checked, misfit
 from normswap.calibration.natural_noise import leaves
+from normswap.errors import TraceError
+from normswap.graph.recording import record
 from normswap.graph.tracing import Traced
 from normswap.layers import affine
 from normswap.models import network_input
@@ -82,6 +84,20 @@ def watched_on_leaves(traced: Traced, norms: Mapping[str, nn.Module], watch: Wat
                 continue
             return seen
     return {}
+
+
+def watched_on_leaves_of(
+    model: nn.Module, norms: Mapping[str, nn.Module], batches: Iterable[object], watch: Watch[Part]
+) -> dict[str, list[Part]]:
+    """Let `watch` note images of leaves of the size of the first of `batches` (`Example.read`); or nothing."""
+    first = next(checked(model, batches), None)
+    if first is None or first.listed:
+        return {}
+    try:
+        traced = record(model, first.first(2))
+    except TraceError:
+        return {}
+    return watched_on_leaves(traced, norms, watch)
 
 
 @torch.no_grad()

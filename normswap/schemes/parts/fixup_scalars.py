@@ -7,7 +7,8 @@ from torch import fx, nn
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
-from normswap.graph.inspection import LINEAR, Anatomy, Block
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine, reparametrized
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.own import scales_branch

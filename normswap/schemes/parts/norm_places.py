@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import channel_axes
-from normswap.graph.inspection import LINEAR
+from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import is_add, is_mul
 from normswap.layers import affine
 from normswap.layers.activations import is_activation, is_activation_call

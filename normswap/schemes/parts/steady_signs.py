@@ -121,6 +121,11 @@ class Site:
         parts = zip(*((site.means, site.squares, site.var, site.effect, site.eps) for site in sites), strict=True)
         return cls(*(torch.cat(values) for values in parts))
 
+    def beside(self, other: Site) -> Site:
+        """The same groups, with the images of both."""
+        means, squares = torch.cat([self.means, other.means], 1), torch.cat([self.squares, other.squares], 1)
+        return Site(means, squares, self.var, self.effect, self.eps)
+
     def steadied(self, steady: float) -> tuple[Tensor, Tensor]:
         """Scales (signed) and constants (C,) that cost little; within a group they keep the variance, and sum to 0.
 

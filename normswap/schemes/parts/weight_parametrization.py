@@ -6,7 +6,8 @@ from normswap.errors import RefusedError
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct
-from normswap.graph.inspection import LINEAR, Anatomy
+from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
 from normswap.layers import reparametrized
 
 

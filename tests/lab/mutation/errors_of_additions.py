@@ -20,7 +20,32 @@ SEQUENTIAL, FITTED = "normswap/calibration/sequential_fit.py", "tests/calibratio
 SETTINGS, SETTLED = "normswap/diagnosis/settings.py", "tests/diagnosis/test_doctor.py::"
 TRAINING, TRAINED = "normswap/training/training_images.py", "tests/training/test_training_images.py::"
 
+KEPT = "tests/surgery/test_expected_accuracy.py::test_of_features_no_answer_is_told"
+
 ERRORS = (
+    Planted("an encoder's labels are asked for", "normswap/images/datasets.py", " or outputs.count == 0  # no class", "  # no class",
+            ("tests/images/test_labels.py::test_an_encoder_is_compared_by_its_features",)),
+    Planted("an encoder's features have top-1", "normswap/surgery/reverification.py", "source.anatomy.features or labels_are_missing",
+            "False and labels_are_missing", ("tests/images/test_labels.py::test_an_encoder_is_compared_by_its_features",)),
+    Planted("bytes that were not normalized are not doubted", "normswap/images/stem_statistics.py", "for white in (1, 255)",
+            "for white in (1,)", ("tests/models/test_preprocessing.py::test_pixels_that_were_not_normalized_are_doubted",)),
+    Planted("the network's own record is not tried", "normswap/images/stem_statistics.py",
+            "ways = [Preprocessing(tuple(config[\"mean\"]), tuple(config[\"std\"])), *_USUAL[:2]]", "ways = _USUAL[:2]",
+            ("tests/models/test_preprocessing.py::test_pixels_that_were_not_normalized_are_doubted",)),
+    Planted("a slightly other normalization is doubted", "normswap/images/stem_statistics.py", "now is None or now < _FAR", "now is None",
+            ("tests/models/test_preprocessing.py",)),
+    Planted("copies of fitted images are measured on", "normswap/surgery/held_out.py", "known.update(_marks(rest))", "pass",
+            ("tests/surgery/test_held_out.py",)),
+    Planted("copies among held-out images count", "normswap/surgery/held_out.py", "        known.add(mark)\n", "",
+            ("tests/surgery/test_held_out.py",)),
+    Planted("samples that cannot be parted are copies of one another", "normswap/surgery/held_out.py",
+            "torch.arange(batch.count)[:, None]]", "torch.zeros(batch.count, 1)]",
+            ("tests/schemes/test_kinds_of_network.py::test_samples_are_held_out_whole",)),
+    Planted("an encoder's largest feature is its answer", "normswap/surgery/kept_accuracy.py",
+            "error.agreement if scores else None", "error.agreement", (KEPT,)),
+    Planted("features behind a norm are scores", "normswap/graph/ending.py",
+            "                if self.is_norm(node):\n                    features = True", "                if self.is_norm(node):\n                    features = False",
+            ("tests/graph/test_inspection.py::test_features_are_told_from_scores",)),
     Planted("images that can be read once are read by the first step alone", "normswap/surgery/conversion.py",
             "if len(steps) > 1 and isinstance(images, Iterator):", "if len(steps) > 2 and isinstance(images, Iterator):",
             ("tests/calibration/test_norm_estimate.py::test_images_that_can_be_read_once_are_kept_for_each_step",)),

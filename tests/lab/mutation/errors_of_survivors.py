@@ -10,7 +10,7 @@ INPUT, LEAST = "normswap/models/network_input.py", "normswap/calibration/least_s
 ERRORS = (
     Planted("operators are methods in the record", "normswap/graph/spelling.py", '(1 if bare == "neg" else 2)',
             '(2 if bare == "neg" else 1)', ("tests/graph/test_spelling.py",)),
-    Planted("the rate of a head is the network's", "normswap/graph/inspection.py",
+    Planted("the rate of a head is the network's", "normswap/graph/ending.py",
             'node.meta["inside"][-1] if node.meta["inside"]', 'node.meta["inside"][0] if node.meta["inside"]',
             ("tests/graph/test_inspection.py",)),
     Planted("weight norm is per input channel", WEIGHT_NORM, "norm = torch.norm_except_dim(weight.double(), 2, dim)",

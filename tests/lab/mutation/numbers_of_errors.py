@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 FILE = HERE / "numbers.md"
 _COMMIT = re.compile(r"commit (\w+ \(\w+\)), (\d{4}-\d\d-\d\d)")
 _PLANTED = re.compile(r"^(\d+) of (\d+) were noticed", re.MULTILINE)
+_LEFT_OUT = re.compile(r"; (\d+) were not planted")
 _DRAWN = re.compile(r"^\| all \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", re.MULTILINE)
 
 
@@ -40,7 +41,8 @@ def numbers(text: str) -> tuple[int, int, int, int]:
         total, tried, noticed, same, _ = map(int, drawn.groups())
         return total, tried, noticed, same
     noticed, tried = map(int, _found(_PLANTED, text).groups())
-    return tried, tried, noticed, 0
+    left_out = _LEFT_OUT.search(text)
+    return tried + (int(left_out[1]) if left_out else 0), tried, noticed, 0
 
 
 def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
