@@ -7,7 +7,7 @@ with m = mean(x) and r = (mean((x - m)^2) + eps)^(-1/2). These are the same sums
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,12 @@ def with_linear_means(network: T) -> T:
 class _LinearMeans(nn.Module):
     """The norm over the last dimension that `norm` is, with its gamma and beta."""
 
-    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
+    def __init__(self, norm: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        kind, (channels,) = kind_of(norm), norm.normalized_shape
+        kind, eps = kind_of(norm), getattr(norm, "eps", None)
         gamma, beta = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        eps = torch.finfo(dtype).eps if norm.eps is None else norm.eps
+        (channels,) = cast(channel_norm.PositionNorm, norm).normalized_shape
+        eps = torch.finfo(dtype).eps if eps is None else eps
         self.mean = _mean(channels, None, dtype) if kind is not None and kind.centres else None
         self.square = _mean(channels, eps, dtype)
         self.weight, self.bias = gamma, beta

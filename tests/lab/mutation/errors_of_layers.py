@@ -91,7 +91,7 @@ ERRORS = (
             'settings.dtype == "int8" or settings', "settings", INPUTS),
     Planted("an RMSNorm's mean is taken off", MEANS, "kind is not None and kind.centres", "kind is not None", POSITIONED),
     Planted("eps is torch's own, whatever the norm's is", MEANS,
-            "torch.finfo(dtype).eps if norm.eps is None else norm.eps", "torch.finfo(dtype).eps", POSITIONED),
+            "torch.finfo(dtype).eps if eps is None else eps", "torch.finfo(dtype).eps", POSITIONED),
     Planted("a norm whose output hooks change is taken", MEANS,
             " and channel_norm.refusal(module) is None", "", POSITIONED),
     Planted("beta is left out", MEANS, "return y if self.bias is None else y + self.bias", "return y", POSITIONED),
