@@ -3,7 +3,7 @@
 A layer's fit is least squares on a few images: it errs less on them, and may err more on others. Worse, what is least
 in squares is drawn towards the mean, wherever a sample's own statistics make inputs uncertain, and a network whose
 every layer is drawn so answers with less than it knows. Both show in the answers to held-out images alone. On the line
-from the weights that there were without the fit (a share of 0) to those that it answers (1), the place is taken where
+from the weights that there were without the fit (a share of 0) to those that it gave (1), the place is taken where
 these answers are nearest to the source's.
 """
 
