@@ -19,6 +19,7 @@ from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.planes import in_planes
+from normswap.exporting.position_means import with_linear_means
 from normswap.exporting.signature import alone
 from normswap.exporting.silence import silent
 
@@ -38,7 +39,8 @@ def write(contents: FileContents, file: Path) -> None:
     if contents.network.stored != torch.float32:
         raise RefusedError("ExecuTorch files are written in fp32 only", "XNNPACK holds halved weights in fp32 again")
     contents.require_one_image("an ExecuTorch file")  # memory is planned for the largest number
-    program = pt2.traced(contents, in_planes(as_convolutions(contents.network)))  # its kernels have no 3-D convolution
+    # it has no kernel for a 3-D convolution, and a slow one for means, at which XNNPACK's part of the graph would end
+    program = pt2.traced(contents, with_linear_means(in_planes(as_convolutions(contents.network))))
     try:
         with silent():
             from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner

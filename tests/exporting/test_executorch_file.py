@@ -69,6 +69,16 @@ def test_three_dimensions_run_where_plain_executorch_does_not(tmp_path: Path) ->
         executorch_file.open(plain)(x[:1])
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_tokens_are_xnnpacks_too(kind: type[nn.Module], tmp_path: Path) -> None:
+    """A norm over channels is a slow kernel by itself, and an RMSNorm two, where its part of the graph would end."""
+    layers = [nn.Sequential(nn.Linear(6, 6), kind(6), nn.GELU()) for _ in range(2)]
+    model, x = living(nn.Sequential(*layers, nn.Linear(6, 3)), 5, 6)
+    done = normswap.export(model, tmp_path / "net.pte", inputs=x)
+    assert done.nodes == {"XnnpackBackend": 1}
+    assert (done.figures.passed, done.figures.count) == (True, 3)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -8,6 +8,7 @@ TANH, TESTS = "normswap/layers/dynamic_tanh.py", ("tests/schemes/test_dyt.py",)
 TAILS, FACTORS = "normswap/schemes/parts/tails.py", ("tests/schemes/test_tails.py",)
 FIT = "normswap/calibration/sequential_fit.py"
 OPENVINO, GRID = "normswap/exporting/openvino_int8.py", "normswap/exporting/weight_grid.py"
+MEANS, POSITIONED = "normswap/exporting/position_means.py", ("tests/exporting/test_position_means.py",)
 ROUNDER, SHARED = "normswap/exporting/weight_rounding.py", ("tests/exporting/test_weight_rounding.py",)
 GRIDS = ("tests/exporting/test_int8_weights.py",)
 NAMES, PROGRAMS = "normswap/folding/overwriting.py", ("tests/folding/test_random_programs.py",)
@@ -88,4 +89,10 @@ ERRORS = (
             ("tests/schemes/test_exact_schemes.py::test_a_branch_that_ends_in_its_convolution",)),
     Planted("everything in the file, of int8, too", REQUEST,
             'settings.dtype == "int8" or settings', "settings", INPUTS),
+    Planted("an RMSNorm's mean is taken off", MEANS, "kind is not None and kind.centres", "kind is not None", POSITIONED),
+    Planted("eps is torch's own, whatever the norm's is", MEANS,
+            "torch.finfo(dtype).eps if eps is None else eps", "torch.finfo(dtype).eps", POSITIONED),
+    Planted("a norm whose output hooks change is taken", MEANS,
+            " and channel_norm.refusal(module) is None", "", POSITIONED),
+    Planted("beta is left out", MEANS, "return y if self.bias is None else y + self.bias", "return y", POSITIONED),
 )  # fmt: skip
