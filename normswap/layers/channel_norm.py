@@ -29,8 +29,10 @@ class ShiftedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C), or (N, C, ...) with dim=1, to the same shape."""
-        y = F.rms_norm(x.movedim(self.dim, -1), self.normalized_shape, self.weight, self.eps)
-        return (y if self.bias is None else y + self.bias).movedim(-1, self.dim)
+        last = self.dim == -1  # moving nothing is an operator all the same, which Core ML does not know
+        y = F.rms_norm(x if last else x.movedim(self.dim, -1), self.normalized_shape, self.weight, self.eps)
+        y = y if self.bias is None else y + self.bias
+        return y if last else y.movedim(-1, self.dim)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, shift={self.bias is not None}, dim={self.dim}"
