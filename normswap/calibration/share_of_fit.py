@@ -63,10 +63,10 @@ def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Seque
 
 def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None:
     for name, tensor in model.state_dict().items():
-        if 0 < share < 1 and not torch.equal(before[name], fitted[name]):
-            tensor.copy_(torch.lerp(before[name], fitted[name], share))
-        else:  # what is not finite stays where it is
-            tensor.copy_(fitted[name] if share else before[name])
+        old, new = before[name], fitted[name]
+        if 0 < share < 1 and tensor.is_floating_point():
+            new = torch.where(old == new, new, torch.lerp(old, new, share))  # of two infinities nothing is between
+        tensor.copy_(new if share else old)
 
 
 def _loss(wanted: Values, result: nn.Module, example: Example) -> float:

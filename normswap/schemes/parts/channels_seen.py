@@ -44,8 +44,9 @@ def watching(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Seen]]]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
             mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-            both = torch.stack([mean - centre, (square - 2 * centre * mean + centre.square()).clamp_min(0)]).cpu()
-            seen.setdefault(path, []).append((both[0], both[1]))
+            seen.setdefault(path, []).append(
+                (mean - centre, (square - 2 * centre * mean + centre.square()).clamp_min(0))
+            )
 
         return norm.register_forward_pre_hook(hook)
 
@@ -54,9 +55,9 @@ def watching(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Seen]]]:
 
 
 def joined(seen: Mapping[str, list[Seen]]) -> dict[str, Seen]:
-    """Means and mean squares of all images, of the norms where they are finite."""
-    whole = {path: (torch.cat([m for m, _ in p]), torch.cat([e for _, e in p])) for path, p in seen.items()}
-    return {path: pair for path, pair in whole.items() if all(bool(torch.isfinite(value).all()) for value in pair)}
+    """Means and mean squares of all images, on the CPU, of the norms where they are finite."""
+    whole = {path: torch.stack([torch.cat(parts) for parts in zip(*p, strict=True)]).cpu() for path, p in seen.items()}
+    return {path: (pair[0], pair[1]) for path, pair in whole.items() if bool(torch.isfinite(pair).all())}
 
 
 def seen_on_leaves(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, Seen]:

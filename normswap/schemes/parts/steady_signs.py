@@ -110,7 +110,7 @@ class Site:
         centre = means.mean(0)
         squares = (squares - 2 * centre * means + centre.square()).clamp_min(0)
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (means - centre, squares))
-        effect, var = (value.cpu().view(groups, -1) for value in (effect, affine.statistics(norm)[1]))
+        effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
         loud = (var / e.mean(1).clamp_min(1e-30)).sqrt()[:, None]
         x, e = (value.float().contiguous() for value in (x * loud, e * loud.square()))
         return cls(x, e, var.float(), effect.float(), torch.full((groups, 1), affine.epsilon(norm)))

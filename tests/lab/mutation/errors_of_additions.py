@@ -160,7 +160,7 @@ ERRORS = (
             (SHOWN + "test_no_image_of_leaves_is_shown_twice",)),
     Planted("leaves are scaled by a ratio of variances", SEEN, "max(ratio**0.5, 0.125)", "max(ratio, 0.125)",
             (SHOWN + "test_leaves_are_as_loud_as_the_first_norm_expects",)),
-    Planted("a norm that saw what is not finite counts", SEEN, "if all(bool(torch.isfinite(value).all()) for value in pair)", "if pair",
+    Planted("a norm that saw what is not finite counts", SEEN, "if bool(torch.isfinite(pair).all())", "if True",
             (SHOWN + "test_norms_that_saw_what_is_not_finite_are_left_out",)),
     Planted("squares are about zero, means are not", SEEN, "(square - 2 * centre * mean + centre.square()).clamp_min(0)", "square",
             (SHOWN + "test_moments_are_those_of_each_image_about_the_running_mean",)),
