@@ -92,7 +92,7 @@ def watched_on_leaves_of(
 ) -> dict[str, list[Part]]:
     """Let `watch` note images of leaves of the size of the first of `batches` (`Example.read`); or nothing."""
     first = next(checked(model, batches), None)
-    if first is None or first.listed:
+    if first is None:
         return {}
     try:
         traced = record(model, first.first(2))
