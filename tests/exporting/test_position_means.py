@@ -50,3 +50,12 @@ def hooked() -> nn.Module:
 )
 def test_other_norms_stay(norm: nn.Module) -> None:
     assert type(with_linear_means(nn.Sequential(norm))[0]) is type(norm)
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_dimensions_move_only_where_channels_are_not_last(dim: int) -> None:
+    """Core ML does not know the operator; it stood in the graph also where it moved nothing."""
+    norm = ShiftedRMSNorm(6, eps=0.3, scale=True, shift=True, dim=dim)
+    shape = (2, 5, 6) if dim == -1 else (2, 6, 5)
+    graph = torch.export.export(norm, (torch.randn(shape),)).graph
+    assert any("movedim" in str(node.target) for node in graph.nodes) == (dim == 1)
