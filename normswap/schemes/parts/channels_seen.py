@@ -66,8 +66,13 @@ def seen_on_leaves(traced: Traced, norms: Mapping[str, nn.Module]) -> dict[str, 
 
 
 @torch.no_grad()
-def watched_on_leaves(traced: Traced, norms: Mapping[str, nn.Module], watch: Watch[Part]) -> dict[str, list[Part]]:
-    """Let `watch` note images of leaves, by batches; or nothing. They are as loud as the first norm expects."""
+def watched_on_leaves(
+    traced: Traced, norms: Mapping[str, nn.Module], watch: Watch[Part], count: int = COUNT
+) -> dict[str, list[Part]]:
+    """Let `watch` note at least `count` images of leaves, by batches; or nothing.
+
+    They are as loud as the first norm expects.
+    """
     model = traced.modules[""]
     like = next(p for p in model.parameters() if p.is_floating_point())
     with evaluating(model):
@@ -79,7 +84,7 @@ def watched_on_leaves(traced: Traced, norms: Mapping[str, nn.Module], watch: Wat
                 ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
                 loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
                 with watch(norms) as seen:
-                    for i in range(COUNT // BATCH):
+                    for i in range(-(-count // BATCH)):
                         traced.form.of((loud * leaves(BATCH, size, i)).to(like)).call(model)
             except Exception:  # whatever the network raises: not of that size, or it takes no images at all
                 continue
@@ -88,9 +93,9 @@ def watched_on_leaves(traced: Traced, norms: Mapping[str, nn.Module], watch: Wat
 
 
 def watched_on_leaves_of(
-    model: nn.Module, norms: Mapping[str, nn.Module], batches: Iterable[object], watch: Watch[Part]
+    model: nn.Module, norms: Mapping[str, nn.Module], batches: Iterable[object], watch: Watch[Part], count: int
 ) -> dict[str, list[Part]]:
-    """Let `watch` note images of leaves of the size of the first of `batches` (`Example.read`); or nothing."""
+    """Let `watch` note `count` images of leaves of the size of the first of `batches` (`Example.read`); or nothing."""
     first = next(checked(model, batches), None)
     if first is None:
         return {}
@@ -98,7 +103,7 @@ def watched_on_leaves_of(
         traced = record(model, first.first(2))
     except TraceError:
         return {}
-    return watched_on_leaves(traced, norms, watch)
+    return watched_on_leaves(traced, norms, watch, count)
 
 
 @torch.no_grad()

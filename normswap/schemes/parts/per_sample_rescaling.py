@@ -40,7 +40,7 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, batches: 
     norms = {path: last(target.get_submodule(path)) for path in steady}
     seen = joined(watched_on_images(target, norms, batches, watching))
     missing = FILLED - min((len(means) for means, _ in seen.values()), default=FILLED)
-    made = joined(watched_on_leaves_of(target, norms, batches, watching)) if missing > 0 else {}
+    made = joined(watched_on_leaves_of(target, norms, batches, watching, missing)) if missing > 0 else {}
     for path, args in steady.items():
         if path not in seen or len(seen[path][0]) < ENOUGH:
             continue

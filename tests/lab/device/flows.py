@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,7 +153,7 @@ def commands() -> None:
         demo, data, said_on = str(demo_files.FOLDER), f"--data={demo_files.IMAGES}", {}
         for device in ("cpu", NAME):
             result, file = f"{folder}/{device}", f"{folder}/{device}.ts"
-            fit = ["--calibrate", str(demo_files.IMAGES), "--samples", "32"]
+            fit = ["--only", "layer1.*", "--calibrate", str(demo_files.IMAGES), "--samples", "32"]
             kept = said("convert", demo, "--to", "groupnorm", *fit, "-o", result, device=device)["steps"][0]["report"]
             said("report", result, data, "--samples=16", "-o", f"{result}.html", device=device)
             said("recalibrate", demo, data, "--samples=16", "-o", f"{result}-again", device=device)
@@ -185,7 +186,6 @@ def flows() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "save, and back", saved
     yield "random numbers", random_numbers_go_on
     yield "a default device", by_default
-    yield "commands", commands
     yield "finetune", training.as_on_the_cpu
     yield "TF32", in_tf32
     yield "no float64", without_float64
@@ -201,17 +201,17 @@ def waits(blocks: int) -> int:
 
 
 def main() -> None:
-    said = {}
-    for name, flow in flows():
+    """`flows.py`: all but the commands; `flows.py commands`: these."""
+    said, only = {}, sys.argv[1:] == ["commands"]
+    for name, flow in [("commands", commands)] if only else flows():
         try:
             with torch.no_grad():
                 flow()
             said[name] = "as on the CPU"
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-    print(
-        json.dumps({"flows": said, "waits": [waits(2), waits(4)], "training": [training.waits(3), training.waits(6)]})
-    )
+    counted = {} if only else {"waits": [waits(2), waits(4)], "training": [training.waits(3), training.waits(6)]}
+    print(json.dumps({"flows": said, **counted}))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,16 @@ OLD = not hasattr(backend_registration, "_setup_privateuseone_for_python_backend
 pytestmark = pytest.mark.skipif(OLD, reason="this torch has no devices in Python")
 
 
-@pytest.fixture(scope="module")
-def said() -> Any:
-    run = subprocess.run([sys.executable, str(Path(__file__).with_name("flows.py"))], capture_output=True, text=True,
-                         env=environment())  # fmt: skip
+def flows(*which: str) -> Any:
+    command = [sys.executable, str(Path(__file__).with_name("flows.py")), *which]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def said() -> Any:
+    return flows()
 
 
 def test_every_flow_gives_what_it_gives_on_the_cpu(said: Any) -> None:
@@ -40,3 +44,8 @@ def test_a_training_step_does_not_wait(said: Any) -> None:
     """Whatever waits does so at the end of an epoch; of three updates more none does."""
     three, six = said["training"]
     assert 0 < three == six
+
+
+@pytest.mark.slow
+def test_commands_say_what_they_say_on_the_cpu() -> None:
+    assert flows("commands")["flows"] == {"commands": "as on the CPU"}
