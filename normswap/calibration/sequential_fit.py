@@ -66,7 +66,8 @@ def refit(
     Raises:
         SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
-    before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else None
+    dealt = batches if zero_sum is None and isinstance(batches, HeldOut) else None
+    before = {} if dealt is None else values_of(result)
     with evaluating(source, result):
         pair, examples = interpreters(batches, source, result)
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
@@ -85,8 +86,8 @@ def refit(
                     progress(done + 1, len(layers))
         finally:
             lockstep.close()
-    if before is not None and isinstance(batches, HeldOut):
-        keep_share(source, result, before, batches.held)
+    if dealt is not None:
+        keep_share(source, result, before, dealt.held)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ otherwise the stem makes something else; the distance tells the usual ways apart
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,13 +65,16 @@ def better(model: nn.Module, images: Tensor) -> tuple[StemFit, StemFit] | None:
         return None
     present = StemFit(Preprocessing(tuple(config["mean"]), tuple(config["std"])), now)
     pixels = images * std + mean
-    usual = [values for values in _USUAL if len(values.mean or ()) in (1, len(pixels[0]))]
-    distances = [_distance(model, _normalized(pixels, values)) for values in usual]
-    best = min(
-        (StemFit(values, d) for values, d in zip(usual, distances, strict=True) if d is not None),
-        key=lambda fit: fit.distance,
-    )
+    best = _nearest(model, pixels, _USUAL)
     return (best, present) if best.distance * _CLEARLY < now else None
+
+
+def _nearest(model: nn.Module, pixels: Tensor, ways: Iterable[Preprocessing]) -> StemFit:
+    """The way to normalize pixels (N, C, H, W) that fits the first norm best; infinitely bad where none can tell."""
+    ways = [way for way in ways if len(way.mean or ()) in (1, pixels.shape[1])]
+    distances = [_distance(model, _normalized(pixels, way)) for way in ways]
+    fits = [StemFit(way, math.inf if far is None else far) for way, far in zip(ways, distances, strict=True)]
+    return min(fits, key=lambda fit: fit.distance)
 
 
 def doubt(model: nn.Module, images: Tensor) -> list[str]:
@@ -84,19 +88,14 @@ def doubt(model: nn.Module, images: Tensor) -> list[str]:
         return []
     config = data_config(model)
     ways = [Preprocessing(tuple(config["mean"]), tuple(config["std"])), *_USUAL[:2]]
-    rows = [
-        (distance, white, way)
-        for way in ways
-        if len(way.mean or ()) in (1, images.shape[1])
-        for white in (1, 255)
-        if (distance := _distance(model, _normalized(images[:COUNT] / white, way))) is not None
-    ]
-    nearest, white, way = min(rows, key=lambda row: row[0])
-    if nearest * 2 * _CLEARLY > now:
+    fits = {white: _nearest(model, images[:COUNT] / white, ways) for white in (1, 255)}
+    white, best = min(fits.items(), key=lambda pair: pair[1].distance)
+    if best.distance * 2 * _CLEARLY > now:
         return []
+    mean, std = (_listed(part) for part in (best.values.mean, best.values.std))
     return [
         f"the images look like pixels in 0..{white}, not normalized: they are {now:.2g} nats from the statistics of "
-        f"its first norm, {nearest:.2g} with mean {_listed(way.mean)} and std {_listed(way.std)}"
+        f"its first norm, {best.distance:.2g} with mean {mean} and std {std}"
     ]
 
 

@@ -103,7 +103,7 @@ def _marks(batch: Example) -> list[bytes]:
     rows = [tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None] for tensor in batch.tensors() if tensor.ndim]
     if batch.listed or any(len(row) != batch.count for row in rows):
         rows = [torch.cat([row.flatten() for row in rows]).expand(batch.count, -1), torch.arange(batch.count)[:, None]]
-    numbers = [row[:, :: max(row.shape[1] // TELLING, 1)].double().cpu().numpy() for row in rows]
+    numbers = [row[:, :: max(row.shape[1] // TELLING, 1)].cpu().double().numpy() for row in rows]
     return [b"".join(row[i].tobytes() for row in numbers) for i in range(batch.count)]
 
 
