@@ -221,7 +221,7 @@ def _print(body: Body) -> None:
         *(("note", note) for note in body["notes"]),
     )
     if body["figures"]:
-        next_step("evaluate", body["file"], "--data", "IMAGES")
+        next_step(*_next(body))
 
 
 def _measured(body: Body) -> list[tuple[str, str]]:
@@ -233,6 +233,14 @@ def _measured(body: Body) -> list[tuple[str, str]]:
         ("top-1", file_table.top1(figures)),
         ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
     ]
+
+
+def _next(body: Body) -> tuple[str, ...]:
+    """The command that says more of the file: its accuracy, if it answers with a class for each image."""
+    figures = body["figures"]
+    if figures["agreement"] is None or figures["unit"] != "images":
+        return "verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES"
+    return "evaluate", str(body["file"]), "--data", "IMAGES"
 
 
 def _beside(body: Body) -> str:
