@@ -103,4 +103,4 @@ def _quantized(how: Body | None) -> str | None:
         return None
     lost = how["measured"]["lost"]
     cost = "" if lost is None else f", {lost:.2f} points lost on {how['measured']['count']} images"
-    return f"{how['weight_bits']} bits, ranges by {how['ranges']} on {how['calibrated_on']} images{cost}"
+    return f"{how['weight_bits']} bits, calibrated on {how['calibrated_on']} images{cost}"

@@ -76,6 +76,7 @@ class Reference:
         softmax: of the scores, which are the source's answer, probabilities come out.
         raw: from images as `source` takes them to images as the file does.
         rounded: called as the file is: the network with its numbers rounded to the precision of the file.
+        scores: whether its answers say of a class; the largest of an encoder's features is no answer.
     """
 
     source: nn.Module
@@ -83,6 +84,7 @@ class Reference:
     softmax: bool = False
     raw: Callable[[Tensor], Tensor] = lambda images: images
     rounded: Runs | None = None
+    scores: bool = True
 
     @classmethod
     def of(cls, source: nn.Module) -> Reference:
@@ -116,7 +118,7 @@ def check(
         VerificationError: the file computes something else, does not run, or gives another number of tensors.
     """
     signature = reference.signature
-    every = {name: _AnswerSums() for name in signature.outputs}
+    every = {name: _AnswerSums(scores=reference.scores) for name in signature.outputs}
     first: Example | None = None
     for batch, labels in batches:
         x = together(batch)
@@ -201,9 +203,10 @@ class Distance:
 
 
 class _AnswerSums:
-    """Sums over the batches."""
+    """Sums over the batches; without `scores` nothing is said of classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, scores: bool = True) -> None:
+        self.scores = scores
         self.distance, self.rounding = Distance(), Distance()
         self.largest = self.top = self.peak = 0.0
         self.count = self.argued = self.same = self.compared = 0
@@ -222,7 +225,7 @@ class _AnswerSums:
             self.largest = math.inf
             return
         self.largest = max(self.largest, _largest((expected - actual).double()))
-        if expected.ndim < 2 or expected.shape[1] < 2 or len(expected) != count:
+        if not self.scores or expected.ndim < 2 or expected.shape[1] < 2 or len(expected) != count:
             return
         self.compared += count
         same = expected.argmax(1) == actual.argmax(1)

@@ -144,7 +144,7 @@ def export(
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
         log(f"exporting to {form.NAME}")
         if calibration and prepared.equalized:
-            quantized = quantizing.write(contents, aside, form, prepared.equalized, calibration, log)
+            quantized = quantizing.write(contents, aside, prepared.equalized, calibration, log)
         else:
             form.write(contents, aside)
         figures = _run(aside, request, prepared, images, log) if runs else None

@@ -58,7 +58,6 @@ class Quantizer(Protocol):
     """The functions of a module that writes a format in int8."""
 
     NEEDS: tuple[str, ...]  # packages
-    RANGES: tuple[str, ...]  # the first is the usual one
     LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.node_reader.LINEAR`
 
     def levels(self, layer: nn.Module, bits: int) -> float:

@@ -28,17 +28,11 @@ LAYERS = (nn.Conv2d, nn.Linear)
 _BITS = 8
 
 
-def _averaged(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
-    """The smallest and largest number of each tensor as the tool sees them: averaged, the last images count most."""
-    seen: Seen = tool.calibrate({"serving_default": [{"args_0": x.numpy()} for x in images]})
-    return seen
-
-
 def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
-    """The smallest and largest of all images."""
+    """The smallest and largest number of each tensor over all images; the tool itself would average them."""
     total: Seen = {}
     for x in images:
-        for name, values in _averaged(tool, [x]).items():
+        for name, values in tool.calibrate({"serving_default": [{"args_0": x.numpy()}]}).items():
             before = total.setdefault(name, values)
             total[name] = {
                 **values,
@@ -46,10 +40,6 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
                 "max": np.maximum(before["max"], values["max"]),
             }
     return total
-
-
-_RANGES = {"minmax": _extremes, "average": _averaged}
-RANGES = tuple(_RANGES)
 
 
 def levels(layer: nn.Module, bits: int) -> float:
@@ -83,6 +73,6 @@ def _quantized(content: bytes, how: Quantization) -> bytes:
             )  # fmt: skip
             for end in ("INPUT", "OUTPUT"):
                 tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
-            return bytes(tool.quantize(_RANGES[how.ranges](tool, how.images)).quantized_model)
+            return bytes(tool.quantize(_extremes(tool, how.images)).quantized_model)
     except Exception as error:  # whatever it and the runtime raise
         raise RefusedError("ai-edge-quantizer cannot quantize it", reason(error)) from None

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
@@ -27,15 +24,10 @@ from normswap.exporting.signature import INPUT
 from normswap.graph.node_reader import LINEAR
 from normswap.models.weight_files import quiet
 
-if TYPE_CHECKING:
-    import onnx
-
 NEEDS = ("onnxruntime", "onnx")
-RANGES = ("minmax", "percentile")  # entropy gave what minmax gave on the one network it was tried on
 LAYERS = LINEAR
 # a classifier's answers stay as they come out of its products; what another layer reads is rounded there
-_OPTIONS = {"CalibPercentile": 99.99, "OpTypesToExcludeOutputQuantization": ["Gemm"]}
-_MEMORY = 2**30  # bytes of activations that percentiles are read off, all at once
+_OPTIONS = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 
 def levels(layer: nn.Module, bits: int) -> float:
@@ -56,22 +48,20 @@ def quantize(plain: Path, file: Path, how: Quantization) -> None:
     import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    methods = {"minmax": CalibrationMethod.MinMax, "percentile": CalibrationMethod.Percentile}
     model = onnx.load(plain)
     onnx_arranging.arrange(model)
     names = {f"network.{path}.weight" for path in how.keep}
     spared = [node.name for node in model.graph.node if names.intersection(node.input)]
-    images = how.images if how.ranges == "minmax" else _few(how.images, model.graph)
     root = logging.getLogger()  # onnxruntime's tool warns there that the model was not preprocessed: it is folded
     level = root.level
     root.setLevel(logging.ERROR)
     try:
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
-                model, file, _CalibrationReader(images), quant_format=QuantFormat.QDQ,
+                model, file, _CalibrationReader(how.images), quant_format=QuantFormat.QDQ,
                 per_channel=how.settings.per_channel,
                 reduce_range=how.settings.weight_bits == SAFE_BITS, activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8, calibrate_method=methods[how.ranges], nodes_to_exclude=spared,
+                weight_type=QuantType.QInt8, calibrate_method=CalibrationMethod.MinMax, nodes_to_exclude=spared,
                 extra_options=_OPTIONS,
             )  # fmt: skip
     except Exception as error:  # whatever the tool and the runtime raise
@@ -82,16 +72,6 @@ def quantize(plain: Path, file: Path, how: Quantization) -> None:
     onnx.helper.set_model_props(written, {prop.key: prop.value for prop in onnx.load(plain).metadata_props})
     written.producer_name = model.producer_name
     file.write_bytes(written.SerializeToString())
-
-
-def _few(images: Sequence[Tensor], graph: onnx.GraphProto) -> Sequence[Tensor]:
-    """As many batches as the tool's histograms have memory for: it holds all activations of all images."""
-    each = 4 * sum(
-        math.prod(dim.dim_value or 1 for dim in value.type.tensor_type.shape.dim[1:]) for value in graph.value_info
-    )
-    room = max(1, _MEMORY // max(each, 1))
-    ends = itertools.accumulate(map(len, images))
-    return [batch for batch, end in zip(images, ends, strict=True) if end <= room] or [images[0][:1]]
 
 
 class _CalibrationReader:

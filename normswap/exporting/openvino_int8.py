@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import openvino as ov
 
 NEEDS = ("nncf", "openvino")
-RANGES = ("minmax", "histogram")
 LAYERS = LINEAR
 
 
@@ -49,14 +48,13 @@ def _quantized(model: ov.Model, how: Quantization) -> ov.Model:
     with _hushed():
         import nncf
         from nncf.quantization.advanced_parameters import OverflowFix, QuantizationParameters
-        from nncf.quantization.range_estimator import RangeEstimatorParametersSet as Sets
+        from nncf.quantization.range_estimator import RangeEstimatorParametersSet
 
-        estimators = {"minmax": Sets.MINMAX, "histogram": Sets.HISTOGRAM}
         advanced = nncf.AdvancedQuantizationParameters(
             overflow_fix=OverflowFix.ENABLE if how.settings.weight_bits == SAFE_BITS else OverflowFix.DISABLE,
             weights_quantization_params=QuantizationParameters(per_channel=how.settings.per_channel),
             disable_bias_correction=True,
-            activations_range_estimator_params=estimators[how.ranges],
+            activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
         )
         spared = nncf.IgnoredScope(names=_readers(model, how.keep), validate=False) if how.keep else None
         try:

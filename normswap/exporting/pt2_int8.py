@@ -20,7 +20,6 @@ from normswap.exporting.settings import LEVELS, Quantization
 from normswap.models.weight_files import quiet
 
 NEEDS = ("torchao",)
-RANGES = ("minmax", "histogram")
 _KINDS = {torch.ops.aten.conv2d.default: nn.Conv2d, torch.ops.aten.linear.default: nn.Linear}
 LAYERS = tuple(_KINDS.values())
 
@@ -64,12 +63,11 @@ def _config(how: Quantization) -> object:
 
     Its least step, 2^-12, would leave nothing of a channel that equalization has made small.
     """
-    from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
+    from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
-    observers = {"minmax": MinMaxObserver, "histogram": HistogramObserver}
     activations = QuantizationSpec(
-        torch.uint8, observers[how.ranges], quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine
+        torch.uint8, MinMaxObserver, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine
     )
     observer, scheme, axis = (
         (PerChannelMinMaxObserver, torch.per_channel_symmetric, 0) if how.settings.per_channel

@@ -1,16 +1,13 @@
 """int8: the equalization, the runtime's own quantizer, and what came of it, measured where nothing was set by it.
 
-The equalization is the one in which rounding costs the network least, in PyTorch, on calibration images. How ranges are
-read off these is chosen by trial: the file whose answers are nearest to the network's.
+The equalization is the one in which rounding costs the network least, in PyTorch, on calibration images.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,16 +16,15 @@ from torch import Tensor
 
 from normswap.errors import OptionError, VerificationError, spelled
 from normswap.exporting import bias_correction, formats, sensitivity, weight_rounding
-from normswap.exporting.checks import Distance, Figures
+from normswap.exporting.checks import Figures
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, equalizations
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.formats import Format, Quantizer, Runs
+from normswap.exporting.formats import Quantizer
 from normswap.exporting.request import Batches, ExportRequest, labelled
 from normswap.exporting.settings import LEVELS, Int8Settings, Quantization
 from normswap.exporting.weight_grid import WeightGrid
 
 _WORTH = 0.9  # of the error as folded: what is estimated as nearer than that may be none in the file
-_TRIED = 256  # calibration images that a trial is judged on
 _BATCH = 64  # images at a time, and those on which layers are rounded
 Log = Callable[[str], None]
 
@@ -39,18 +35,15 @@ class Quantized:
 
     Args:
         calibrated_on: images.
-        gauge, ranges: that were chosen; per_channel, weight_bits: of the weights.
+        gauge: the equalization that was chosen; per_channel, weight_bits: of the weights.
         fp32: paths of the layers that stayed in fp32, and what each would have cost alone (relative L2).
-        trials: relative L2 error on calibration images by trial.
     """
 
     calibrated_on: int
     gauge: str
-    ranges: str
     per_channel: bool
     weight_bits: int
     fp32: dict[str, float]
-    trials: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -153,10 +146,8 @@ class Equalized:
         return cls(shipped.around(made[equalization]), equalization.name, batches, layers, fp32)
 
 
-def write(
-    contents: FileContents, file: Path, form: Format, equalized: Equalized, calibration: Calibration, log: Log
-) -> Quantized:
-    """Write the best of several int8 files, whose ranges are read off the images in different ways.
+def write(contents: FileContents, file: Path, equalized: Equalized, calibration: Calibration, log: Log) -> Quantized:
+    """Write the file in int8.
 
     Args:
         contents: of the file in fp32.
@@ -165,21 +156,9 @@ def write(
     log("rounding")
     contents = replace(contents, network=_rounded(equalized, calibration.grid))
     images = calibration.fed.split(_even(count) if contents.dynamic else 1)
-    trials: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        for ranges in calibration.tool.RANGES:
-            log(f"trying ranges: {ranges}")
-            trial = Path(folder) / ranges / file.name
-            trial.parent.mkdir()
-            how = Quantization(images, ranges, settings, tuple(equalized.fp32))
-            calibration.tool.write_int8(contents, trial, how)
-            trials[ranges] = _error(equalized.network, form.open(trial), images)
-        best = min(trials, key=lambda ranges: trials[ranges])
-        for part in (Path(folder) / best).iterdir():
-            shutil.move(part, file.with_name(part.name))
-    return Quantized(
-        count, equalized.gauge, best, settings.per_channel, settings.weight_bits, equalized.fp32, trials
-    )  # fmt: skip
+    log("quantizing")
+    calibration.tool.write_int8(contents, file, Quantization(images, settings, tuple(equalized.fp32)))
+    return Quantized(count, equalized.gauge, settings.per_channel, settings.weight_bits, equalized.fp32)
 
 
 def _rounded(equalized: Equalized, grid: WeightGrid) -> Shipped:
@@ -215,18 +194,6 @@ def check_drop(figures: Figures, most: float | None) -> float | None:
             remedy=f"Nothing was written; try {spelled('sensitive', 4)}, more images, or others",
         )
     return lost
-
-
-@torch.no_grad()
-def _error(network: Shipped, runs: Runs, images: Iterable[Tensor]) -> float:
-    """Relative L2 of the file's answers, on the first calibration images."""
-    distance, seen = Distance(), 0
-    for x in images:
-        distance.add(network(x), runs(x))
-        seen += len(x)
-        if seen >= _TRIED:
-            break
-    return distance.relative
 
 
 def _even(count: int) -> int:

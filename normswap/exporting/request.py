@@ -126,7 +126,8 @@ class ExportRequest:
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
         """The answers that the file must compute; `rounded`, the cost of its precision."""
-        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded)
+        scores = getattr(self.source, "num_classes", None) != 0
+        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, scores)
 
     def on_noise(self, images: Batches | None) -> bool:
         """Whether the file is checked on no images and no inputs of the user's, but on noise alone."""

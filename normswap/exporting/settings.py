@@ -77,12 +77,10 @@ class Quantization:
     """The settings of a runtime's quantizer.
 
     Args:
-        images: batches (N, C, H, W) as the file takes them, which ranges are read off.
-        ranges: how, by the tool's own name for it.
+        images: batches (N, C, H, W) as the file takes them: ranges are from the least to the largest number of all.
         keep: paths of layers that stay in fp32.
     """
 
     images: Sequence[Tensor]
-    ranges: str = "minmax"
     settings: Int8Settings = field(default_factory=Int8Settings)
     keep: Sequence[str] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,37 @@ def test_a_missing_runtime_and_a_damaged_file_are_one_line(tmp_path: Path, monke
     (tmp_path / "a.xml").write_bytes(b"")
     with pytest.raises(OptionError, match=r"openvino needs the package openvino: .* pip install 'normswap\[export\]'"):
         ExportedFile.find(str(tmp_path / "a.xml"))
+
+
+NETWORKS = """
+import timm, torch
+from torch import nn
+
+def classifier():
+    return timm.create_model("resnet18", num_classes=10, channels=(4, 4, 4, 4), layers=(1, 1, 1, 1))
+
+def encoder():
+    return timm.create_model("resnet18", num_classes=0, channels=(4, 4, 4, 4), layers=(1, 1, 1, 1))
+
+def maps():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+"""
+
+
+@pytest.mark.parametrize(("name", "command"), [("classifier", "evaluate"), ("encoder", "verify"), ("maps", "verify")])
+def test_the_next_step_that_is_named_can_be_done(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Features have no accuracy, and the largest of them is no answer; `verify` compares them."""
+    (tmp_path / "backbones.py").write_text(NETWORKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "backbones", raising=False)
+    monkeypatch.chdir(tmp_path)
+    some = ["--data", "demo", "--samples", "4"]
+    assert main(["export", f"backbones:{name}", "-o", "net.ts", "--input-size", "3,32,32", *some]) == 0
+    *said, last = capsys.readouterr().out.splitlines()
+    assert any("same answer" in each for each in said) is (name != "encoder")
+    assert last.startswith(f"next: normswap {command} net.ts ")
+    assert last.endswith(" --data IMAGES")
+    assert main([*shlex.split(last)[2:-2], *some]) == 0
+    assert ("same answer" in capsys.readouterr().out) is (name == "maps")

@@ -105,7 +105,7 @@ def test_weights_are_rounded_as_the_file_does(
         for path, one in weight_rounding.weights(model, [x], paths, grid).items():
             model.get_parameter(f"{path}.weight").data.copy_(one.given)
     contents = FileContents(Shipped(model), (x,), dynamic=True)
-    tool.write_int8(contents, file, Quantization([x], tool.RANGES[0], Int8Settings(per_channel, bits)))
+    tool.write_int8(contents, file, Quantization([x], Int8Settings(per_channel, bits)))
     held = HELD[ending](file)
     assert len(held) == len(layers) == 7
     for layer, values in zip(layers, held, strict=True):

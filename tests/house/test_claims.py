@@ -116,7 +116,7 @@ def test_prose_has_no_figures(page: Path) -> None:
 
 
 TABLES = (
-    "kinds.md", "convert.md", "everywhere.md", "int8.md", "int8_speed.md", "int8_without_vnni.md", "loading.md",
+    "kinds.md", "convert.md", "everywhere.md", "int8.md", "int8_without_vnni.md", "loading.md",
     "operators.md", "planted.md", "robot_policy.md",
 )  # fmt: skip
 

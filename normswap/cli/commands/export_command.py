@@ -43,7 +43,7 @@ KEYS: Keys = {
     "notes": "",
     "seconds": "",
     "noise_only": "it was checked on no images",
-    "quantized": "null but for int8: calibrated_on, gauge, ranges, per_channel, weight_bits, fp32, trials",
+    "quantized": "null but for int8: calibrated_on, gauge, per_channel, weight_bits, fp32",
 }
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
@@ -184,8 +184,8 @@ def run(
     projections and classifier keep fp32: bf16 arithmetic changes more than 1 answer in 1000.
 
     int8 is the runtime's own quantizer's, on the folded network: factors that pass from layer to layer are chosen so
-    that channels are alike in size, biases corrected, ranges read off --calibrate's images. How is chosen by trial on
-    those; what it costs is measured on others, printed and written into FILE.preprocess.json.
+    that channels are alike in size, biases corrected, ranges read off --calibrate's images. What it costs is measured
+    on others, printed and written into FILE.preprocess.json.
     """
     settings, quantized = written.settings(force=force), written.dtype == "int8"
     file_check.check(written.output, settings)
@@ -221,7 +221,7 @@ def _print(body: Body) -> None:
         *(("note", note) for note in body["notes"]),
     )
     if body["figures"]:
-        next_step("evaluate", body["file"], "--data", "IMAGES")
+        next_step(*_next(body))
 
 
 def _measured(body: Body) -> list[tuple[str, str]]:
@@ -233,6 +233,14 @@ def _measured(body: Body) -> list[tuple[str, str]]:
         ("top-1", file_table.top1(figures)),
         ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
     ]
+
+
+def _next(body: Body) -> tuple[str, ...]:
+    """The command that says more of the file: its accuracy, if it answers with a class for each image."""
+    figures = body["figures"]
+    if figures["agreement"] is None or figures["unit"] != "images":
+        return "verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES"
+    return "evaluate", str(body["file"]), "--data", "IMAGES"
 
 
 def _beside(body: Body) -> str:
@@ -249,7 +257,7 @@ def _quantized(how: Body) -> list[tuple[str, str]]:
         return []
     steps = "a step per output channel" if how["per_channel"] else "one step per tensor"
     return [
-        ("gauge", f"{how['gauge']}; the best of {len(how['trials'])} trials on {how['calibrated_on']} images"),
-        ("weights", f"{how['weight_bits']} bits, {steps}; ranges: {how['ranges']}"),
+        ("gauge", f"{how['gauge']}, by {how['calibrated_on']} images"),
+        ("weights", f"{how['weight_bits']} bits, {steps}"),
         ("in fp32", ", ".join(f"{path} (alone {cost:.1e})" for path, cost in how["fp32"].items())),
     ]

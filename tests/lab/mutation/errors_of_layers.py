@@ -10,6 +10,7 @@ FIT = "normswap/calibration/sequential_fit.py"
 OPENVINO, GRID = "normswap/exporting/openvino_int8.py", "normswap/exporting/weight_grid.py"
 MEANS, POSITIONED = "normswap/exporting/position_means.py", ("tests/exporting/test_position_means.py",)
 ROUNDER, SHARED = "normswap/exporting/weight_rounding.py", ("tests/exporting/test_weight_rounding.py",)
+RANGES = ("tests/exporting/test_int8.py::test_ranges_go_from_the_least_number_to_the_largest",)
 GRIDS = ("tests/exporting/test_int8_weights.py",)
 NAMES, PROGRAMS = "normswap/folding/overwriting.py", ("tests/folding/test_random_programs.py",)
 RIGHT, ANSWERS = "normswap/surgery/expected_accuracy.py", ("tests/surgery/test_expected_accuracy.py",)
@@ -62,6 +63,11 @@ ERRORS = (
             "return cls(shipped.around(made[equalization])", "return cls(shipped.around(made[AS_FOLDED])", GRIDS),
     Planted("biases stay as they were", "normswap/exporting/bias_correction.py",
             "module.weight - weight)", "0 * module.weight)", ("tests/folding/test_channel_factors.py",)),
+    Planted("ranges are percentiles, in ONNX", "normswap/exporting/onnx_int8.py", "CalibrationMethod.MinMax,",
+            "CalibrationMethod.Percentile,", RANGES),
+    Planted("ranges are histograms', in OpenVINO", OPENVINO, "Set.MINMAX,", "Set.HISTOGRAM,", RANGES),
+    Planted("ranges are histograms', in pt2", "normswap/exporting/pt2_int8.py", "import MinMaxObserver, Per",
+            "import HistogramObserver as MinMaxObserver, Per", ("tests/exporting/test_int8.py::test_ranges_in_pt2",)),
     Planted("scores are rounded", "normswap/exporting/onnx_int8.py", '["Gemm"]', "[]", ("tests/exporting/test_int8.py",)),
     Planted("a mean keeps its sides", "normswap/exporting/onnx_arranging.py", 'if _numbers(mean, "keepdims") != [0]:',
             "if True:", ("tests/exporting/test_onnx_arranging.py",)),
