@@ -11,6 +11,8 @@ what is handed on the way is gone towards what is counted as far as they differ 
 positive-part estimate of James & Stein 1961; chance by the jackknife over the images).
 
 Images that the result was fitted to count as well: their r are as much larger as those of the held-out ones are.
+
+What is uncertain by more than `UNSURE`, by the jackknife over the images, is not told.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ PAIRS = 64  # errors that each image is given
 PLACES = 64  # of a map, per image
 ROWS = 4096
 FEWEST = 4  # images, to tell what chance does
+UNSURE = 0.03  # the largest standard error of a share that is told
 
 Answers = Sequence[tuple[Tensor, Tensor]]
 
 
 def kept(answers: Answers, others: Answers = ()) -> float | None:
-    """The result's expected accuracy as a share of the source's.
+    """The share of the source's accuracy that is expected; None where it is not known (`estimated`), or unsure."""
+    found = estimated(answers, others)
+    return found[0] if found is not None and found[1] <= UNSURE else None
+
+
+def estimated(answers: Answers, others: Answers = ()) -> tuple[float, float] | None:
+    """The result's expected accuracy as a share of the source's, and its standard error.
 
     Args:
         answers: what source and result said, batch by batch: logits (N, K) or, per place, (N, K, H, W) or with depth.
@@ -71,8 +80,11 @@ def _joined(answers: Answers) -> tuple[Tensor, Tensor]:
     return source, result
 
 
-def _share(source: Tensor, straight: Tensor, rest: Tensor) -> float:
-    """The share that is kept, from logits of the source, of the result without errors, and the errors; (N, K)."""
+def _share(source: Tensor, straight: Tensor, rest: Tensor) -> tuple[float, float]:
+    """The share that is kept, from logits of the source, of the result without errors, and the errors; (N, K).
+
+    And its standard error; infinite of images that are too few.
+    """
     truth, order, count = source.softmax(1), source.argsort(1, descending=True), len(source)
     by_class = (straight, truth, rest)
     by_rank = (straight.gather(1, order), truth.gather(1, order), rest.gather(1, order))
@@ -88,15 +100,23 @@ def _share(source: Tensor, straight: Tensor, rest: Tensor) -> float:
             giving[giver] += right
     counted, handed_on = each.sum() / top.sum(), receiving.sum() / top.sum()
     if count < FEWEST:
-        return float(handed_on)
+        return float(handed_on), float("inf")
     # both again without each image, which gives its error to as many others as give theirs to it
     without = top.sum() - top
     handed_without = (receiving.sum() - receiving - giving) * (count - 1) / (count - 2)
     again = (each.sum() - each - handed_without) / without
-    chance = (again - again.mean()).square().sum() * (count - 1) / count
-    apart = counted - handed_on
-    way = (1 - chance / apart.square().clamp_min(1e-30)).clamp_min(0)
-    return float(handed_on + way * apart)
+    chance = _jackknifed(again)
+
+    def between(handed: Tensor, apart: Tensor) -> Tensor:
+        return handed + (1 - chance / apart.square().clamp_min(1e-30)).clamp_min(0) * apart
+
+    told = between(handed_on, counted - handed_on)
+    return float(told), float(_jackknifed(between(handed_without / without, again)).sqrt())
+
+
+def _jackknifed(without: Tensor) -> Tensor:
+    """The variance of what these numbers (N,) were without each image."""
+    return (without - without.mean()).square().sum() * (len(without) - 1) / len(without)
 
 
 def places(answers: Tensor) -> Tensor:

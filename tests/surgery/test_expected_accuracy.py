@@ -20,6 +20,13 @@ def gaussian(count: int, spread: float, slope: float = 1.0) -> tuple[Tensor, Ten
     return source, result, torch.multinomial(source.softmax(1), 1, generator=generator)[:, 0]
 
 
+def share_of(answers: expected_accuracy.Answers, others: expected_accuracy.Answers = ()) -> float:
+    """What is expected, however unsure."""
+    found = expected_accuracy.estimated(answers, others)
+    assert found is not None
+    return found[0]
+
+
 @pytest.mark.parametrize(("spread", "slope"), [(0.1, 1.0), (0.5, 1.0), (1.0, 0.7), (2.0, 1.0)])
 def test_labels_say_the_same(spread: float, slope: float) -> None:
     """On 20,000 images with labels; told by 40 of them, and by 120 more that the result was fitted to."""
@@ -27,10 +34,10 @@ def test_labels_say_the_same(spread: float, slope: float) -> None:
     truth = float((result.argmax(1) == labels).double().mean() / (source.argmax(1) == labels).double().mean())
     there, starts = fitted(source, result, slope), range(0, 20_000, 250)
     parts = [(source[i : i + 40], result[i : i + 40]) for i in starts]
-    few = [expected_accuracy.kept([part]) for part in parts]
+    few = [share_of([part]) for part in parts]
     assert np.mean(few) == pytest.approx(truth, abs=0.01)
     more = [
-        expected_accuracy.kept([part], [(source[i + 40 : i + 160], there[i + 40 : i + 160])])
+        share_of([part], [(source[i + 40 : i + 160], there[i + 40 : i + 160])])
         for part, i in zip(parts, starts, strict=True)
     ]
     assert np.mean(more) == pytest.approx(truth, abs=0.01)
@@ -58,14 +65,31 @@ def test_errors_that_go_with_images_are_told(classes: int, spread: float) -> Non
     assert np.mean(told(source, result, range(0, 800, 100))) == pytest.approx(truth_of(source, result), abs=0.025)
 
 
-def told(source: Tensor, result: Tensor, starts: range) -> list[float | None]:
+def told(source: Tensor, result: Tensor, starts: range) -> list[float]:
     """By 25 images and the 75 behind them, from each start on."""
     return [
-        expected_accuracy.kept(
-            [(source[i : i + 25], result[i : i + 25])], [(source[i + 25 : i + 100], result[i + 25 : i + 100])]
-        )
+        share_of([(source[i : i + 25], result[i : i + 25])], [(source[i + 25 : i + 100], result[i + 25 : i + 100])])
         for i in starts
     ]
+
+
+@pytest.mark.parametrize(("classes", "spread"), [(10, 1.0), (100, 1.0), (1000, 3.0)])
+def test_the_standard_error_is_how_much_other_images_say(classes: int, spread: float) -> None:
+    """Told by many lots of images; what is unsure by more than three points is not told."""
+    generator = torch.Generator().manual_seed(classes)
+    source = torch.randn(8000, classes, generator=generator).double()
+    source[torch.arange(8000), torch.randint(classes, (8000,), generator=generator)] += 4.0
+    size = 0.5 + torch.rand(8000, 1, generator=generator)
+    result = source + spread * size * torch.randn(source.shape, generator=generator)
+    found, said = [], []
+    for lot in torch.arange(8000).split(100):
+        pairs = [(source[lot], result[lot])]
+        estimate = expected_accuracy.estimated(pairs)
+        assert estimate is not None
+        found.append(estimate[0])
+        said.append(estimate[1])
+        assert expected_accuracy.kept(pairs) == (estimate[0] if estimate[1] <= 0.03 else None)
+    assert float(np.square(said).mean() ** 0.5) == pytest.approx(np.std(found), rel=0.35)
 
 
 def truth_of(source: Tensor, result: Tensor) -> float:
@@ -152,18 +176,18 @@ def test_as_numpy_has_it(spread: float) -> None:
     chance = np.var(again) * 15
     expected = handed + max(0.0, 1 - chance / (counted - handed) ** 2) * (counted - handed)
     pairs = [(torch.tensor(source[part]), torch.tensor(result[part])) for part in (seen, there)]
-    assert expected_accuracy.kept(pairs[:1], pairs[1:]) == pytest.approx(expected, rel=1e-9)
+    assert share_of(pairs[:1], pairs[1:]) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_same_answers_keep_all_and_places_of_maps_count_like_images() -> None:
     source, result, _ = gaussian(64, 1.0)
     assert expected_accuracy.kept([(source, source)]) == pytest.approx(1.0)
     assert expected_accuracy.kept([(source, 3 * source + 1)]) == pytest.approx(1.0)  # larger logits, the same answers
-    flat = expected_accuracy.kept([(source, result)])
+    flat = share_of([(source, result)])
     maps = [value.view(4, 4, 4, 5).movedim(3, 1) for value in (source, result)]
-    assert expected_accuracy.kept([(maps[0], maps[1])]) == pytest.approx(flat)
+    assert share_of([(maps[0], maps[1])]) == pytest.approx(flat)
     halves = [(source[:20], result[:20]), (source[20:], result[20:])]
-    assert expected_accuracy.kept(halves) == pytest.approx(flat)
+    assert share_of(halves) == pytest.approx(flat)
 
 
 @pytest.mark.parametrize(
