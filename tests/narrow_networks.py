@@ -8,6 +8,7 @@ from typing import Any
 import timm
 import torch
 from lived import lived_in, run
+from small import SMALL_IMAGES
 from timm.layers import ScaledStdConv2d, StdConv2d
 from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ NORM_FREE: dict[str, dict[str, Any]] = {
 
 
 def skeleton(arch: str, **kwargs: Any) -> nn.Module:
-    return timm.create_model(arch, num_classes=10, **{**RESNETS[arch], **kwargs}).double().eval()
+    options = {"pretrained_cfg_overlay": SMALL_IMAGES, **RESNETS[arch], **kwargs}
+    return timm.create_model(arch, num_classes=10, **options).double().eval()
 
 
 @functools.cache

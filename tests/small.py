@@ -16,12 +16,15 @@ from normswap.provenance import Provenance
 
 ARGS: dict[str, Any] = {"channels": [8, 16, 32, 64]}
 SMALL = {"arch": "resnet18", "arch_args": ARGS, "num_classes": 10}
+SMALL_IMAGES = {"input_size": (3, 64, 64)}  # what a network is made for: nothing that is made for it is larger
 State = dict[str, torch.Tensor]
 
 
 def small(**kwargs: Any) -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("resnet18", **{**ARGS, "num_classes": 10, **kwargs}).eval()
+    return timm.create_model(
+        "resnet18", **{**ARGS, "num_classes": 10, "pretrained_cfg_overlay": SMALL_IMAGES, **kwargs}
+    ).eval()
 
 
 def origin(model: nn.Module) -> Provenance:

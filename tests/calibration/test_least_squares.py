@@ -40,6 +40,7 @@ def narrow(arch: str = "resnet18", seed: int = 0) -> nn.Module:
     """A lived-in float32 network."""
     torch.manual_seed(seed)
     width: dict[str, Any] = {"stem_chs": 8} if "v2" in arch else {}
+    width["pretrained_cfg_overlay"] = {"input_size": (3, 32, 32)}
     model = timm.create_model(arch, num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1), **width)
     return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64)).float()
 

@@ -249,6 +249,7 @@ def test_on_the_command_line(
 ) -> None:
     monkeypatch.setattr(synthetic_images, "STEPS", 5)
     model = ["resnet18", "--arch-arg", "channels=8,16,24,32", "--weights", "random", "--num-classes", "10"]
+    model += ["--input-size", "3,48,48"]
     place = tmp_path / "out"
     fit = ["--calibrate", "synthetic", "--samples", "40"]
     assert (

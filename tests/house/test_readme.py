@@ -20,6 +20,7 @@ def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "r18-skipinit" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("normswap ")]

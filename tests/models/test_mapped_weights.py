@@ -152,7 +152,7 @@ def test_tensors_are_taken_only_where_loading_would_copy_them(
     assert not model.two.weight.requires_grad
 
 
-@pytest.mark.parametrize(("calibrate", "mapped"), [([], True), (["--calibrate", "noise"], False)])
+@pytest.mark.parametrize(("calibrate", "mapped"), [([], True), (["--calibrate", "noise", "--samples", "16"], False)])
 def test_the_command_maps_what_it_converts_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path, calibrate: list[str], mapped: bool
 ) -> None:
@@ -165,5 +165,6 @@ def test_the_command_maps_what_it_converts_at_once(
 
     monkeypatch.setattr(checkpoint, "open_model", watched)
     given = [str(file), "--arch", "resnet18", "--arch-arg", "channels=8,16,32,64", "--num-classes", "10"]
+    given += ["--input-size", "3,48,48"]
     assert app.main(["convert", *given, "--to", "groupnorm", *calibrate, "-o", str(tmp_path / "out")]) == 0
     assert seen == [mapped]

@@ -74,3 +74,36 @@ def test_leaves_are_as_large_as_the_images_that_are_given(
     model.pretrained_cfg = {"input_size": (3, 100, 100)}
     channels_seen.seen_on_leaves(inspect(model, torch.randn(2, *size)).traced, {"1": model[1]})
     assert {*map(tuple, shown)} == {(3, 100, 100) if size == (3, 64, 64) else size}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_cpu_leaves_run_through_half_precision_in_float32(dtype: torch.dtype) -> None:
+    """A copy of the network: its own values stay, and the figures are float32's but for what rounding weights does."""
+    model, whole = network().to(dtype), network()
+    dtypes: list[torch.dtype] = []
+    forward = nn.Conv2d.forward
+
+    def noted(self: nn.Conv2d, x: Tensor) -> Tensor:
+        dtypes.append(x.dtype)
+        return forward(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Conv2d, "forward", noted)
+        batches = [torch.zeros(2, 3, 32, 32)]
+        seen = channels_seen.watched_on_leaves_of(model, {"1": model[1]}, batches, channels_seen.watching, 64)
+    assert {*dtypes} == {torch.float32}
+    assert model[0].weight.dtype == dtype
+    expected = channels_seen.watched_on_leaves_of(whole, {"1": whole[1]}, batches, channels_seen.watching, 64)
+    for one, two in zip(seen["1"][0], expected["1"][0], strict=True):
+        assert torch.allclose(one, two, rtol=0.02, atol=0.02 * float(two.abs().max()))
+
+
+def test_the_size_of_the_first_batch_is_enough() -> None:
+    """The network is not recorded for that: it runs on leaves alone."""
+    model = network()
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    batches = [torch.zeros(2, 3, 24, 40)]
+    seen = channels_seen.watched_on_leaves_of(model, {"1": model[1]}, batches, channels_seen.watching, 64)
+    assert len(seen["1"][0][0]) == 64
+    assert calls == [4, 64]

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from lived import batchnorms, distance, lived_in, run
+from small import SMALL_IMAGES
 from torch import Tensor, nn
 
 from normswap import convert, demo_files
@@ -34,7 +35,9 @@ def pictures(count: int = 4, seed: int = 0) -> Tensor:
 @functools.lru_cache(1)
 def network(arch: str) -> nn.Module:
     torch.manual_seed(0)
-    return lived_in(timm.create_model(arch, num_classes=5, **NARROW[arch]), pictures())
+    return lived_in(
+        timm.create_model(arch, num_classes=5, pretrained_cfg_overlay=SMALL_IMAGES, **NARROW[arch]), pictures()
+    )
 
 
 @pytest.mark.parametrize("arch", NARROW)
@@ -92,7 +95,7 @@ def test_the_line_is_the_best(alpha: float, most: float) -> None:
 def test_images_repair_it() -> None:
     """Fitted, it errs less on other images; alpha stays where it was."""
     source = open_model(str(demo_files.FOLDER)).eval()
-    loader = datasets.make_loader(source, str(demo_files.FOLDER / "images.tar"), batch_size=50, workers=0)
+    loader = datasets.make_loader(source, str(demo_files.FOLDER / "images.tar"), batch_size=30, workers=0)
     images = [x for x, _ in loader]
     others = torch.cat(images[4:])
     plain, fitted = (convert(source, "dyt", calibrate=given).model for given in (None, images[:4]))

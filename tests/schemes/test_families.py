@@ -13,6 +13,7 @@ import timm
 import torch
 from crossed import crossed, named, sampled
 from lived import batchnorms, distance, lived_in, run, step
+from small import SMALL_IMAGES
 from torch import Tensor, nn
 
 from normswap.errors import OptionError
@@ -46,7 +47,8 @@ architectures = pytest.mark.parametrize("arch", BRANCHES)
 def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     seen, x = torch.randn(2, 2, 3, 64, 64, dtype=torch.float64)
-    model = lived_in(timm.create_model(arch, num_classes=10, **NARROW.get(arch, {})), seen)
+    narrow = timm.create_model(arch, num_classes=10, pretrained_cfg_overlay=SMALL_IMAGES, **NARROW.get(arch, {}))
+    model = lived_in(narrow, seen)
     return model, x, run(model, x)
 
 

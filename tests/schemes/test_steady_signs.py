@@ -247,7 +247,7 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
     assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())
 
 
-@pytest.mark.parametrize(("given", "taken"), [(8, []), (20, [64, 64]), (70, [70, 70])])
+@pytest.mark.parametrize(("given", "taken"), [(8, []), (20, [192, 192]), (200, [200, 200])])
 def test_made_images_fill_up_few(given: int, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The images that a rescaling is chosen on; fewer than 16 change nothing."""
     torch.manual_seed(0)

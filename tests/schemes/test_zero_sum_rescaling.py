@@ -27,7 +27,13 @@ def pictures(count: int, seed: int = 0) -> Tensor:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1))
+    model = timm.create_model(
+        "resnet18",
+        num_classes=10,
+        channels=(8, 16, 24, 32),
+        layers=(1, 1, 1, 1),
+        pretrained_cfg_overlay={"input_size": (3, 32, 32)},
+    )
     return lived_in(model, pictures(8, 1).double()).float()
 
 

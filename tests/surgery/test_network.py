@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lived import lived_in
-from small import small
+from small import SMALL_IMAGES, small
 from torch import nn
 
 import normswap
@@ -163,7 +163,7 @@ def test_it_says_where_it_is_from() -> None:
 
 def test_its_size_is_what_it_says_of_itself() -> None:
     model = net()
-    assert Network(model).input_size == (3, 224, 224)
+    assert Network(model).input_size == SMALL_IMAGES["input_size"]
     assert Network(model, size=[3, 8, 8]).input_size == (3, 8, 8)
 
 

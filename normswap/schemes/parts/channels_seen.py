@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from normswap import copying
 from normswap.calibration.checked_batches import checked, misfit
 from normswap.calibration.natural_noise import leaves
-from normswap.errors import TraceError
-from normswap.graph.recording import record
 from normswap.graph.tracing import Traced
 from normswap.layers import affine
 from normswap.models import network_input
+from normswap.models.calling import Example
 from normswap.models.modes import evaluating, hooked
 
 COUNT, BATCH = 128, 64  # images of leaves
@@ -73,37 +73,55 @@ def watched_on_leaves(
 
     They are as loud as the first norm expects.
     """
-    model = traced.modules[""]
+    shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
+    size = tuple(shape if traced.form.listed else shape[1:])
+    return _watched(traced.modules[""], traced.form, size, norms, watch, count)
+
+
+@torch.no_grad()
+def watched_on_leaves_of(
+    model: nn.Module, norms: Mapping[str, nn.Module], batches: Iterable[object], watch: Watch[Part], count: int
+) -> dict[str, list[Part]]:
+    """Let `watch` note `count` images of leaves of the size of the first of `batches` (`Example.read`); or nothing."""
+    first = next(checked(model, batches), None)
+    return {} if first is None else _watched(model, first.hollow, first.size, norms, watch, count)
+
+
+def _watched(
+    model: nn.Module,
+    form: Example,
+    recorded: tuple[int, ...],
+    norms: Mapping[str, nn.Module],
+    watch: Watch[Part],
+    count: int,
+) -> dict[str, list[Part]]:
+    model, norms = _single(model, norms)
     like = next(p for p in model.parameters() if p.is_floating_point())
     with evaluating(model):
-        for size in _sizes(traced):
+        for size in _sizes(model, recorded):
             try:
                 with watching(norms) as few:
-                    traced.form.of(leaves(4, size, 0).to(like)).call(model)
+                    form.of(leaves(4, size, 0).to(like)).call(model)
                 path, parts = next(iter(few.items()))
                 ratio = float(affine.statistics(norms[path])[1].sum() / parts[0][1].mean(0).sum())
                 loud = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
                 with watch(norms) as seen:
                     for i in range(-(-count // BATCH)):
-                        traced.form.of((loud * leaves(BATCH, size, i)).to(like)).call(model)
+                        form.of((loud * leaves(BATCH, size, i)).to(like)).call(model)
             except Exception:  # whatever the network raises: not of that size, or it takes no images at all
                 continue
             return seen
     return {}
 
 
-def watched_on_leaves_of(
-    model: nn.Module, norms: Mapping[str, nn.Module], batches: Iterable[object], watch: Watch[Part], count: int
-) -> dict[str, list[Part]]:
-    """Let `watch` note `count` images of leaves of the size of the first of `batches` (`Example.read`); or nothing."""
-    first = next(checked(model, batches), None)
-    if first is None:
-        return {}
-    try:
-        traced = record(model, first.first(2))
-    except TraceError:
-        return {}
-    return watched_on_leaves(traced, norms, watch, count)
+def _single(model: nn.Module, norms: Mapping[str, nn.Module]) -> tuple[nn.Module, Mapping[str, nn.Module]]:
+    """On a CPU, where half precision takes many times as long, a copy of the network in float32, and its norms."""
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    if like.device.type != "cpu" or like.dtype not in (torch.float16, torch.bfloat16):
+        return model, norms
+    names = {module: name for name, module in model.named_modules()}
+    single = copying.duplicate(model, {}).float()
+    return single, {path: single.get_submodule(names[norm]) for path, norm in norms.items()}
 
 
 @torch.no_grad()
@@ -128,11 +146,9 @@ def watched_on_images(
     return seen
 
 
-def _sizes(traced: Traced) -> list[list[int]]:
+def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
     """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
-    shape = next(node.meta["shape"] for node in traced.nodes if node.op == "placeholder")
-    recorded = tuple(shape if traced.form.listed else shape[1:])
-    made_for = network_input.candidates(traced.modules[""])[0]
+    made_for = network_input.candidates(model)[0]
     # a record is made at a size where a network for photographs has few places to a channel left at its end
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))

@@ -22,7 +22,7 @@ from normswap.schemes.parts.channels_seen import joined, watched_on_images, watc
 from normswap.schemes.parts.steady_signs import Site
 
 ENOUGH = 16  # images
-FILLED = 64  # with made ones
+FILLED = 192  # with made ones
 
 
 @torch.no_grad()
