@@ -253,4 +253,5 @@ ERRORS = (
             (MEASURED + "test_the_architecture_gets_as_many_classes_as_the_network_has",)),
     Planted("a name of three parts goes to the hub", "normswap/storage/hub_name.py", 'repo.count("/") != 1', '"/" not in repo',
             ("tests/storage/test_publishing.py::test_what_the_hub_does_not_take_is_one_line",)),
+    Planted("images are mirrored upside down", LOCKSTEP, "value.flip(-1)", "value.flip(-2)", FINITE),
 )  # fmt: skip
