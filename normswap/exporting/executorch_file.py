@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.export import ExportedProgram
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting import pt2
@@ -37,22 +38,37 @@ _METADATA = "normswap"
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
     if contents.network.stored != torch.float32:
-        raise RefusedError("ExecuTorch files are written in fp32 only", "XNNPACK holds halved weights in fp32 again")
+        what = "ExecuTorch files are written in fp32 and int8 only"
+        raise RefusedError(what, "XNNPACK holds halved weights in fp32 again")
     contents.require_one_image("an ExecuTorch file")  # memory is planned for the largest number
-    # it has no kernel for a 3-D convolution, and a slow one for means, at which XNNPACK's part of the graph would end
-    program = pt2.traced(contents, with_linear_means(in_planes(as_convolutions(contents.network))))
+    file.write_bytes(lowered(traced(contents), contents.metadata))
+
+
+def traced(contents: FileContents) -> ExportedProgram:
+    """The network as torch.export records it, in operators that XNNPACK has.
+
+    ExecuTorch has no kernel for a 3-D convolution, and a slow one for means, at which XNNPACK's part would end.
+    """
+    return pt2.traced(contents, with_linear_means(in_planes(as_convolutions(contents.network))))
+
+
+def lowered(program: ExportedProgram, metadata: Mapping[str, str]) -> bytes:
+    """The file's content.
+
+    Raises:
+        RefusedError: ExecuTorch cannot express the network.
+    """
     try:
         with silent():
             from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
             from executorch.exir import to_edge_transform_and_lower
 
-            noted = {_METADATA: json.dumps(dict(contents.metadata))}
-            lowered = to_edge_transform_and_lower(
-                program, partitioner=[XnnpackPartitioner()], constant_methods=noted
-            ).to_executorch()
+            edge = to_edge_transform_and_lower(
+                program, partitioner=[XnnpackPartitioner()], constant_methods={_METADATA: json.dumps(dict(metadata))}
+            )
+            return bytes(edge.to_executorch().buffer)
     except Exception as error:  # every pass of it has its own
         raise RefusedError("ExecuTorch cannot express the network", reason(error)) from None
-    file.write_bytes(lowered.buffer)
 
 
 def open(file: Path) -> Runs:

@@ -94,7 +94,7 @@ _FORMATS = {
     "pt2": _Row("pt2", (".pt2",), "pt2_int8"),
     "torchscript": _Row("torchscript", (".torchscript", ".ts")),
     "ncnn": _Row("ncnn_file", (".param",), extra="ncnn"),
-    "executorch": _Row("executorch_file", (".pte",), extra="executorch"),
+    "executorch": _Row("executorch_file", (".pte",), "executorch_int8", extra="executorch"),
     "litert": _Row("litert_file", (".tflite",), "litert_int8", extra="litert"),
     "coreml": _Row("coreml_file", (".mlpackage",), extra="coreml", system="darwin"),
     "safetensors": _Row("safetensors_file", (".safetensors",)),

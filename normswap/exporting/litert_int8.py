@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from torch import Tensor, nn
 
-from normswap.errors import RefusedError, spelled
+from normswap.errors import RefusedError
 from normswap.exporting import litert_file
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import reason
-from normswap.exporting.settings import LEVELS, Quantization
+from normswap.exporting.settings import LEVELS, WHOLE_BITS, Quantization
 from normswap.exporting.silence import silent
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Seen: TypeAlias = "dict[str, dict[str, np.ndarray]]"  # what each tensor of the file held, by name
 NEEDS = ("ai_edge_quantizer",)
 LAYERS = (nn.Conv2d, nn.Linear)
-_BITS = 8
 
 
 def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Seen:
@@ -49,12 +48,7 @@ def levels(layer: nn.Module, bits: int) -> float:
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """See `formats.Quantizer.write_int8`."""
-    if how.settings.weight_bits != _BITS:
-        remedy = f"Give {spelled('weight_bits', _BITS)}"
-        raise RefusedError("LiteRT's weights have 8 bits", "on no CPU does it need fewer", remedy)
-    if how.keep:
-        remedy = f"Leave out {spelled('sensitive', len(how.keep))}"
-        raise RefusedError("LiteRT's quantizer takes all layers or none", remedy=remedy)
+    how.require_whole_bytes("LiteRT")
     content = litert_file.converted(contents)
     file.write_bytes(litert_file.finished(_quantized(content, how), contents.network.signature, contents.metadata))
 
@@ -68,7 +62,7 @@ def _quantized(content: bytes, how: Quantization) -> bytes:
             tool = quantizer.Quantizer(bytearray(content))
             each = qtyping.QuantGranularity.CHANNELWISE
             tool.add_static_config(
-                ".*", qtyping.TFLOperationName.ALL_SUPPORTED, activation_num_bits=8, weight_num_bits=_BITS,
+                ".*", qtyping.TFLOperationName.ALL_SUPPORTED, activation_num_bits=8, weight_num_bits=WHOLE_BITS,
                 weight_granularity=each if how.settings.per_channel else qtyping.QuantGranularity.TENSORWISE,
             )  # fmt: skip
             for end in ("INPUT", "OUTPUT"):

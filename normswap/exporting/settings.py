@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
+from normswap.errors import RefusedError, spelled
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 LEVELS = {7: 64, 8: 127}  # of int8 weights on either side of 0, by their bits
+WHOLE_BITS = 8
 SAFE_BITS = 7  # x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow
 
 
@@ -84,3 +87,19 @@ class Quantization:
     images: Sequence[Tensor]
     settings: Int8Settings = field(default_factory=Int8Settings)
     keep: Sequence[str] = ()
+
+    def require_whole_bytes(self, tool: str) -> None:
+        """Check that all layers are to be quantized, with weights of 8 bits.
+
+        Args:
+            tool: the name of what does nothing else.
+
+        Raises:
+            RefusedError: something else is asked for.
+        """
+        if self.settings.weight_bits != WHOLE_BITS:
+            remedy = f"Give {spelled('weight_bits', WHOLE_BITS)}"
+            raise RefusedError(f"{tool}'s weights have {WHOLE_BITS} bits", "on no CPU does it need fewer", remedy)
+        if self.keep:
+            remedy = f"Leave out {spelled('sensitive', len(self.keep))}"
+            raise RefusedError(f"{tool}'s quantizer takes all layers or none", remedy=remedy)

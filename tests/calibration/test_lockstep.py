@@ -83,3 +83,17 @@ def test_whole_numbers_become_floats_where_the_network_lets_them() -> None:
         assert values is not None
     finally:
         lockstep.close()
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_images_are_shown_in_a_mirror_left_for_right(mirror: bool) -> None:
+    """In whole batches, each behind its own."""
+    batches = [torch.arange(24.0).view(2, 1, 3, 4), 100 + torch.arange(12.0).view(1, 1, 3, 4)]
+    model = nn.Sequential(nn.Conv2d(1, 2, 1)).eval()
+    lockstep = Lockstep([Interpreter(model, Example((batches[0],)))], [Example((x,)) for x in batches], mirror=mirror)
+    (conv,) = (node for node in lockstep.interpreters[0].nodes if node.op == "call_module")
+    shown = [next(value for name, value in values.items() if name != SIZE) for (values,) in lockstep.run_to([conv])]
+    lockstep.close()
+    expected = [x for batch in batches for x in ((batch, batch[..., [3, 2, 1, 0]]) if mirror else (batch,))]
+    assert [x.tolist() for x in shown] == [x.tolist() for x in expected]
+    assert (lockstep.images, lockstep.shown) == (3, 6 if mirror else 3)

@@ -15,10 +15,15 @@ from lived import calm, distance, lived_in, living, run
 from torch import nn
 
 import normswap
+from normswap import Int8Settings
 from normswap.errors import NormswapError
 from normswap.exporting import executorch_file
+from normswap.exporting.exported_file import ExportedFile
+from normswap.images.datasets import make_loader
+from normswap.storage import checkpoint
 
 pytest.importorskip("executorch")
+IMAGES = torch.zeros(2, 3, 8, 8)
 
 
 @pytest.mark.parametrize(("name", "rest"), [("resnet10t", {"avg_pool2d"}), ("mobilenetv2_035", set())])
@@ -83,13 +88,33 @@ def test_norms_of_tokens_are_xnnpacks_too(kind: type[nn.Module], tmp_path: Path)
     ("options", "reason"),
     [
         ({"dynamic_batch": True}, "one image at a time"),
-        ({"dtype": "bf16"}, "in fp32 only"),
-        ({"dtype": "fp16"}, "in fp32 only"),
+        ({"dtype": "bf16"}, "in fp32 and int8 only"),
+        ({"dtype": "fp16"}, "in fp32 and int8 only"),
+        ({"dtype": "int8", "calibrate": IMAGES, "images": IMAGES}, "ExecuTorch's weights have 8 bits"),
     ],
-    ids=["any number", "bf16", "fp16"],
+    ids=["any number", "bf16", "fp16", "7 bits"],
 )
 def test_what_it_cannot_hold_is_said(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).eval()
     with pytest.raises(NormswapError, match=reason):
         normswap.export(model, tmp_path / "net.pte", input_size=(3, 8, 8), **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_int8_computes_on_bytes_and_keeps_the_answers(per_channel: bool, tmp_path: Path) -> None:
+    demo, file = checkpoint.open_model("demo"), tmp_path / "demo.pte"
+    images = make_loader(demo, "demo", samples=100, workers=0)
+    calibrate = make_loader(demo, "demo", samples=64, seed=1, workers=0)
+    how = Int8Settings(weight_bits=8, per_channel=per_channel)
+    done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate, int8=how)
+    assert done.nodes["XnnpackBackend"] == 1
+    assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
+    x = torch.cat([batch[0] for batch in images])
+    found, wanted = run_alone(file, "executorch", x), run(demo, x)
+    assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 97
+    assert 1e-3 < distance(wanted, found) < 0.1
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    assert exported.precision == "int8"

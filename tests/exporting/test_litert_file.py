@@ -163,7 +163,8 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(per_channel: bool, tmp_pat
     ids=["7 bits", "sensitive"],
 )
 def test_int8_that_it_cannot_write_is_said(how: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers).eval()
     x = {"images": torch.randn(4, 3, 8, 8), "calibrate": torch.randn(4, 3, 8, 8)}
     with pytest.raises(NormswapError, match=reason):
         normswap.export(model, tmp_path / "a.tflite", input_size=(3, 8, 8), dtype="int8", int8=Int8Settings(**how), **x)

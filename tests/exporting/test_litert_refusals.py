@@ -51,6 +51,14 @@ def test_layers_that_stay_are_refused_in_int8(monkeypatch: pytest.MonkeyPatch) -
         litert_int8.write_int8(contents(torch.float32), Path("net.tflite"), Quantization([], settings=BYTES))
 
 
+def test_finer_steps_than_bytes_have_are_refused() -> None:
+    Quantization([], BYTES).require_whole_bytes("ExecuTorch")
+    with pytest.raises(RefusedError, match=r"ExecuTorch's weights have 8 bits: .*weight_bits=8"):
+        Quantization([]).require_whole_bytes("ExecuTorch")
+    with pytest.raises(RefusedError, match=r"ExecuTorch's quantizer takes all layers or none. Leave out sensitive=1"):
+        Quantization([], BYTES, ["stem"]).require_whole_bytes("ExecuTorch")
+
+
 def test_what_the_quantizer_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(litert_int8, "silent", come)
     with pytest.raises(RefusedError, match="cannot quantize it"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tarfile
 from collections.abc import Callable
@@ -85,6 +86,27 @@ def test_unpacked_copy_goes_at_exit(images: Path, monkeypatch: pytest.MonkeyPatc
     assert (args[0] / "images.tar").is_file()
     call(*args, **kwargs)
     assert not args[0].exists()
+
+
+def test_an_archive_that_changed_is_unpacked_again(images: Path) -> None:
+    file = pack(images, "changed.tar.gz")
+    before = batches(CONFIG, file)[0]
+    for one in (images / "ant").iterdir():
+        Image.new("RGB", (20, 20), "red").save(one)
+    earlier = file.stat().st_mtime_ns
+    pack(images, file.name)
+    os.utime(file, ns=(earlier + 10**9, earlier + 10**9))  # clocks of file systems may be coarse
+    after = batches(CONFIG, file)[0]
+    assert torch.equal(after, batches(CONFIG, images)[0])
+    assert not torch.equal(after, before)
+
+
+def test_an_image_that_cannot_be_read_is_named_among_some(images: Path) -> None:
+    (images / "bee" / "2.png").write_bytes(b"")
+    loader = make_loader(CONFIG, str(images), workers=0)
+    assert len(next(iter(loader.only([0, 11])))[0]) == 2
+    with pytest.raises(SourceError, match=r"bee/2.png cannot be read"):
+        next(iter(loader.only([0, 6])))
 
 
 def test_workers(images: Path) -> None:

@@ -292,12 +292,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     everywhere.one_thread()
-    kept, lines, loads = Kept(KEPT, fresh=args.fresh), [], []
+    kept, lines, loads, missing = Kept(KEPT, fresh=args.fresh), [], [], []
     for form in args.format or ENDINGS:
         for name in args.network or at_hand():
             for step in args.step or ("channel", "tensor"):
                 key = (name, form, step)
                 if key not in kept.rows and args.known:
+                    missing.append(" ".join(key))
                     continue
                 fp32 = kept.get((name,), functools.partial(source, name))
                 known = key in kept.rows
@@ -310,6 +311,7 @@ def main() -> None:
         about = " ".join((__doc__ or "").split("\n\n")[3].split())
         how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
         table = ["", about, "", HEAD, "|---" * (HEAD.count(" | ") + 1) + "|", *lines]
+        table += ["", f"Not measured: {', '.join(missing)}."] if missing else []
         kept.write(args.output, "int8: ours beside each tool's own", table, how)
 
 

@@ -20,6 +20,7 @@ SEQUENTIAL, FITTED = "normswap/calibration/sequential_fit.py", "tests/calibratio
 SETTINGS, SETTLED = "normswap/diagnosis/settings.py", "tests/diagnosis/test_doctor.py::"
 TRAINING, TRAINED = "normswap/training/training_images.py", "tests/training/test_training_images.py::"
 
+DATASETS = ("tests/images/test_datasets.py",)
 KEPT = "tests/surgery/test_expected_accuracy.py::test_of_features_no_answer_is_told"
 NEXT = ("tests/exporting/test_exported_file.py::test_the_next_step_that_is_named_can_be_done",)
 
@@ -253,4 +254,9 @@ ERRORS = (
             (MEASURED + "test_the_architecture_gets_as_many_classes_as_the_network_has",)),
     Planted("a name of three parts goes to the hub", "normswap/storage/hub_name.py", 'repo.count("/") != 1', '"/" not in repo',
             ("tests/storage/test_publishing.py::test_what_the_hub_does_not_take_is_one_line",)),
+    Planted("images are mirrored upside down", LOCKSTEP, "value.flip(-1)", "value.flip(-2)", FINITE),
+    Planted("an archive that changed is that which it was", "normswap/images/datasets.py",
+            "key = (path.resolve(), path.stat().st_mtime_ns)", "key = (path.resolve(), 0)", DATASETS),
+    Planted("some of the images are batched by torch", "normswap/images/datasets.py",
+            "num_workers=old.num_workers, collate_fn=old.collate_fn,", "num_workers=old.num_workers,", DATASETS),
 )  # fmt: skip

@@ -167,7 +167,7 @@ NOTICED = (
             "tests/exporting/test_signature.py::test_batches_are_split_to_the_size_of_a_file"),
     Noticed("exporting/litert_file.py", 'if not network.stored == torch.bfloat16',
             "tests/exporting/test_litert_refusals.py"),
-    Noticed("exporting/litert_int8.py", 'if not how.keep:',
+    Noticed("exporting/settings.py", 'if not self.keep:',
             "tests/exporting/test_litert_refusals.py::test_layers_that_stay_are_refused_in_int8"),
     Noticed("exporting/litert_int8.py", 'except CosmicRayTestingException as error',
             "tests/exporting/test_litert_refusals.py::test_what_the_quantizer_raises_is_one_line"),
