@@ -34,22 +34,22 @@ Answers = Sequence[tuple[Tensor, Tensor]]
 
 def kept(answers: Answers, others: Answers = ()) -> float | None:
     """The share of the source's accuracy that is expected; None where it is not known (`estimated`), or unsure."""
-    found = estimated(answers, others)
-    return found[0] if found is not None and found[1] <= UNSURE else None
+    share = estimated(answers, others)
+    return share[0] if share is not None and share[1] <= UNSURE else None
 
 
-def estimated(answers: Answers, others: Answers = ()) -> tuple[float, float] | None:
+def estimated(answers: Answers, fitted_answers: Answers = ()) -> tuple[float, float] | None:
     """The result's expected accuracy as a share of the source's, and its standard error.
 
     Args:
         answers: what source and result said, batch by batch: logits (N, K) or, per place, (N, K, H, W) or with depth.
-        others: what they said of images that the result was fitted to.
+        fitted_answers: what they said of images that the result was fitted to.
 
     Returns:
         None of what are no answers (boxes and tokens have three dimensions), of one class, of more in one batch than in
         another, and of fewer than two images.
     """
-    pairs = [*answers, *others]
+    pairs = [*answers, *fitted_answers]
     classes = {value.shape[1] if value.ndim in (2, 4, 5) else 0 for value in itertools.chain(*pairs)}
     if not answers or len(classes) != 1 or min(classes) < 2 or any(a.shape != b.shape for a, b in pairs):
         return None
@@ -60,8 +60,8 @@ def estimated(answers: Answers, others: Answers = ()) -> tuple[float, float] | N
     slope = float(((source - centre) * (result - mean)).sum() / (source - centre).square().sum().clamp_min(1e-30))
     straight = slope * (source - centre) + mean
     rest = result - straight
-    if others:
-        source_there, result_there = _joined(others)
+    if fitted_answers:
+        source_there, result_there = _joined(fitted_answers)
         straight_there = slope * (source_there - centre) + mean
         fitted = result_there - straight_there
         variance = rest.square().sum(0).mean() / (len(rest) - 1)  # their mean is taken off
@@ -107,11 +107,11 @@ def _share(source: Tensor, straight: Tensor, rest: Tensor) -> tuple[float, float
     again = (each.sum() - each - handed_without) / without
     chance = _jackknifed(again)
 
-    def between(handed: Tensor, apart: Tensor) -> Tensor:
-        return handed + (1 - chance / apart.square().clamp_min(1e-30)).clamp_min(0) * apart
+    def between(start: Tensor, apart: Tensor) -> Tensor:
+        return start + (1 - chance / apart.square().clamp_min(1e-30)).clamp_min(0) * apart
 
-    told = between(handed_on, counted - handed_on)
-    return float(told), float(_jackknifed(between(handed_without / without, again)).sqrt())
+    share = between(handed_on, counted - handed_on)
+    return float(share), float(_jackknifed(between(handed_without / without, again)).sqrt())
 
 
 def _jackknifed(without: Tensor) -> Tensor:
