@@ -83,7 +83,7 @@ ERRORS = (
             PROGRAMS),
     Planted("errors by rank are left out", RIGHT, "in (by_class, by_rank)", "in (by_class,)", ANSWERS),
     Planted("errors by class are left out", RIGHT, "in (by_class, by_rank)", "in (by_rank,)", ANSWERS),
-    Planted("images that were fitted to are not asked", RIGHT, "if others:", "if False:", ANSWERS),
+    Planted("images that were fitted to are not asked", RIGHT, "if fitted_answers:", "if False:", ANSWERS),
     Planted("errors on images that were fitted to are taken as they are", RIGHT, "larger * fitted", "fitted", ANSWERS),
     Planted("all is handed on", RIGHT, ".clamp_min(0) * apart", ".clamp(0, 0) * apart", ANSWERS),
     Planted("all is counted", RIGHT, ".clamp_min(0) * apart", ".clamp_min(1) * apart", ANSWERS),
