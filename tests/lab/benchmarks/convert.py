@@ -1,6 +1,6 @@
 """Time and peak memory of `normswap convert` against the least that any tool must do: create, load and save.
 
-    python tests/lab/benchmarks/convert.py [--arch resnet50] [--to skipinit groupnorm] [--runs 5] [-o convert.md]
+    python tests/lab/benchmarks/convert.py [--arch resnet50 resnet18] [--to skipinit groupnorm] [--runs 5] [-o convert.md]
 
 Each run is a process of its own (peak memory is per process), A B A B ...; imports are not counted. Prints the ratio
 of the times pair by pair, and by how many times the checkpoint's size the peak exceeds the baseline's. The last column
@@ -60,18 +60,19 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="resnet50")
+    parser.add_argument("--arch", nargs="+", default=["resnet50"])
     parser.add_argument("--to", nargs="+", default=["skipinit"])
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--child", nargs=2, metavar=("WHICH", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return child(args.child[0], args.arch, Path(args.child[1]), args.to[0])
+        return child(args.child[0], args.arch[0], Path(args.child[1]), args.to[0])
 
     import circumstances
 
-    command = f"python tests/lab/benchmarks/convert.py --arch {args.arch} --to {' '.join(args.to)} --runs {args.runs}"
+    asked = f"--arch {' '.join(args.arch)} --to {' '.join(args.to)} --runs {args.runs}"
+    command = f"python tests/lab/benchmarks/convert.py {asked}"
     lines = [
         "# What a conversion costs",
         "",
@@ -82,7 +83,7 @@ def main() -> None:
         *circumstances.lines(command, "cpu"),
         "| network | to | create + load + save | convert | time | CPU time | peak | CPU time, imports and all |",
         "|---|---|---|---|---|---|---|---|",
-        *(row(args.arch, to, args.runs) for to in args.to),
+        *(row(arch, to, args.runs) for arch in args.arch for to in args.to),
     ]
     print("\n".join(lines))
     if args.output:
