@@ -1,6 +1,6 @@
 """Time and peak memory of `normswap convert` against the least that any tool must do: create, load and save.
 
-    python tests/lab/benchmarks/convert.py [--arch resnet50 resnet18] [--to skipinit groupnorm] [--runs 5] [-o convert.md]
+    python tests/lab/benchmarks/convert.py [--arch resnet50 resnet18] [--to skipinit groupnorm] [-o convert.md]
 
 Each run is a process of its own (peak memory is per process), A B A B ...; imports are not counted. Prints the ratio
 of the times pair by pair, and by how many times the checkpoint's size the peak exceeds the baseline's. The last column
