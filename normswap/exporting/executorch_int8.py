@@ -12,10 +12,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from normswap.errors import RefusedError
-from normswap.exporting import executorch_file, pt2
+from normswap.exporting import executorch_file, pt2, pt2_int8
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import reason
-from normswap.exporting.settings import LEVELS, Quantization
+from normswap.exporting.settings import LEVELS, WHOLE_BITS, Quantization
 from normswap.exporting.silence import silent
 
 NEEDS = ("executorch", "torchao")
@@ -40,30 +40,8 @@ def _quantized(program: ExportedProgram, how: Quantization) -> fx.GraphModule:
     try:
         with silent(), torch.no_grad():
             from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
-            from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-            quantizer = XNNPACKQuantizer().set_global(_config(per_channel=how.settings.per_channel))
-            watched = prepare_pt2e(program.module(), quantizer)
-            for batch in how.images:
-                watched(batch)
-            done: fx.GraphModule = convert_pt2e(watched)
+            settings = pt2_int8.config(torch.int8, LEVELS[WHOLE_BITS], per_channel=how.settings.per_channel)
+            return pt2_int8.calibrated(program.module(), XNNPACKQuantizer().set_global(settings), how.images)
     except Exception as error:  # whatever it raises
         raise RefusedError("ExecuTorch cannot quantize it", reason(error)) from None
-    return done
-
-
-def _config(*, per_channel: bool) -> object:
-    """As XNNPACK's own, but for the ranges (of all images, as everywhere) and steps as small as the numbers."""
-    from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
-    from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
-
-    activations = QuantizationSpec(
-        torch.int8, MinMaxObserver, quant_min=-128, quant_max=127, qscheme=torch.per_tensor_affine
-    )
-    observer, scheme = (
-        (PerChannelMinMaxObserver, torch.per_channel_symmetric) if per_channel
-        else (MinMaxObserver, torch.per_tensor_symmetric)
-    )  # fmt: skip
-    fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
-    weights = QuantizationSpec(torch.int8, fine, quant_min=-127, quant_max=127, qscheme=scheme, ch_axis=0)
-    return QuantizationConfig(activations, activations, weights, None)

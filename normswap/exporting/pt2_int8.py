@@ -6,10 +6,11 @@ with torchao's passes it multiplies bytes, which saturates on x64 without VNNI; 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from normswap.errors import RefusedError
@@ -39,18 +40,16 @@ def _quantized(program: ExportedProgram, how: Quantization) -> fx.GraphModule:
     """A program in fp32 as a module in int8, to be traced again."""
     try:
         with quiet(), torch.no_grad():  # torchao logs as it is imported
-            from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
             from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
-            quantizer = X86InductorQuantizer().set_global(_config(how))
+            weights = LEVELS[how.settings.weight_bits]
+            settings = config(torch.uint8, weights, per_channel=how.settings.per_channel)
+            quantizer = X86InductorQuantizer().set_global(settings)
             for path in how.keep:
                 quantizer.set_module_name_qconfig(f"network.{path}", None)
             module = program.module()
             _name_kinds_(module.graph)
-            watched = prepare_pt2e(module, quantizer)
-            for batch in how.images:
-                watched(batch)
-            done: fx.GraphModule = convert_pt2e(watched)
+            done = calibrated(module, quantizer, how.images)
     except Exception as error:  # whatever it raises
         remedy = "Other quantizers write .onnx and .xml"
         raise RefusedError("torchao cannot quantize it", reason(error), remedy) from None
@@ -58,27 +57,40 @@ def _quantized(program: ExportedProgram, how: Quantization) -> fx.GraphModule:
     return done
 
 
-def _config(how: Quantization) -> object:
-    """As X86InductorQuantizer's own, but for the weights' levels and steps as small as the numbers.
+def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -> fx.GraphModule:
+    """An exported module in int8, its ranges read off images."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    Its least step, 2^-12, would leave nothing of a channel that equalization has made small.
+    watched = prepare_pt2e(module, quantizer)
+    for batch in images:
+        watched(batch)
+    done: fx.GraphModule = convert_pt2e(watched)
+    return done
+
+
+def config(activations: torch.dtype, levels: int, *, per_channel: bool) -> object:
+    """As the quantizers' own settings, but for ranges of all images, the weights' levels and steps as small as numbers.
+
+    Their least step, 2^-12, would leave nothing of a channel that equalization has made small.
+
+    Args:
+        activations: bytes with a sign or without.
+        levels: of weights, on either side of 0.
     """
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
-    activations = QuantizationSpec(
-        torch.uint8, MinMaxObserver, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine
+    room = torch.iinfo(activations)
+    between = QuantizationSpec(
+        activations, MinMaxObserver, quant_min=room.min, quant_max=room.max, qscheme=torch.per_tensor_affine
     )
     observer, scheme, axis = (
-        (PerChannelMinMaxObserver, torch.per_channel_symmetric, 0) if how.settings.per_channel
+        (PerChannelMinMaxObserver, torch.per_channel_symmetric, 0) if per_channel
         else (MinMaxObserver, torch.per_tensor_symmetric, None)
     )  # fmt: skip
-    levels = LEVELS[how.settings.weight_bits]
     fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
-    weights = QuantizationSpec(
-        torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=scheme, ch_axis=axis
-    )  # fmt: skip
-    return QuantizationConfig(activations, activations, weights, None)
+    weights = QuantizationSpec(torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=scheme, ch_axis=axis)
+    return QuantizationConfig(between, between, weights, None)
 
 
 def _name_kinds_(graph: fx.Graph) -> None:
