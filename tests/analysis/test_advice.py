@@ -27,7 +27,7 @@ def chain() -> nn.Module:
 
 
 def blocks() -> nn.Module:
-    return small(layers=(1, 1, 1, 1), pretrained_cfg_overlay={"input_size": (3, 64, 64)})
+    return small(layers=(1, 1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from normswap.calibration.natural_noise import leaves
 from normswap.graph.tracing import Traced
 from normswap.layers import affine
 from normswap.models import network_input
-from normswap.models.calling import Example
+from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
 
 COUNT, BATCH = 128, 64  # images of leaves
@@ -96,7 +96,7 @@ def _watched(
     count: int,
 ) -> dict[str, list[Part]]:
     model, norms = _single(model, norms)
-    like = next(p for p in model.parameters() if p.is_floating_point())
+    like = anchor(model)
     with evaluating(model):
         for size in _sizes(model, recorded):
             try:
@@ -116,7 +116,7 @@ def _watched(
 
 def _single(model: nn.Module, norms: Mapping[str, nn.Module]) -> tuple[nn.Module, Mapping[str, nn.Module]]:
     """On a CPU, where half precision takes many times as long, a copy of the network in float32, and its norms."""
-    like = next(p for p in model.parameters() if p.is_floating_point())
+    like = anchor(model)
     if like.device.type != "cpu" or like.dtype not in (torch.float16, torch.bfloat16):
         return model, norms
     names = {module: name for name, module in model.named_modules()}
