@@ -69,10 +69,10 @@ class ExportRequest:
         size = tuple(config["input_size"] if settings.input_size is None else settings.input_size)
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
-        classes = getattr(source, "num_classes", None)
-        if settings.softmax and classes == 0:
+        encoder = _is_encoder(source)
+        if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
-        output = "probabilities" if settings.softmax else "features" if classes == 0 else "logits"
+        output = "probabilities" if settings.softmax else "features" if encoder else "logits"
         return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
 
     @property
@@ -126,7 +126,7 @@ class ExportRequest:
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
         """The answers that the file must compute; `rounded`, the cost of its precision."""
-        scores = getattr(self.source, "num_classes", None) != 0
+        scores = not _is_encoder(self.source)
         return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, scores)
 
     def on_noise(self, images: Batches | None) -> bool:
@@ -154,6 +154,11 @@ def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
     for batch in [images] if isinstance(images, Tensor) else default_device.read(images):
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels
+
+
+def _is_encoder(source: nn.Module) -> bool:
+    """Whether the network says of itself that it has no classifier."""
+    return getattr(source, "num_classes", None) == 0
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:

@@ -238,7 +238,7 @@ def _measured(body: Body) -> list[tuple[str, str]]:
 def _next(body: Body) -> tuple[str, ...]:
     """The command that says more of the file: its accuracy, if it answers with a class for each image."""
     figures = body["figures"]
-    if figures["agreement"] is None or figures["unit"] != "images":
+    if figures["answers"] != figures["count"]:
         return "verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES"
     return "evaluate", str(body["file"]), "--data", "IMAGES"
 
