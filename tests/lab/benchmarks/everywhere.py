@@ -238,6 +238,18 @@ def plain(case: Case, name: str, file: Path) -> None:
         file.write_bytes(
             to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
         )
+    elif name == "ncnn":
+        import pnnx
+
+        pnnx.export(case.source, str(file.with_suffix(".pt")), case.images[:1], fp16=False)
+        for ending in (".param", ".bin"):
+            file.with_suffix(f".ncnn{ending}").rename(file.with_suffix(ending))
+    elif name == "coreml":
+        import coremltools as ct
+
+        traced = torch.jit.trace(case.source, case.images[:1])
+        took = [ct.TensorType(shape=case.images[:1].shape)]
+        ct.convert(traced, inputs=took, compute_precision=ct.precision.FLOAT32, skip_model_load=True).save(str(file))
     else:
         formats.get(name).write(FileContents(Shipped(case.source), (case.images[:1],)), file)
 
