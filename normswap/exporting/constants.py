@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
+from torch.fx.node import Argument
 
+T = TypeVar("T", bound=Argument)
 _ATEN = torch.ops.aten
-_FORM: dict[Any, int] = {  # operators that read of one argument, the first or the second, its shape and dtype alone
+_FORM: dict[object, int] = {  # operators that read of one argument, the first or the second, its shape and dtype alone
     _ATEN.type_as.default: 1, _ATEN.new_full.default: 0, _ATEN.new_zeros.default: 0, _ATEN.new_ones.default: 0,
     _ATEN.zeros_like.default: 0, _ATEN.ones_like.default: 0, _ATEN.full_like.default: 0,
 }  # fmt: skip
@@ -43,12 +45,13 @@ def compute(module: fx.GraphModule) -> bool:
     used = {node: [user for user in node.users if user not in known] for node in known if node.op != "get_attr"}
     used = {node: users for node, users in used.items() if users and isinstance(known[node], Tensor | int | float)}
     for count, (node, users) in enumerate(used.items()):
-        value: Any = known[node]
+        value = known[node]
         if isinstance(value, Tensor):
             module.register_buffer(f"constant_{count}", value.clone(memory_format=torch.contiguous_format))
             with module.graph.inserting_before(node):
-                value = module.graph.get_attr(f"constant_{count}")
-            value.meta["val"] = node.meta["val"]
+                held = module.graph.get_attr(f"constant_{count}")
+            held.meta["val"] = node.meta["val"]
+            value = held
         for user in users:
             user.args, user.kwargs = _with({node: value}, user.args), _with({node: value}, user.kwargs)
     module.graph.eliminate_dead_code()
@@ -57,9 +60,9 @@ def compute(module: fx.GraphModule) -> bool:
 
 
 @torch.no_grad()
-def _known(module: fx.GraphModule) -> dict[fx.Node, object]:
+def _known(module: fx.GraphModule) -> dict[fx.Node, Argument]:
     """The values of the nodes that depend on no input; none where one of them is overwritten."""
-    known: dict[fx.Node, object] = {}
+    known: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(value := attrgetter(str(node.target))(module), Tensor):
             known[node] = value
@@ -70,7 +73,7 @@ def _known(module: fx.GraphModule) -> dict[fx.Node, object]:
         if _writes(node) and any(one in known for one in read):
             return {}
         if all(one in known for one in read):
-            values = {**form, **known}
+            values: dict[fx.Node, Argument] = {**form, **known}
             known[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
     return known
 
@@ -88,6 +91,6 @@ def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
     return {one: torch.empty(one.meta["val"].shape, dtype=one.meta["val"].dtype)}
 
 
-def _with(values: Mapping[fx.Node, Any], args: Any) -> Any:
+def _with(values: Mapping[fx.Node, Argument], args: T) -> T:
     """Arguments with these values in the places of nodes."""
     return fx.node.map_arg(args, lambda one: values.get(one, one))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -19,7 +19,7 @@ from normswap.exporting.exported_module import FileContents, as_convolutions
 
 T = TypeVar("T")
 _ATEN = torch.ops.aten
-_POOLS: dict[Any, int] = {
+_POOLS: dict[object, int] = {
     _ATEN.adaptive_avg_pool1d.default: 1,
     _ATEN.adaptive_avg_pool2d.default: 2,
     _ATEN.adaptive_avg_pool3d.default: 3,
@@ -63,10 +63,9 @@ def simpler(contents: FileContents, network: nn.Module) -> fx.GraphModule:
 
 def _as_mean(node: fx.Node) -> None:
     """Replace an adaptive pool whose result is one number per channel."""
-    args: tuple[Any, ...] = node.args
     dims = _POOLS.get(node.target)
-    if dims is not None and all(size == 1 for size in args[1]):
-        node.target, node.args = _ATEN.mean.dim, (args[0], [*range(-dims, 0)], True)
+    if dims is not None and all(size == 1 for size in cast(list[int], node.args[1])):
+        node.target, node.args = _ATEN.mean.dim, (node.args[0], [*range(-dims, 0)], True)
 
 
 def _as_slices(node: fx.Node) -> None:
@@ -74,18 +73,17 @@ def _as_slices(node: fx.Node) -> None:
 
     That is: (N, L, 3 h d) -> (N, L, 3, h, d) -> (3, N, h, L, d) -> three times (N, h, L, d).
     """
-    picked, args = _picked(node), [*node.args, 0]
+    picked = _picked(node)
     if not picked:
         return
-    source: Any = args[0]
-    order = list(range(source.meta["val"].ndim))
+    source, order = node.all_input_nodes[0], list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
-        order = [one % len(order) for one in source.args[1]]
-        source = source.args[0]
+        order = [one % len(order) for one in cast(list[int], source.args[1])]
+        source = source.all_input_nodes[0]
     if source.target not in _RESHAPES:
         return
-    whole, sizes = source.args[0], list(source.meta["val"].shape)
-    axis: int = order[args[1]]  # type: ignore[index]
+    whole, sizes = source.all_input_nodes[0], list(source.meta["val"].shape)
+    axis = order[cast(int, node.args[1]) if len(node.args) > 1 else 0]
     *others, length = whole.meta["val"].shape
     if sizes[:axis] != others:
         return
@@ -101,9 +99,8 @@ def _as_slices(node: fx.Node) -> None:
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
     """Which of the parts along a dimension each of these nodes is, where all of them are known."""
-    picks: dict[fx.Node, Any] = {}
     if node.target is _ATEN.select.int:
-        picks = {node: node.args[2]}
-    elif node.target is _ATEN.unbind.int and all(user.target is operator.getitem for user in node.users):
-        picks = {user: user.args[1] for user in node.users}
-    return picks
+        return {node: cast(int, node.args[2])}
+    if node.target is _ATEN.unbind.int and all(user.target is operator.getitem for user in node.users):
+        return {user: cast(int, user.args[1]) for user in node.users}
+    return {}
