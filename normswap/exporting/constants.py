@@ -1,4 +1,4 @@
-"""What depends on no input, computed once: the anchors of detectors, grids of positions, biases from tables.
+"""Numbers that depend on no input, computed once: the anchors of detectors, grids of positions, biases from tables.
 
 Tools that read a graph operator by operator need not know how such numbers come about, and no run computes them again.
 """

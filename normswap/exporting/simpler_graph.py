@@ -28,7 +28,7 @@ _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
-    """What a tool makes of the network; where it refuses, what it makes of the simpler one.
+    """Convert the network; where the tool refuses, the simpler one instead.
 
     Args:
         convert: raises `RefusedError` where the tool cannot read a network.
