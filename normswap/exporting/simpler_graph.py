@@ -82,10 +82,10 @@ def _as_slices(node: fx.Node) -> None:
         source = source.all_input_nodes[0]
     if source.target not in _RESHAPES:
         return
-    whole, sizes = source.all_input_nodes[0], list(source.meta["val"].shape)
+    tensor, sizes = source.all_input_nodes[0], list(source.meta["val"].shape)
     axis = order[cast(int, node.args[1]) if len(node.args) > 1 else 0]
-    *others, length = whole.meta["val"].shape
-    if sizes[:axis] != others:
+    *outer, length = tensor.meta["val"].shape
+    if sizes[:axis] != outer:
         return
     width, rest = length // sizes[axis], sizes[:axis] + sizes[axis + 1 :]
     turned = [one - (one > axis) for one in order if one != axis]
@@ -93,7 +93,7 @@ def _as_slices(node: fx.Node) -> None:
     for user, index in picked.items():
         start = index % sizes[axis] * width
         with node.graph.inserting_before(user):
-            part = call(_ATEN.slice.Tensor, (whole, axis, start, start + width))
+            part = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
             user.replace_all_uses_with(call(_ATEN.permute.default, (call(_ATEN.reshape.default, (part, rest)), turned)))
 
 
