@@ -11,7 +11,7 @@ network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; torch
 ai-edge-quantizer on litert-torch's file: 8 bits in the weights, which ONNX Runtime adds with saturation on an x64
 without VNNI. `ours` is what `normswap export --precision int8` writes: 7 bits in the weights, the same on every CPU;
 beside it `--weight-bits 8` (LiteRT has these only). `tensor`: `--per-tensor`, for devices with one step for all weights
-of a layer, which no device of OpenVINO's and torch's needs. All are calibrated on the same images, on none of which
+of a layer, which ONNX and LiteRT files go to. All are calibrated on the same images, on none of which
 anything is measured. `same`: the file gives the fp32 network's answer, which tells files apart better than top-1:
 another answer than fp32's is right about as often. Milliseconds of the processor's time: one image, one thread, all of
 a row in turns, the best of the rounds; `eager` is the network as it is, in PyTorch. A .pt2 in int8, run as it is,
