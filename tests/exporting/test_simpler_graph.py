@@ -13,6 +13,7 @@ from normswap.errors import RefusedError
 from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.simpler_graph import or_simpler, simpler
+from normswap.models.weight_files import quiet
 
 
 class Applied(nn.Module):
@@ -131,6 +132,32 @@ def test_the_network_as_it_is_comes_first_and_its_refusal_is_the_one_that_is_tol
         or_simpler(contents, refuse)
     assert [isinstance(one, torch.fx.GraphModule) for one in asked] == [False, True]
     assert or_simpler(contents, type) is type(shipped)
+
+
+class Kept(nn.Module):
+    """As Ultralytics' heads: what it was called with last it keeps, and makes its grid anew for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape, self.grid = torch.Size(), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shape != x.shape:
+            self.shape, self.grid = x.shape, torch.arange(x.shape[-1])
+        return x * self.grid
+
+
+def test_what_tracing_leaves_in_a_network_is_not_in_the_simpler_one() -> None:
+    def convert(network: nn.Module) -> nn.Module:
+        with quiet():
+            torch.jit.trace(network, (x,), check_trace=False)
+        if isinstance(network, torch.fx.GraphModule):
+            return network
+        raise RefusedError("refused")
+
+    x = torch.rand(1, 3, 4, 5)
+    contents, _ = exported(Kept(), x)
+    assert torch.equal(or_simpler(contents, convert)(x), Kept()(x))
 
 
 def test_what_torch_cannot_export_is_refused_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
