@@ -25,6 +25,7 @@ import copy
 import functools
 import importlib.metadata
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -241,7 +242,10 @@ def plain(case: Case, name: str, file: Path) -> None:
     elif name == "ncnn":
         import pnnx
 
-        pnnx.export(case.source, str(file.with_suffix(".pt")), case.images[:1], fp16=False)
+        torch.jit.trace(case.source, case.images[:1]).save(file.with_suffix(".pt"))
+        subprocess.run(
+            [pnnx.EXEC_PATH, file.with_suffix(".pt"), "fp16=0"], cwd=file.parent, check=True, capture_output=True
+        )
         for ending in (".param", ".bin"):
             file.with_suffix(f".ncnn{ending}").rename(file.with_suffix(ending))
     elif name == "coreml":
