@@ -10,9 +10,12 @@ from operator import attrgetter
 from typing import TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.node import Argument
+
+from normswap.exporting import pt2
+from normswap.exporting.exported_module import FileContents
 
 T = TypeVar("T", bound=Argument)
 _ATEN = torch.ops.aten
@@ -31,6 +34,16 @@ def without_checks(program: ExportedProgram) -> fx.GraphModule:
             module.graph.erase_node(node)
     module.recompile()
     return module
+
+
+def with_constants(contents: FileContents, network: nn.Module) -> nn.Module:
+    """The network with the values of all that depends on no input; itself where all depends on one.
+
+    Raises:
+        RefusedError: torch.export cannot express it.
+    """
+    module = without_checks(pt2.traced(contents, network))
+    return module if compute(module) else network
 
 
 def compute(module: fx.GraphModule) -> bool:

@@ -50,9 +50,8 @@ def traced(contents: FileContents) -> ExportedProgram:
     ExecuTorch has no kernel for a 3-D convolution, and a slow one for means, at which XNNPACK's part would end. It
     computes at each run what depends on no input.
     """
-    program = pt2.traced(contents, with_linear_means(in_planes(as_convolutions(contents.network))))
-    module = constants.without_checks(program)
-    return pt2.traced(contents, module) if constants.compute(module) else program
+    network = with_linear_means(in_planes(as_convolutions(contents.network)))
+    return pt2.traced(contents, constants.with_constants(contents, network))
 
 
 def lowered(program: ExportedProgram, metadata: Mapping[str, str]) -> bytes:
