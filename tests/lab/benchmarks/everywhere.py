@@ -25,6 +25,7 @@ import copy
 import functools
 import importlib.metadata
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -238,6 +239,21 @@ def plain(case: Case, name: str, file: Path) -> None:
         file.write_bytes(
             to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
         )
+    elif name == "ncnn":
+        import pnnx
+
+        torch.jit.trace(case.source, case.images[:1]).save(file.with_suffix(".pt"))
+        subprocess.run(
+            [pnnx.EXEC_PATH, file.with_suffix(".pt"), "fp16=0"], cwd=file.parent, check=True, capture_output=True
+        )
+        for ending in (".param", ".bin"):
+            file.with_suffix(f".ncnn{ending}").rename(file.with_suffix(ending))
+    elif name == "coreml":
+        import coremltools as ct
+
+        traced = torch.jit.trace(case.source, case.images[:1])
+        took = [ct.TensorType(shape=case.images[:1].shape)]
+        ct.convert(traced, inputs=took, compute_precision=ct.precision.FLOAT32, skip_model_load=True).save(str(file))
     else:
         formats.get(name).write(FileContents(Shipped(case.source), (case.images[:1],)), file)
 
