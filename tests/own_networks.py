@@ -56,6 +56,20 @@ class Branch(nn.Module):
         return torch.relu(x + self.bn(self.conv(x)))
 
 
+class Anchored(nn.Module):
+    """The map of a detector, and where on it each number stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 2, 3, 2, 1), nn.BatchNorm2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        rows, columns = (torch.arange(end).type_as(x) + 0.5 for end in x.shape[2:])
+        grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij"))
+        return x.flatten(2) + grid.flatten(1)
+
+
 class Spectrum(nn.Sequential):
     """Complex numbers and a Fourier transform, which runtimes of phones have not."""
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normswap.errors import RefusedError, VerificationError, first_line
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.signature import Signature, alone
 from normswap.exporting.silence import silent
+from normswap.exporting.simpler_graph import or_simpler
 
 if TYPE_CHECKING:
     from coremltools.models import MLModel
@@ -48,7 +49,8 @@ def write(contents: FileContents, file: Path) -> None:
         raise RefusedError("Core ML is not written in bf16", remedy="Its packages are fp32 or fp16")
     contents.require_one_image("a Core ML package")
     contents.require_floats("a Core ML package")
-    made = _converted(contents.in_float32, half=network.dtype == torch.float16)
+    whole, half = contents.in_float32, network.dtype == torch.float16
+    made = or_simpler(whole, lambda network: _converted(network, whole, half=half))
     try:
         spec = made.get_spec()
         _require_names(spec, network.signature)
@@ -57,8 +59,11 @@ def write(contents: FileContents, file: Path) -> None:
         shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
 
 
-def _converted(contents: FileContents, *, half: bool) -> MLModel:
+def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
     """A network in float32, as coremltools writes it, in a temporary directory of its own.
+
+    Args:
+        network: that of the contents, or what was made of it.
 
     Raises:
         RefusedError: torch cannot trace the network, or coremltools cannot read it.
@@ -70,7 +75,7 @@ def _converted(contents: FileContents, *, half: bool) -> MLModel:
             import coremltools as ct
 
             made = ct.convert(
-                torch.jit.trace(as_convolutions(contents.network), contents.example, check_trace=False),
+                torch.jit.trace(network, contents.example, check_trace=False),
                 inputs=[
                     ct.TensorType(name=name, shape=x.shape)
                     for name, x in zip(signature.inputs, contents.example, strict=True)

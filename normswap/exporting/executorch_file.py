@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from normswap.errors import RefusedError, VerificationError, first_line
-from normswap.exporting import pt2
+from normswap.exporting import constants, pt2
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.planes import in_planes
@@ -47,9 +47,11 @@ def write(contents: FileContents, file: Path) -> None:
 def traced(contents: FileContents) -> ExportedProgram:
     """The network as torch.export records it, in operators that XNNPACK has.
 
-    ExecuTorch has no kernel for a 3-D convolution, and a slow one for means, at which XNNPACK's part would end.
+    ExecuTorch has no kernel for a 3-D convolution, and a slow one for means, at which XNNPACK's part would end. It
+    computes at each run what depends on no input.
     """
-    return pt2.traced(contents, with_linear_means(in_planes(as_convolutions(contents.network))))
+    network = with_linear_means(in_planes(as_convolutions(contents.network)))
+    return pt2.traced(contents, constants.with_constants(contents, network))
 
 
 def lowered(program: ExportedProgram, metadata: Mapping[str, str]) -> bytes:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.exporting import constants
 from normswap.exporting.exported_module import FileContents, as_convolutions
 from normswap.exporting.formats import Runs, described, reason
 from normswap.exporting.signature import Signature, alone
@@ -61,7 +62,8 @@ def converted(contents: FileContents) -> bytes:
         with silent(), torch.no_grad():
             import litert_torch
 
-            made = litert_torch.convert(as_convolutions(contents.network), contents.example)
+            network = constants.with_constants(contents, as_convolutions(contents.network))
+            made = litert_torch.convert(network, contents.example)
             return bytes(made.model_content())
     except Exception as error:  # whatever it and torch meet on their way
         raise RefusedError("LiteRT cannot express the network", reason(error)) from None

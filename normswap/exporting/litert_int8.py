@@ -49,6 +49,7 @@ def levels(layer: nn.Module, bits: int) -> float:
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """See `formats.Quantizer.write_int8`."""
     how.require_whole_bytes("LiteRT")
+    contents.require_one_image("a LiteRT file")
     content = litert_file.converted(contents)
     file.write_bytes(litert_file.finished(_quantized(content, how), contents.network.signature, contents.metadata))
 

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normswap.errors import RefusedError, VerificationError
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, reason
 from normswap.exporting.signature import Signature, alone
+from normswap.exporting.simpler_graph import or_simpler
 from normswap.models.weight_files import quiet
 
 NAME = "ncnn"
@@ -45,30 +46,29 @@ def write(contents: FileContents, file: Path) -> None:
     contents.require_floats("an ncnn file")
     half = network.dtype == torch.float16
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        place = _converted(contents.in_float32, Path(folder), half=half)
+        place = Path(folder) / "network.ncnn.param"
+        whole = contents.in_float32
+        or_simpler(whole, lambda network: _convert(network, whole.example, place, half=half))
         layers = _named(place.read_text(encoding="utf-8"), network.signature)
-        _require_layers(layers)
         shutil.copyfile(place.with_suffix(PARTS[0]), file.with_suffix(PARTS[0]))
     order = {"inputs": " ".join(network.signature.inputs), "outputs": " ".join(network.signature.outputs)}
     noted = [f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()]
     file.write_text("\n".join([*layers, *noted, ""]), encoding="utf-8")
 
 
-def _converted(contents: FileContents, folder: Path, *, half: bool) -> Path:
-    """The graph that pnnx writes, its weights beside it.
+def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, half: bool) -> None:
+    """Let pnnx write the graph, its weights beside it.
 
     Raises:
-        RefusedError: torch cannot trace the network, or pnnx cannot read it.
+        RefusedError: torch cannot trace the network, pnnx cannot read it, or ncnn lacks a layer.
     """
     import pnnx
 
-    traced, place = folder / "network.pt", folder / "network.ncnn.param"
+    traced, folder = place.with_name("network.pt"), place.parent
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     try:
         with quiet(), torch.no_grad():
-            torch.jit.save(
-                torch.jit.trace(as_convolutions(contents.network), contents.example, check_trace=False), held
-            )
+            torch.jit.save(torch.jit.trace(network, example, check_trace=False), held)
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
     traced.write_bytes(held.getbuffer())
@@ -77,7 +77,8 @@ def _converted(contents: FileContents, folder: Path, *, half: bool) -> Path:
     if done.returncode or not (place.is_file() and place.with_suffix(PARTS[0]).is_file()):
         lines = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
         raise RefusedError("pnnx cannot express the network", lines[-1])
-    return place
+    if missing := _missing(place):
+        raise RefusedError("ncnn cannot express the network", missing, "Try onnx")
 
 
 def _named(text: str, signature: Signature) -> list[str]:
@@ -94,17 +95,12 @@ def _named(text: str, signature: Signature) -> list[str]:
     return lines
 
 
-def _require_layers(lines: list[str]) -> None:
-    """Check that ncnn has every layer; pnnx writes what it does not know under the name that torch gives it.
-
-    Raises:
-        RefusedError: ncnn lacks one.
-    """
+def _missing(file: Path) -> str:
+    """Which layers of a graph ncnn lacks, in words; pnnx writes what it does not know under torch's name."""
     import ncnn
 
-    kinds = dict.fromkeys(line.split()[0] for line in lines[2:])
-    if missing := [kind for kind in kinds if ncnn.layer_to_index(kind) < 0]:
-        raise RefusedError("ncnn cannot express the network", f"it has no layer {', '.join(missing)}", "Try onnx")
+    kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]
+    return f"it has no layer {', '.join(kinds)}" if kinds else ""
 
 
 def open(file: Path) -> Runs:
@@ -115,7 +111,8 @@ def open(file: Path) -> Runs:
     net.opt.num_threads = torch.get_num_threads()
     net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False
     if net.load_param(str(file)) or net.load_model(str(file.with_suffix(PARTS[0]))):
-        raise VerificationError("ncnn cannot run it", f"it does not read {file.name} and what lies beside it")
+        why = _missing(file) or f"it does not read {file.name} and what lies beside it"
+        raise VerificationError("ncnn cannot run it", why)
     noted = metadata(file)
     inputs = noted["inputs"].split() if "inputs" in noted else net.input_names()
     outputs = noted["outputs"].split() if "outputs" in noted else net.output_names()

@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 from normswap.reporting import charts, figures
 from normswap.reporting.records import COLOURS, OUTCOMES, Facts
 from normswap.reporting.tables import MINUS, kinds, share, small
+from normswap.surgery.held_out import accuracy_text
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
@@ -79,9 +80,9 @@ def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
     kept = report.kept
     if kept and kept.agreement is not None:
         yield "same answers", share(kept.agreement), f"on {kept.count} held-out {kept.of}"
-    if kept and kept.right is not None:
+    if kept and (accuracy := accuracy_text(kept.right, kept.right_least)):
         on = f"expected, by the source's own probabilities on {kept.count} held-out {kept.of}"
-        yield "accuracy kept", share(kept.right), on
+        yield "accuracy kept", accuracy, on
     if not report.exact and not kept and not known:
         yield "accuracy kept", "?", report.unmeasured or "not measured: give images"
 

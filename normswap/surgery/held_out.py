@@ -5,6 +5,7 @@ A quarter of the user's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,9 @@ class Kept:
         agreement: share of images, or of places in maps, with the same argmax; None where there is no such thing.
         relative_l2: at the outputs.
         count: of images.
-        right: the result's expected accuracy as a share of the source's (`expected_accuracy`).
+        right: the result's expected accuracy as a share of the source's, where the images tell it
+            (`expected_accuracy`).
+        right_least: the least that it is.
         of: what images they are.
     """
 
@@ -38,6 +41,7 @@ class Kept:
     relative_l2: float
     count: int
     right: float | None = None
+    right_least: float | None = None
     of: str = "calibration images"
 
     def of_made(self) -> Kept:
@@ -55,6 +59,14 @@ class Kept:
         z, n, p = 1.96, self.count, self.agreement
         middle, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
         return float((middle - spread) / (1 + z * z / n))
+
+
+def accuracy_text(right: float | None, least: float | None) -> str:
+    """Say what share of the source's accuracy is expected, and the least; empty where nothing is known."""
+    if least is None:
+        return ""
+    bound = f"at least {math.floor(100 * least)} %"  # never more than is known
+    return bound if right is None else f"{100 * right:.1f} % ({bound})"
 
 
 class Dealt:

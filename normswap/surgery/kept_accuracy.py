@@ -11,8 +11,6 @@ from normswap.models.calling import Example
 from normswap.surgery import comparison, expected_accuracy, running
 from normswap.surgery.held_out import Kept, summed
 
-FEWEST = 12  # held-out images that an accuracy is told by: six may all be of those that hardly change
-
 
 def measured(
     source: nn.Module,
@@ -40,14 +38,11 @@ def measured(
         if error.agreement is not None and name in before and name in after:
             answers.append((expected_accuracy.places(before[name]), expected_accuracy.places(after[name])))
     known = summed(parts)
-    if known is None or known.agreement is None or known.count < FEWEST or len(answers) < len(parts):
+    if known is None or known.agreement is None or len(answers) < len(parts):
         return known
-    there = []
-    for example in others:
-        before, after = _outputs(source, result, example)
-        if name in before and name in after:
-            there.append((expected_accuracy.places(before[name]), expected_accuracy.places(after[name])))
-    return replace(known, right=expected_accuracy.kept(answers, there))
+    there = (running.run(source, example.like(source))[0] for example in others)
+    expected = expected_accuracy.expected(answers, [expected_accuracy.places(b[name]) for b in there if name in b])
+    return known if expected is None else replace(known, right=expected.told, right_least=expected.least)
 
 
 def _outputs(source: nn.Module, result: nn.Module, example: Example) -> tuple[running.Outputs, running.Outputs]:

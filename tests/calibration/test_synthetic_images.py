@@ -199,8 +199,8 @@ def test_a_trained_network_fitted_to_them_is_near_its_source(
     kept = done[-1].report.kept
     assert kept is not None
     assert (kept.of, kept.count, kept.agreement) == ("synthetic images", 16, None)
-    assert kept.right is not None
-    assert kept.right > 0.95
+    assert kept.right_least is not None
+    assert kept.right_least > 0.85
     assert Report.from_dict(json.loads(json.dumps(done[-1].report.to_dict()))).kept == kept
     assert any("64 images made from the network's own statistics" in note for note in done[-1].notes)
 

@@ -108,3 +108,10 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     done = normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.mlpackage", **SIZE)
     assert coreml_file.nodes(done.file) == {"conv": 1}
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a refusal leaves a folder of its own
+def test_a_pool_over_three_dimensions_which_it_lacks_is_a_mean(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten()).eval()
+    done = normswap.export(model, tmp_path / "net.mlpackage", inputs=torch.zeros(1, 1, 4, 5, 6))
+    assert done.nodes == {"conv": 1, "relu": 1, "reduce_mean": 1, "reshape": 1}

@@ -12,6 +12,7 @@ import timm
 import torch
 from alone import run_alone
 from lived import calm, distance, lived_in, living, run
+from own_networks import Anchored
 from torch import nn
 
 import normswap
@@ -46,6 +47,13 @@ def test_norms_after_activations(tmp_path: Path) -> None:
     done = normswap.export(model, tmp_path / "net.pte", input_size=(3, 16, 16))
     assert done.nodes == {"XnnpackBackend": 1}
     assert distance(run(model, x), run_alone(done.file, "executorch", x)) <= 1e-5
+
+
+def test_no_run_computes_what_depends_on_no_input(tmp_path: Path) -> None:
+    model, x = living(Anchored(), 3, 16, 12)
+    done = normswap.export(model, tmp_path / "net.pte", input_size=(3, 16, 12))
+    assert done.nodes == {"XnnpackBackend": 1}
+    assert distance(run(model, x), run_alone(done.file, "executorch", x)) <= 1e-6
 
 
 def test_nothing_is_printed(tmp_path: Path) -> None:

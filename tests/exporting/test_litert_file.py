@@ -11,7 +11,7 @@ import timm
 import torch
 from alone import run_alone
 from lived import calm, distance, living, run
-from own_networks import Spectrum
+from own_networks import Anchored, Spectrum
 from torch import Tensor, nn
 
 import normswap
@@ -107,6 +107,13 @@ def test_inputs_and_outputs_have_their_names(tmp_path: Path) -> None:
     assert set(found) == {"wide", "narrow"}
     for name, value in found.items():
         assert np.abs(value - wanted[name].numpy()).max() < 1e-5
+
+
+def test_no_run_computes_what_depends_on_no_input(tmp_path: Path) -> None:
+    model, x = living(Anchored(), 3, 16, 12)
+    done = normswap.export(model, tmp_path / "net.tflite", input_size=(3, 16, 12))
+    assert not set(done.nodes) & {"BROADCAST_TO", "RANGE", "CONCATENATION", "PACK"}
+    assert distance(run(model, x), run_alone(done.file, "litert", x)) <= 1e-6
 
 
 def test_weights_begin_where_processors_want_them(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normswap.errors import RefusedError
 from normswap.exporting import litert_file, litert_int8
+from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.settings import Int8Settings, Quantization
 
 BYTES = Int8Settings(weight_bits=8)
@@ -49,6 +50,17 @@ def test_layers_that_stay_are_refused_in_int8(monkeypatch: pytest.MonkeyPatch) -
         )
     with pytest.raises(_WrittenError):
         litert_int8.write_int8(contents(torch.float32), Path("net.tflite"), Quantization([], settings=BYTES))
+
+
+def test_any_number_of_images_is_refused_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file would take one at a time all the same."""
+    monkeypatch.setattr(litert_file, "converted", come)
+    shipped, image = Shipped(nn.Conv2d(3, 4, 3)), torch.zeros(1, 3, 8, 8)
+    for dynamic, raised in ((True, RefusedError), (False, _WrittenError)):
+        with pytest.raises(raised):
+            litert_int8.write_int8(
+                FileContents(shipped, (image,), dynamic), Path("net.tflite"), Quantization([], settings=BYTES)
+            )
 
 
 def test_finer_steps_than_bytes_have_are_refused() -> None:

@@ -9,11 +9,12 @@ import timm
 import torch
 from alone import run_alone
 from lived import calm, distance, living, run
-from own_networks import Spectrum
+from own_networks import Anchored, Spectrum
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError, RefusedError
+from normswap.errors import NormswapError, RefusedError, VerificationError
+from normswap.exporting import ncnn_file
 
 ncnn = pytest.importorskip("ncnn")
 pytest.importorskip("pnnx")
@@ -76,6 +77,18 @@ def test_three_dimensions(tmp_path: Path) -> None:
     assert (done.figures.passed, done.figures.count) == (True, 3)
 
 
+def test_a_transformer_and_anchors(tmp_path: Path) -> None:
+    """pnnx knows neither the five dimensions of timm's attention nor a grid: what it is given instead has none."""
+    sizes: dict[str, int] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    transformer = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
+    for model in (transformer, Anchored()):
+        model, x = living(model, 3, 16, 16)
+        file = tmp_path / f"{type(model).__name__}.param"
+        done = normswap.export(model, file, input_size=(3, 16, 16))
+        assert not set(done.nodes) & {"torch.unbind", "aten::meshgrid", "Tensor.reshape"}
+        assert distance(run(model, x), run_alone(file, "ncnn", x)) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
@@ -90,6 +103,13 @@ def test_what_it_cannot_hold_is_said(model: nn.Module, options: dict[str, bool],
     with pytest.raises(NormswapError, match=reason):
         normswap.export(model.eval(), tmp_path / "net.param", input_size=(3, 8, 8), **options)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_with_a_layer_that_it_lacks_names_the_layer(tmp_path: Path) -> None:
+    file = normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.param", input_size=(3, 8, 8)).file
+    file.write_text(file.read_text().replace("Convolution ", "aten::meshgrid "))
+    with pytest.raises(VerificationError, match="ncnn cannot run it: it has no layer aten::meshgrid"):
+        ncnn_file.open(file)
 
 
 def test_what_pnnx_says_reaches_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

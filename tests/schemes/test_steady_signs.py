@@ -113,6 +113,19 @@ def test_squares_that_rounding_put_below_zero_are_zero() -> None:
     assert bool((site_.squares == 0).all())
 
 
+def test_a_channel_that_is_constant_on_these_images_is_as_loud_as_the_norm_says() -> None:
+    """Rounding leaves its images other means, and no squares about them (EfficientNet-Lite1, groups of 16)."""
+    x = maps()
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    means, squares = x.mean(2), x.square().mean(2)
+    means[:, 3] = 1e3 + torch.linspace(-1e-5, 1e-5, len(x), dtype=torch.float64)
+    squares[:, 3] = means[:, 3].square() - 1e-6
+    found = Site.of(means, squares, norm, GROUPS, EPS)
+    assert bool((found.means.square().mean(1) <= 1.0001 * found.var).all())
+    assert bool(torch.isfinite(found.quieted()).all())
+
+
 def test_factors_go_as_far_down_as_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it costs less and less, half of the channels end at either bound, e^1.5 from where they started."""
     wanted = torch.tensor([5.0, -5.0] * (CHANNELS // 2)).view(GROUPS, -1)

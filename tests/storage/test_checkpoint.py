@@ -384,6 +384,11 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     [
         (None, ""),
         (Kept(0.875, 0.25, 16), "the source's answer on 87.5% of them, relative L2 0.25. Other images may keep less."),
+        (
+            Kept(None, 0.25, 16, None, 0.937),
+            "at least 93% of the source's accuracy expected as a classifier, relative L2 0.25. "
+            "Other images may keep less.",
+        ),
         (Kept(None, 0.25, 16), "relative L2 0.25. Other images may keep less."),
     ],
 )

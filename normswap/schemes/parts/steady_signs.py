@@ -102,8 +102,10 @@ class Site:
         effect = affine.read(norm)[0].square() if effect is None else effect
         effect = effect / effect.max().clamp_min(1e-30)  # only their ratios count: none is too large for float32
         centre = means.mean(0)
-        squares = (squares - 2 * centre * means + centre.square()).clamp_min(0)
-        x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (means - centre, squares))
+        apart = means - centre
+        # where a channel is constant rounding leaves less: then the smallest mean would be made louder than all others
+        squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
+        x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
         effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
         loud = (var / e.mean(1).clamp_min(1e-30)).sqrt()[:, None]
         x, e = (value.float().contiguous() for value in (x * loud, e * loud.square()))

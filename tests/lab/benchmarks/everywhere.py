@@ -25,6 +25,7 @@ import copy
 import functools
 import importlib.metadata
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -228,6 +229,11 @@ def ours(case: Case, name: str, folder: Path) -> Made:
     )  # fmt: skip
 
 
+def traced(case: Case) -> torch.jit.ScriptModule:
+    network = Shipped(copy.deepcopy(case.source))
+    return torch.jit.trace(network, case.images[:1], check_trace=False)  # type: ignore[no-any-return]
+
+
 def plain(case: Case, name: str, file: Path) -> None:
     """The file that the tool makes of the network as it is."""
     if name == "executorch":
@@ -237,6 +243,22 @@ def plain(case: Case, name: str, file: Path) -> None:
         program = torch.export.export(case.source, (case.images[:1],))
         file.write_bytes(
             to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
+        )
+    elif name == "ncnn":
+        import pnnx
+
+        traced(case).save(file.with_suffix(".pt"))
+        subprocess.run(
+            [pnnx.EXEC_PATH, file.with_suffix(".pt"), "fp16=0"], cwd=file.parent, check=True, capture_output=True
+        )
+        for ending in (".param", ".bin"):
+            file.with_suffix(f".ncnn{ending}").rename(file.with_suffix(ending))
+    elif name == "coreml":
+        import coremltools as ct
+
+        took = [ct.TensorType(shape=case.images[:1].shape)]
+        ct.convert(traced(case), inputs=took, compute_precision=ct.precision.FLOAT32, skip_model_load=True).save(
+            str(file)
         )
     else:
         formats.get(name).write(FileContents(Shipped(case.source), (case.images[:1],)), file)

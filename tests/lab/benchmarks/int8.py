@@ -11,13 +11,14 @@ network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; torch
 ai-edge-quantizer on litert-torch's file: 8 bits in the weights, which ONNX Runtime adds with saturation on an x64
 without VNNI. `ours` is what `normswap export --precision int8` writes: 7 bits in the weights, the same on every CPU;
 beside it `--weight-bits 8` (LiteRT has these only). `tensor`: `--per-tensor`, for devices with one step for all weights
-of a layer. All are calibrated on the same images, on none of which anything is measured. `same`: the file gives the
-fp32 network's answer, which tells files apart better than top-1: another answer than fp32's is right about as often.
-Milliseconds of the processor's time: one image, one thread, all of a row in turns, the best of the rounds; `eager` is
-the network as it is, in PyTorch. A .pt2 in int8, run as it is, computes in fp32: it is not timed. `resnet18_narrow`,
-`resnetv2_18_narrow` and `demo` are ResNets at 32 px, `depthwise` (ReLU6) and `efficient` (SiLU, gates) networks of
-tests/data/zoo: 512 training images of CIFAR-10 calibrate, its 10,000 test images measure. `lite0` is
-EfficientNet-Lite0 with its authors' ImageNet weights at 224 px: 128 photographs calibrate, 500 others measure.
+of a layer, which ONNX and LiteRT files go to. All are calibrated on the same images, on none of which
+anything is measured. `same`: the file gives the fp32 network's answer, which tells files apart better than top-1:
+another answer than fp32's is right about as often. Milliseconds of the processor's time: one image, one thread, all of
+a row in turns, the best of the rounds; `eager` is the network as it is, in PyTorch. A .pt2 in int8, run as it is,
+computes in fp32: it is not timed. `resnet18_narrow` and `resnetv2_18_narrow` are ResNets at 32 px, `depthwise` (ReLU6)
+and `efficient` (SiLU, gates) networks of tests/data/zoo: 512 training images of CIFAR-10 calibrate, its 10,000 test
+images measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights at 224 px: 128 photographs calibrate,
+500 others measure.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ ZOO = ("depthwise", "efficient")
 FOLDERS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "demo_data",
     "mobilenetv2_035": ROOT / "runs" / "depthwise",
 }
 CALIBRATED, PHOTOGRAPHS = 512, 128
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite", "pt2": "pt2"}
+STEPS = {"onnx": ("channel", "tensor"), "openvino": ("channel",), "litert": ("channel", "tensor"), "pt2": ("channel",)}
 BITS = {"onnx": (7, 8), "openvino": (7, 8), "pt2": (7, 8), "litert": (8,)}
 PACKAGES = ("onnxruntime", "openvino", "nncf", "torchao", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
 HEAD = (
@@ -295,7 +296,7 @@ def main() -> None:
     kept, lines, loads, missing = Kept(KEPT, fresh=args.fresh), [], [], []
     for form in args.format or ENDINGS:
         for name in args.network or at_hand():
-            for step in args.step or ("channel", "tensor"):
+            for step in args.step or STEPS[form]:
                 key = (name, form, step)
                 if key not in kept.rows and args.known:
                     missing.append(" ".join(key))
