@@ -229,6 +229,11 @@ def ours(case: Case, name: str, folder: Path) -> Made:
     )  # fmt: skip
 
 
+def traced(case: Case) -> torch.jit.ScriptModule:
+    network = Shipped(copy.deepcopy(case.source))
+    return torch.jit.trace(network, case.images[:1], check_trace=False)  # type: ignore[no-any-return]
+
+
 def plain(case: Case, name: str, file: Path) -> None:
     """The file that the tool makes of the network as it is."""
     if name == "executorch":
@@ -242,7 +247,7 @@ def plain(case: Case, name: str, file: Path) -> None:
     elif name == "ncnn":
         import pnnx
 
-        torch.jit.trace(case.source, case.images[:1]).save(file.with_suffix(".pt"))
+        traced(case).save(file.with_suffix(".pt"))
         subprocess.run(
             [pnnx.EXEC_PATH, file.with_suffix(".pt"), "fp16=0"], cwd=file.parent, check=True, capture_output=True
         )
@@ -251,9 +256,10 @@ def plain(case: Case, name: str, file: Path) -> None:
     elif name == "coreml":
         import coremltools as ct
 
-        traced = torch.jit.trace(case.source, case.images[:1])
         took = [ct.TensorType(shape=case.images[:1].shape)]
-        ct.convert(traced, inputs=took, compute_precision=ct.precision.FLOAT32, skip_model_load=True).save(str(file))
+        ct.convert(traced(case), inputs=took, compute_precision=ct.precision.FLOAT32, skip_model_load=True).save(
+            str(file)
+        )
     else:
         formats.get(name).write(FileContents(Shipped(case.source), (case.images[:1],)), file)
 
