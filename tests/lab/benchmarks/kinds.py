@@ -185,7 +185,8 @@ def bounds(kept: Kept) -> list[str]:
         far = sum(abs(by) > (0.02 if share >= 0.9 else 0.05) for by, share in off)
         high = sum(math.floor(100 * held["right_least"]) > 100 * share for held, share in foretold)
         figures = (len(foretold), len(off), far, sum(by > 0.03 for by, _ in off), high)
-        lines.append(f"| {words.get(images, f'a quarter of {images} images')} | {' | '.join(map(str, figures))} |")
+        if foretold:
+            lines.append(f"| {words.get(images, f'a quarter of {images} images')} | {' | '.join(map(str, figures))} |")
     return [*lines, ""]
 
 
