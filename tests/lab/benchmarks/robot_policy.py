@@ -32,7 +32,8 @@ HOW = (
     "Relative L2 and cosine: the encoder's feature maps on held-out test images against the source's. Top-1: the",
     "source's own pooling and classifier on these features, in percent. Loads: its state_dict, strictly and without",
     "normswap, into the encoder with every BatchNorm2d replaced by `GroupNorm(channels // 16, channels)`; or into the",
-    "same with a bias in every convolution. Norms of fewer than 16 channels, which a ResNet-18 has not, get one group.",
+    "same with a bias in every convolution, and the result's eps in every norm. Norms of fewer than 16 channels, which a",
+    "ResNet-18 has not, get one group.",
     "",
 )
 
@@ -69,7 +70,11 @@ def biased(model: nn.Module) -> nn.Module:
 
 def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
     """Into which encoder of plain layers the result's tensors go, if that then computes the same."""
-    for said, skeleton in (("yes", replaced(source)), ("with biases", biased(replaced(source)))):
+    biases = biased(replaced(source))
+    for said, skeleton in (("yes", replaced(source)), ("with biases", biases), ("with biases and eps", biases)):
+        for path, norm in skeleton.named_modules() if "eps" in said else ():
+            if isinstance(norm, nn.GroupNorm):
+                norm.eps = getattr(result.get_submodule(path), "eps", norm.eps)
         try:
             skeleton.load_state_dict(result.state_dict())
         except RuntimeError:
