@@ -37,6 +37,7 @@ class GroupNorm(PlannedLayer):
         *,
         like: Tensor,
         groups: int,
+        eps: float | None = None,
         lead: bool = False,
         **rescaling: Any,
     ) -> nn.Module:
@@ -44,6 +45,7 @@ class GroupNorm(PlannedLayer):
 
         Args:
             groups: a divisor of the number of channels.
+            eps: by default the BatchNorm's.
             lead: a `ChannelAffine` in front of the norm brings the channels into the rescaling; else the convolution
                 before, a `Steadied`, does.
             rescaling: see `ChannelRescaling`.
@@ -52,7 +54,7 @@ class GroupNorm(PlannedLayer):
         scale, shift = affine.read(old)
         channels = mean.numel()
         act = affine.copied_activation(old)
-        eps = affine.epsilon(old)
+        eps = affine.epsilon(old) if eps is None else eps
         typed = site_norm.typed(old, like)
         settings: Any = {"eps": eps, "dtype": typed.dtype, "device": typed.device}
         if act is None:
@@ -88,6 +90,7 @@ class Recentred(PlannedLayer):
     @classmethod
     def replacing(cls, old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
         new = site_norm.as_batchnorm(old, like)
+        rest.pop("eps", None)  # that of the norm per sample
         if not rest:
             return cast(nn.Module, new)
         rescaling = ChannelRescaling.of(old, groups, **rest)
@@ -112,43 +115,42 @@ def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
 class ChannelRescaling:
     """scale * x + offset, what a channel becomes before the norm: free, since what follows makes up for it.
 
-    The scale is a sign and a factor. All means are taken off. Then a constant is added: of the variance that a sample
-    is divided by, the share `steady` is the constants', the same in every sample, with a^2 = v steady / (1 - steady)
-    for the mean square a^2 of a group's constants.
+    The scale is a sign and a factor, with which all groups have the variance of the channels' mean, so that one eps is
+    as much to each. All means are taken off.
     """
 
     scale: Tensor
     offset: Tensor
 
     @classmethod
-    def of(
-        cls,
-        norm: Any,
-        groups: int,
-        steady: float = 0.0,
-        flips: str = "",
-        leans: str = "",
-        factors: str = "",
-        sizes: str = "",
-    ) -> ChannelRescaling:
+    def of(cls, norm: Any, groups: int, flips: str = "", factors: str = "", **constants: Any) -> ChannelRescaling:
         """The rescaling before a norm of so many groups.
 
         Args:
             norm: the BatchNorm.
-            flips, leans: a '+' or '-' per channel: its sign, and its constant's. Empty: as it is.
-            factors, sizes: a letter per channel (`letters_of`): its factor, and its constant's size against a. Empty:
-                1.
+            flips: a '+' or '-' per channel: its sign. Empty: as it is.
+            factors: a letter per channel (`letters_of`): its factor, but for one that its group has. Empty: 1.
+            constants: of plans that were saved when constants, and not eps, made a sample's deviation steady.
         """
         mean, var = affine.statistics(norm)
-        if not leans:
+        if not flips:
             return cls(torch.ones_like(mean), torch.zeros_like(mean))
-        scale, lean = (_signed(signs, letters).to(mean) for signs, letters in ((flips, factors), (leans, sizes)))
-        lean = lean.view(groups, -1) - lean.view(groups, -1).mean(1, keepdim=True)
-        if sizes:
-            lean = lean / lean.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)  # 0 where the group is silent
+        scale = _signed(flips, factors).to(mean)
         variance = (scale.square() * var).view(groups, -1).mean(1, keepdim=True)
-        size = (variance * steady / (1 - steady)).sqrt()
-        return cls(scale, (size * lean).flatten() - scale * mean)
+        if constants:
+            return cls(scale, _constants(variance, **constants) - scale * mean)
+        level = torch.where(variance > 0, var.mean() / variance, 1.0).sqrt()
+        scale = (scale.view(groups, -1) * level).flatten()
+        return cls(scale, -scale * mean)
+
+
+def _constants(variance: Tensor, steady: float, leans: str, sizes: str = "") -> Tensor:
+    """The share `steady` of a group's variance, (G, 1) without them; the sign and size of each channel's."""
+    lean = _signed(leans, sizes).to(variance).view(len(variance), -1)
+    lean = lean - lean.mean(1, keepdim=True)
+    if sizes:
+        lean = lean / lean.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)  # 0 where the group is silent
+    return ((variance * steady / (1 - steady)).sqrt() * lean).flatten()
 
 
 LETTERS, STEPS = string.digits + string.ascii_uppercase + string.ascii_lowercase, 4  # to an octave

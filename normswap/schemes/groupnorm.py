@@ -1,10 +1,11 @@
 """GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
 
 With the running statistics of the channels of a group taken together (mean m, variance v): gamma' = s sqrt(v + eps),
-beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no data. What is free before such a norm, the
-sign of each channel, its factor and a constant in it, is chosen so that a sample's own statistics cost least
-(`steady_signs`, on made images; with `--calibrate` on the images); where no convolution comes before the norm, as in
-pre-activation networks, a scale and shift in front of it holds them.
+beta' = beta + s (m - mean), where s is the BatchNorm's slope. That needs no data. A large eps
+makes the deviation steady by which a sample is divided (`steady`). What is free before such a norm, sign and factor of
+each channel, is chosen so that a sample's own statistics cost least (`steady_signs`, on made images; with `--calibrate`
+on the images); where no convolution comes before the norm, as in pre-activation networks, a scale and shift in front
+of it holds them.
 With `--calibrate` the convolutions and the norms' gamma and beta are then fitted, layer by layer, to what the source
 computes on the same images (`sequential_fit`). Approximate: each sample has its own statistics. The fewer groups, the
 less is lost; nothing is tied to the batch.

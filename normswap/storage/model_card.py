@@ -66,7 +66,7 @@ def _elsewhere(own_layers: Mapping[str, int]) -> str:
         return f"It loads with normswap only: some of its layers are normswap's ({layers})."
     return (
         "It loads without normswap, too: no layer is normswap's own. `model.safetensors` fits, strictly, the library's "
-        "network that is built with these layers (of timm and torchvision by `norm_layer=`)."
+        "network that is built with these layers (of timm and torchvision by `norm_layer=`), with their eps."
     )
 
 

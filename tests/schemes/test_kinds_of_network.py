@@ -68,8 +68,8 @@ def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tupl
 
 
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
-def test_most_of_a_groups_variance_is_constants_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
-    """Without images that keeps more than half of constants does (kinds.md)."""
+def test_most_of_what_a_group_is_divided_by_is_eps_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
+    """Without images that keeps more than half of it does (kinds.md)."""
     model = zoo_networks.trained("depthwise")
     far = [
         l2(model, conversion.convert(model, to, inputs=images[0][:2], **way).model, images[0])
@@ -85,16 +85,16 @@ def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
 
 
 def test_the_rescaling_keeps_the_pattern_and_steadies_the_sample(images: tuple[Tensor, Tensor]) -> None:
-    model = zoo_networks.trained("depthwise").double()
+    model = zoo_networks.trained("dense").double()
     data = [images[0][:100].double()]
-    step, _ = conversion.plan_step(inspect(model, data[0][:2]), "groupnorm")
+    step, _ = conversion.plan_step(inspect(model, data[0][:2]), "groupnorm", group_size=4)
     pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
     before = copy.deepcopy(result)
     with torch.no_grad():
         per_sample_rescaling.choose_rescaling(pattern, result, step, data)
     held = images[0][100:300].double()
     assert l2(model, pattern, held) < 1e-12
-    assert l2(model, result, held) < 0.85 * l2(model, before, held)
+    assert l2(model, result, held) < 0.9 * l2(model, before, held)
 
 
 def test_every_fourth_image_is_held_out() -> None:

@@ -145,8 +145,8 @@ _GROUP_SIZE = Option(
     range=Range(0), instead_of="groups",
 )  # fmt: skip
 _STEADY = Option(
-    "steady", float, 0.9, "the share of a group's variance that is the same in every sample, by constants in its "
-    "channels; the more, the more is kept, and the less it normalizes; 0: the plain norm", "SHARE",
+    "steady", float, 0.9, "the share, made by a large eps, of what a sample's variance is divided by; the more, the "
+    "more is kept, and the less it normalizes; 0: the plain norm", "SHARE",
     range=Range(0, 1),
 )  # fmt: skip
 _FILTER_MEANS = (

@@ -1,4 +1,4 @@
-"""Insert norms with statistics per sample: which norm gets how many groups, and which convolution its constants."""
+"""Insert norms with statistics per sample: how many groups each gets, which eps, and what rescales its channels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def insert_per_sample_norms(
 
     Args:
         groups: how many are wanted, by the number of channels.
-        steady: see `per_sample.ChannelRescaling` and `steady_signs`; a convolution right before the norm absorbs the
-            rescaling, else a `ChannelAffine` in front of the norm holds it.
+        steady: of the variance by which a sample is divided, the share that eps makes. A rescaling of the channels goes
+            with it (`steady_signs`): a convolution right before the norm absorbs it, else a `ChannelAffine` in front
+            of the norm holds it.
         channelwise: groups of one channel are what is wanted.
 
     Raises:
@@ -40,9 +41,13 @@ def insert_per_sample_norms(
             counts[path] = count
     if not builder.refusals:
         steadied = {path: count for path, count in counts.items() if steady and count < affine.channels(modules[path])}
-        letters = steady_signs.choose(anatomy, steadied, steady) if steadied else {}
+        eps = {path: steady_eps(modules[path], steady) for path in steadied}
+        letters = steady_signs.choose(anatomy, steadied, eps) if steadied else {}
         for path, count in counts.items():
-            _place_norm(builder, path, count, steady if path in steadied else 0, letters.get(path))
+            if path in steadied:
+                _place_steadied(builder, path, count, eps[path], letters.get(path))
+            else:
+                _place(builder, path, {"groups": count})
     return builder
 
 
@@ -65,22 +70,28 @@ def _count(builder: PlanBuilder, path: str, module: nn.Module, wanted: int, chan
     return count
 
 
-def _place_norm(builder: PlanBuilder, path: str, count: int, steady: float, letters: Letters | None) -> None:
+def steady_eps(norm: nn.Module, steady: float) -> float:
+    """The eps that makes this share of the variance by which an average sample is divided: eps / (v + eps)."""
+    return affine.epsilon(norm) + float(affine.statistics(norm)[1].mean()) * steady / (1 - steady)
+
+
+def _place_steadied(builder: PlanBuilder, path: str, count: int, eps: float, letters: Letters | None) -> None:
     module = builder.anatomy.traced.modules[path]
-    channels = affine.channels(module)
-    detail = f"over {count} group{'s' * (count > 1)} of {channels // count} channels"
-    conv = conv_before(builder, module) if steady else None
-    args: Body = {"groups": count}
-    if conv is not None or (steady and letters is not None):
-        chosen = asdict(letters or steady_signs.alternating(channels, count))
-        args |= {"steady": steady, **{name: text for name, text in chosen.items() if text}}
-    if conv is not None:
+    chosen = asdict(letters or steady_signs.unmoved(affine.channels(module)))
+    args: Body = {"groups": count, **{name: text for name, text in chosen.items() if text}}
+    conv = conv_before(builder, module)
+    if conv is None:
+        _place(builder, path, {**args, "eps": eps, "lead": True}, ", behind a scale and shift")
+    else:
         builder.replacements[conv] = Edit(conv, "Steadied", args, (path,))
-    elif len(args) > 1:
-        args = {**args, "lead": True}
-        detail += ", behind a scale and shift"
+        _place(builder, path, {**args, "eps": eps})
+
+
+def _place(builder: PlanBuilder, path: str, args: Body, detail: str = "") -> None:
+    count, channels = args["groups"], affine.channels(builder.anatomy.traced.modules[path])
     builder.replace(path, "GroupNorm", **args)
-    builder.settle(path, Outcome("statistics per sample", f"statistics per sample {detail}"))
+    of = f"over {count} group{'s' * (count > 1)} of {channels // count} channels{detail}"
+    builder.settle(path, Outcome("statistics per sample", f"statistics per sample {of}"))
 
 
 def recentred(step: Step) -> Step:

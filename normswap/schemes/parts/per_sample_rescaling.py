@@ -35,28 +35,25 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, batches: 
         batches: what they take (`Example.read`); fewer images than `ENOUGH` do nothing.
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
-    steady = {e.path: e.args for e in step.edits if e.layer == "GroupNorm" and (e.path in holders or "lead" in e.args)}
-    shares = {edit.reads[0]: edit.args["steady"] for edit in step.edits if edit.layer == "Steadied"}
-    norms = {path: last(target.get_submodule(path)) for path in steady}
+    free = {e.path: e.args for e in step.edits if e.layer == "GroupNorm" and "eps" in e.args}
+    norms = {path: last(target.get_submodule(path)) for path in free}
     seen = joined(watched_on_images(target, norms, batches, watching))
     missing = FILLED - min((len(means) for means, _ in seen.values()), default=FILLED)
     made = joined(watched_on_leaves_of(target, norms, batches, watching, missing)) if missing > 0 else {}
-    for path, args in steady.items():
+    for path, args in free.items():
         if path not in seen or len(seen[path][0]) < ENOUGH:
             continue
-        norm = norms[path]
-        share = shares[path] if path in shares else args.get("steady", 0.0)
-        site = Site.of(*seen[path], norm, args["groups"])
+        norm, groups, eps = norms[path], args["groups"], args["eps"]
+        site = Site.of(*seen[path], norm, groups, eps)
         if path in made:
             means, squares = made[path]
-            site = site.beside(Site.of(means[:missing], squares[:missing], norm, args["groups"]))
-        scale, offset = site.steadied(share)
-        scale, offset = scale.to(norm.weight.device), offset.to(norm.weight.device)
-        shift = offset - scale * norm.running_mean.double()  # `offset` is what the mean becomes
+            site = site.beside(Site.of(means[:missing], squares[:missing], norm, groups, eps))
+        scale = site.quieted().to(norm.weight.device)
+        shift = -scale * norm.running_mean.double()
         for network in (target, result):
             move(before(network, path, holders), scale, shift)
         moved(norm, scale, shift)
-        _match(last(result.get_submodule(path)), norm, args["groups"])
+        _match(last(result.get_submodule(path)), norm, groups)
 
 
 def _match(norm: Any, like: Any, groups: int) -> None:

@@ -7,7 +7,7 @@ the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training
 the network's own statistics ("synthetic"), of which a quarter is held out. "Held out" is what those say: the source's
 answer, and the share of its accuracy that is expected to be kept, where they tell it, and the least (over draws the
 means of those that are told, and the least); for the U-Net of its pixels, not of the mean IoU; of conversions without
-images 100 training images say it. Groups of 4 channels are what 32 groups are of 128 channels. How the constants are
+images 100 training images say it. Groups of 4 channels are what 32 groups are of 128 channels. How the rescaling is
 chosen was settled on the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with
 their commit; a second run measures what is missing, and every run writes kinds.md from all that there is.
 """

@@ -26,6 +26,6 @@ ERRORS = (
             "copy.deepcopy(network)", DEVICE),
     Planted("the user's default device is that of all tensors", "normswap/models/default_device.py",
             "if users == _CPU:", "if True:", DEVICE),
-    Planted("constants are chosen on the device", "normswap/schemes/parts/steady_signs.py", ".cpu().view(2, groups, -1)",
+    Planted("factors are chosen on the device", "normswap/schemes/parts/steady_signs.py", ".cpu().view(2, groups, -1)",
             ".view(2, groups, -1)", DEVICE),
 )  # fmt: skip
