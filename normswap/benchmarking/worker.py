@@ -93,11 +93,13 @@ class Worker:
 
 
 def reason(error: BaseException) -> str:
-    """Put an error on one line: the innermost cause, its class, and as much of its text as fits."""
+    """Put an error on one line: the innermost cause, its class unless it is ours, and as much of its text as fits."""
     while error.__cause__ is not None and not isinstance(error, NormswapError):
         error = error.__cause__
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+    if isinstance(error, NormswapError):  # a sentence, which says all
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

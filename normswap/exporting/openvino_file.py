@@ -67,7 +67,7 @@ def save(model: ov.Model, file: Path, metadata: Mapping[str, str], *, half: bool
     try:
         ov.save_model(model, file, compress_to_fp16=half)
     except Exception as error:  # the disk is full
-        raise OSError(first_line(error)) from None
+        raise OSError(f"OpenVINO cannot, as on a full disk ({first_line(error)})") from None
 
 
 def open(file: Path) -> Runs:

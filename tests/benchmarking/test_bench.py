@@ -187,6 +187,8 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     alone = bench(capfd, "a.onnx", "--batch", "1", "--runtime", "eager,onnxruntime,openvino")
     assert [(row["network"], row["form"], row["status"]) for row in alone["rows"]] == [("a.onnx", "a.onnx", "ok")] * 2
     assert alone["settings"]["sizes"] == {"a.onnx": [3, 32, 32]}
+    assert main(["bench", "a.onnx", "--batch", "1", "--runtime", "onnxruntime"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "next: normswap evaluate a.onnx --data IMAGES"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,7 @@ def test_what_fails_is_a_row(here: Path) -> None:
     group = Group("x", [refused, good, broken], (3, 8, 8))
     rows = Benchmark(Settings(rounds=1, seconds=0.01), here, ["torchscript"]).run([group])
     assert [row.status for row in rows] == ["failed", "ok", "failed"]
-    assert rows[0].reason == "OptionError: no such luck"
+    assert rows[0].reason == "no such luck"
     assert rows[1].speedup == 1  # the first that runs, where the first does not
     assert "\n" not in rows[2].reason
     rows = Benchmark(Settings(device="mps"), here, ["torchscript"]).run([group])
@@ -463,6 +465,7 @@ def test_the_innermost_cause_is_told() -> None:
     outer.__cause__ = KeyError("inner")
     assert reason(outer) == "KeyError: 'inner'"
     assert reason(ValueError("alone")) == "ValueError: alone"
+    assert reason(OptionError("a file takes one", remedy="Give one")) == "a file takes one. Give one"
 
 
 @pytest.mark.parametrize(("batches", "dynamic"), [([1], False), ([2], True), ([1, 2], True)])

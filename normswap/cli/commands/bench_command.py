@@ -199,6 +199,8 @@ def _title(body: Body) -> str:
 
 def _print(body: Body) -> None:
     """A table per network and batch size, then what was not timed."""
+    from normswap.benchmarking.forms import is_file
+
     known, machine = body["settings"], body["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     load = f"{machine['load'][0]:.2f} before, {machine['load_after'][0]:.2f} after" if machine["load"] else None
@@ -215,7 +217,11 @@ def _print(body: Body) -> None:
         )
     listing("note", body["notes"])
     written(body["files"])
-    next_step("export", body["rows"][0]["network"] if body["rows"] else "MODEL", "-o", "FILE.onnx")
+    first = body["rows"][0]["network"] if body["rows"] else "MODEL"
+    if is_file(first):
+        next_step("evaluate", first, "--data", "IMAGES")
+    else:
+        next_step("export", first, "-o", "FILE.onnx")
 
 
 def _row(row: Body) -> Sequence[object]:

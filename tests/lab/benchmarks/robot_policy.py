@@ -32,8 +32,8 @@ HOW = (
     "Relative L2 and cosine: the encoder's feature maps on held-out test images against the source's. Top-1: the",
     "source's own pooling and classifier on these features, in percent. Loads: its state_dict, strictly and without",
     "normswap, into the encoder with every BatchNorm2d replaced by `GroupNorm(channels // 16, channels)`; or into the",
-    "same with a bias in every convolution, and the result's eps in every norm. Norms of fewer than 16 channels, which a",
-    "ResNet-18 has not, get one group.",
+    "same with a bias in every convolution, and the result's eps in every norm. Norms of fewer than 16 channels,",
+    "which a ResNet-18 has not, get one group.",
     "",
 )
 
