@@ -202,7 +202,8 @@ def quietest(quadratic: Numbers) -> Numbers:
     starts = (torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator) * 2.0 - 1).numpy()
     diagonal = quadratic.diagonal().astype(np.float64)
     least = -1e-12 * diagonal.sum() / 2
-    slopes = starts.astype(quadratic.dtype) @ quadratic
+    # in float64, as all sums of it: what rounding leaves over could turn signs for ever
+    slopes = starts.astype(np.float64) @ quadratic.astype(np.float64)
     best: Numbers = np.ones(len(quadratic))
     lowest = float("inf")
     step = np.empty_like(quadratic[0])
