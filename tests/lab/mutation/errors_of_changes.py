@@ -17,6 +17,9 @@ ASKED = ("tests/cli/test_images_asked_for.py",)
 COPIES = (EXPORTS + "test_products_with_one_go_unless_they_are_copies",
           EXPORTS + "test_sums_with_nothing_go_unless_they_are_copies")  # fmt: skip
 
+SIMPLER_GRAPH, SIMPLER_NUMBERS = "normswap/exporting/simpler_graph.py", "normswap/exporting/constants.py"
+SIMPLER = ("tests/exporting/test_simpler_graph.py",)
+
 ERRORS = (
     Planted("a pooling is numbered among the poolings", "normswap/schemes/steps/merged_branches.py",
             "str(merge.others.index(path)): cast", "str([*merge.pools].index(path)): cast", MERGES),
@@ -114,4 +117,11 @@ ERRORS = (
     Planted("labels that are mixed are smoothed twice", "normswap/training/objective.py",
             "smoothing = 0.0 if self.mixup is not None else self.smoothing", "smoothing = self.smoothing",
             ("tests/training/test_engine.py::test_mixup_mixes_mirror_images_and_their_labels",)),
+    Planted("random numbers are constants", SIMPLER_NUMBERS, " or torch.Tag.nondeterministic_seeded in", " or 0 in", SIMPLER),
+    Planted("numbers of tensors stay", SIMPLER_NUMBERS, "Tensor | int | float", "Tensor", SIMPLER),
+    Planted("what is overwritten is a constant", SIMPLER_NUMBERS, "if _writes(node) and any", "if False and any", SIMPLER),
+    Planted("a pool to several numbers is a mean", SIMPLER_GRAPH, "all(size == 1 for", "any(size == 1 for", SIMPLER),
+    Planted("heads are turned as if a dimension were still there", SIMPLER_GRAPH, "one - (one > axis)", "one - (one > 9)", SIMPLER),
+    Planted("parts are cut at the first", SIMPLER_GRAPH, "index % sizes[axis] * width", "0 * width", SIMPLER),
+    Planted("the second refusal is told", SIMPLER_GRAPH, "raise refusal from None", "raise", SIMPLER),
 )  # fmt: skip
