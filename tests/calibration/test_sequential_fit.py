@@ -260,7 +260,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(steady: float, fa
     norm.running_mean.normal_()  # type: ignore[union-attr]
     norm.running_var.uniform_(0.5, 4)  # type: ignore[union-attr]
     norm.running_var[4:] *= 100  # type: ignore[index]
-    eps = steady_eps(norm, steady)
+    eps = steady_eps({"norm": norm}, steady)["norm"]
     rescaling = ChannelRescaling.of(norm, 2, "+-+-+-+-", factors)
     spread = torch.randn(20_000, 8, dtype=torch.float64) * norm.running_var.sqrt()  # type: ignore[union-attr]
     values = rescaling.scale * (spread + norm.running_mean) + rescaling.offset

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+import torch
 from torch import nn
 
 from normswap.errors import spelled
@@ -41,7 +42,7 @@ def insert_per_sample_norms(
             counts[path] = count
     if not builder.refusals:
         steadied = {path: count for path, count in counts.items() if steady and count < affine.channels(modules[path])}
-        eps = {path: steady_eps(modules[path], steady) for path in steadied}
+        eps = steady_eps({path: modules[path] for path in steadied}, steady)
         letters = steady_signs.choose(anatomy, steadied, eps) if steadied else {}
         for path, count in counts.items():
             if path in steadied:
@@ -70,9 +71,12 @@ def _count(builder: PlanBuilder, path: str, module: nn.Module, wanted: int, chan
     return count
 
 
-def steady_eps(norm: nn.Module, steady: float) -> float:
+def steady_eps(norms: Mapping[str, nn.Module], steady: float) -> dict[str, float]:
     """The eps that makes this share of the variance by which an average sample is divided: eps / (v + eps)."""
-    return affine.epsilon(norm) + float(affine.statistics(norm)[1].mean()) * steady / (1 - steady)
+    usual = [affine.statistics(norm)[1].mean() for norm in norms.values()]
+    levels = torch.stack(usual).tolist() if usual else []  # together: a device is waited for once
+    ratio = steady / (1 - steady)
+    return {path: affine.epsilon(norms[path]) + ratio * level for path, level in zip(norms, levels, strict=True)}
 
 
 def _place_steadied(builder: PlanBuilder, path: str, count: int, eps: float, letters: Letters | None) -> None:

@@ -41,7 +41,7 @@ ERRORS = (
     Planted("the largest ridge", LEAST, "return min(range(len(seen))", "return max(range(len(seen))", TARGETS),
     Planted("uphill", LEAST, "error(at + step) < error(at)", "error(at + step) > error(at)", CALIBRATE),
     Planted("wide patches are tried as all others", LEAST, "prior.shape[2] >= _COSTLY", "False", CALIBRATE),
-    Planted("eps is v steady", "normswap/schemes/parts/per_sample_norms.py", "steady / (1 - steady)", "steady", TARGETS),
+    Planted("eps is v steady", "normswap/schemes/parts/per_sample_norms.py", "ratio = steady / (1 - steady)", "ratio = steady", TARGETS),
     Planted("each group is as loud as it was", NORMS, "scale = (scale.view(groups, -1) * level).flatten()", "pass", TARGETS),
     Planted("each group's eps is that of the mean", RESCALING, "eps * usual / usual.mean().clamp_min(1e-30)",
             "eps + 0 * usual", STEADY),
