@@ -64,7 +64,10 @@ def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tupl
     assert told is not None
     assert told.count == 48  # a quarter of 50 is 12
     assert told.relative_l2 == pytest.approx(near, rel=0.3)
-    assert told.right == pytest.approx(better, abs=0.05)  # of some hundred labels, a standard error of 0.02
+    # of some hundred labels, a standard error of 0.02; the share itself is told where the images tell it
+    assert told.right_least is not None
+    assert worse < told.right_least < better + 0.02
+    assert told.right is None or told.right == pytest.approx(better, abs=0.05)
 
 
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
