@@ -186,7 +186,7 @@ def test_in_a_narrow_pipe_paths_are_whole_and_lines_have_no_blanks_at_their_end(
     capfd: Capture, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    file = here / f"{'long' * 20}.ts"
+    file = here / f"{'long' * 20}.pt2"
     assert main(["export", MODEL, "-o", str(file)]) == 0
     assert main(["inspect", str(file)]) == 0
     assert main(["schemes", "skipinit"]) == 0

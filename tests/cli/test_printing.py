@@ -52,7 +52,7 @@ def test_the_command_has_the_defaults_of_the_function() -> None:
     shared = {field.name for field in dataclasses.fields(Written)} & {
         field.name for field in dataclasses.fields(FileSettings)
     }
-    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax", "count_plain"}
+    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax"}
     assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
 
 

@@ -112,14 +112,13 @@ def run() -> int:
     print("hello")
     return 0
 '''
-FORMAT = '''"""Example: what safetensors files hold, under another name."""
+FORMAT = '''"""Example: what pt2 files hold, under another name."""
 
 from __future__ import annotations
 
-from normswap.exporting.safetensors_file import GRAPH, NEEDS, NOTES, PARTS, nodes, open, write
+from normswap.exporting.pt2 import metadata, nodes, open, write
 
-__all__ = ["GRAPH", "NAME", "NEEDS", "NOTES", "PARTS", "nodes", "open", "write"]
-NAME = "example"
+__all__ = ["metadata", "nodes", "open", "write"]
 '''
 TABLE = "OPTIONS: dict[str, tuple[Option, ...]] = {\n"
 ADDITIONS = (
@@ -179,11 +178,12 @@ ADDITIONS = (
         {
             "normswap/exporting/example_file.py": FORMAT,
             "normswap/exporting/formats.py": (
-                "_FORMATS = {\n", '_FORMATS = {\n    "example": _Row("example_file", (".example",)),\n'),
+                "    for one in (\n",
+                '    for one in (\n        Format("example", "example_file", ".example", "Example", "Example"),\n'),
             "tests/alone.py": ("_BLOCKED = {\n", '_BLOCKED = {\n    "example": [],\n'),
         },
         "from pathlib import Path\nfrom normswap.exporting import formats\n"
-        "assert formats.choose(Path('x.example'), None).NAME == 'example'",
+        "assert formats.choose(Path('x.example'), None).name == 'example'",
     ),
 )  # fmt: skip
 PROGRAM = """

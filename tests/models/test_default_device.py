@@ -101,8 +101,8 @@ def test_verify_save_and_load(tmp_path: Path) -> None:
 
 def test_export(tmp_path: Path) -> None:
     """Which runs the file beside the network, with inputs and on made pictures."""
-    assert normswap.export(PLAIN, tmp_path / "n.ts", inputs=FEW[:1]).file.exists()
-    assert normswap.export(PLAIN, tmp_path / "m.ts", input_size=(3, 8, 8)).file.exists()
+    assert normswap.export(PLAIN, tmp_path / "n.pt2", inputs=FEW[:1]).file.exists()
+    assert normswap.export(PLAIN, tmp_path / "m.pt2", input_size=(3, 8, 8)).file.exists()
 
 
 def test_recalibrate_and_the_signal() -> None:

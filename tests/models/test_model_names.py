@@ -136,7 +136,7 @@ def test_a_factory(here: Path, run: Run, fails: Run) -> None:
     run("verify", *trusted)
     run("convert", *trusted, "--to", "unfold", "-o", "b")
     run("convert", "b", "--trust-factory", "--to", "groupnorm", "--calibrate", "images", "-o", "c")
-    run("export", *trusted, "-o", "a.ts")
+    run("export", *trusted, "-o", "a.pt2")
     run("report", *trusted, "-o", "a.html")
     run("evaluate", *trusted, "--data", "images")
 
@@ -193,7 +193,7 @@ def test_hugging_face(here: Path, run: Run) -> None:
     run("convert", "a", "--to", "groupnorm", "--calibrate", "images", "-o", "b")
     run("convert", "a", "--to", "unfold", "-o", "c")
     assert load_file("c/model.safetensors").keys() == load_file("hf/model.safetensors").keys()
-    run("export", "a", "-o", "a.ts")
+    run("export", "a", "-o", "a.pt2")
     run("report", "a", "-o", "a.html")
     run("evaluate", "b", "--data", "images")
     run("convert", "hf:hf", "--num-classes", 7, "--to", "folded", "-o", "d")

@@ -185,8 +185,8 @@ def made(write: Callable[[Path], object], form: formats.Format, file: Path, case
     file.parent.mkdir()
     try:
         write(file)
-        if not formats.runs_here(form.NAME):
-            return Made(nodes=form.nodes(file), kilobytes=formats.size(file, form) / 1e3)
+        if not form.runs_here:
+            return Made(nodes=form.nodes(file), kilobytes=form.size(file) / 1e3)
         runs = form.open(file)
         found = torch.cat([answer(runs(x[None])) for x in case.images])
     except NormswapError as error:
@@ -195,7 +195,7 @@ def made(write: Callable[[Path], object], form: formats.Format, file: Path, case
         return Made(refused=first_line(error))
     off = float((found.double() - case.wanted).abs().max() / case.wanted.abs().max())
     same = case.classes(found) == case.classes(case.wanted)
-    return Made(runs, form.nodes(file), formats.size(file, form) / 1e3, off, f"{int(same.sum())} of {same.numel()}")
+    return Made(runs, form.nodes(file), form.size(file) / 1e3, off, f"{int(same.sum())} of {same.numel()}")
 
 
 def more(one: Made, other: Made) -> str:

@@ -152,7 +152,7 @@ def commands() -> None:
     with tempfile.TemporaryDirectory() as folder:
         demo, data, said_on = str(demo_files.FOLDER), f"--data={demo_files.IMAGES}", {}
         for device in ("cpu", NAME):
-            result, file = f"{folder}/{device}", f"{folder}/{device}.ts"
+            result, file = f"{folder}/{device}", f"{folder}/{device}.pt2"
             fit = ["--only", "layer1.*", "--calibrate", str(demo_files.IMAGES), "--samples", "32"]
             kept = said("convert", demo, "--to", "groupnorm", *fit, "-o", result, device=device)["steps"][0]["report"]
             said("report", result, data, "--samples=16", "-o", f"{result}.html", device=device)
