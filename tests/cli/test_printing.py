@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-import typer
 
-from normswap.cli import app, conversion_table, grouped_options, progress, tables
+from normswap.cli import app, conversion_table, progress, tables
 from normswap.cli.commands import convert_command, finetune_command, recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.cli.fitting_images import Fitting
@@ -31,14 +30,6 @@ def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "name         value", "longer name  another"
     ]  # fmt: skip
-
-
-def test_an_option_stands_under_the_heading_of_its_record() -> None:
-    hint = Annotated[int, typer.Option(help="how many")]
-    assert grouped_options._under(None, hint) is hint
-    under: Any = grouped_options._under("Images", hint)
-    assert under.__metadata__[0].rich_help_panel == "Images"
-    assert hint.__metadata__[0].rich_help_panel is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("samples", "count"), [(None, 128), (7, 7)])
