@@ -162,8 +162,7 @@ def run(
         network_folder.check_writable(place, force=planning.force)
     planning.check_writable()
     with nullcontext() if dry_run else one_writer.alone(place):
-        # a fit takes so long that somebody may write the file
-        net = opening.open(model, mapped=fitting.calibrate is None)
+        net = opening.open(model)
         from normswap.models import devices  # torch is there now
         from normswap.storage import checkpoint
         from normswap.surgery.network import Network
@@ -173,14 +172,14 @@ def run(
         with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
             if plan_from_file is not None:
                 done, bodies, steps = _follow(
-                    fitting.on(net, advance, fits=_fits(*(step.scheme for step in plan_from_file.steps))),
+                    fitting.on(net, advance),
                     plan_from_file,
                     str(planning.from_plan),
                 )
             elif dry_run:
                 done, bodies, steps = _plan_only(Network(net), wanted, measured=fitting.calibrate is not None)
             else:
-                done, bodies, steps = _convert(fitting.on(net, advance, fits=_fits(scheme)), wanted)
+                done, bodies, steps = _convert(fitting.on(net, advance), wanted)
         if done is not None and not dry_run:
             with progress.working(f"writing {place}"):
                 checkpoint.save(done, place, force=planning.force)
@@ -216,13 +215,6 @@ def _given_plan(wanted: ConversionRequest) -> Plan | None:
     if not any(step.edits for step in plan.steps):
         raise PlanError(f"{wanted.from_plan} has no edits", "there is nothing to do")
     return plan
-
-
-def _fits(*names: str) -> bool:
-    """Whether one of these schemes fits values to images."""
-    from normswap import schemes
-
-    return any(name in schemes.names() and schemes.get(name).fit is not None for name in names)
 
 
 def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
