@@ -22,7 +22,6 @@ from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileOptions, FileSettings, Int8Settings
 from normswap.layers import affine, reparametrized
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import full_precision
 from normswap.models.preprocessing import assumption
 from normswap.plan import Body, Step
@@ -73,7 +72,6 @@ class Exported:
     noise_only: bool = False
 
 
-@cpu_by_default()
 @full_precision()
 def export(
     model: nn.Module | Conversion,

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Json, Opening, exported_file
 from normswap.cli.printing import show
@@ -28,16 +26,11 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.benchmarking.timing import Contender
     from normswap.exporting.exported_file import ExportedFile
 
-ORDER = 80
-KEYS: Keys = {
-    "rows": (
-        "network, form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
-        "quartiles, images_per_s, speedup: over the network's first row"
-    ),
-    "settings": "",
-    "versions": "",
-    "notes": "",
-}
+KEYS = (
+    "rows (network, form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
+    "quartiles, images_per_s, speedup: over the network's first row), settings, versions, notes"
+)
+EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")
 _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
 _VERSIONS = ("torch", "timm", "onnxruntime", "openvino")
 
@@ -67,11 +60,6 @@ class Timing:
                 f"--batch-size {self.batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8"
             )
         return list(dict.fromkeys(map(int, parts)))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("bench", cls=page(KEYS, "bench demo demo.onnx", "bench resnet50 --batch-size 1,8"))(spread(run))
 
 
 def run(
