@@ -105,11 +105,9 @@ class Folder:
             raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
         atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
 
-    def adopt(self, other: Folder | None, recipe: Recipe) -> None:
-        """Continue a run here: begin with copies of what it has written in another folder, if it is in reach."""
-        if other is None or other.place.resolve() == self.place.resolve():
-            if not self.state.is_file():  # it was on another machine
-                self.begin(recipe)
+    def adopt(self, other: Folder, recipe: Recipe) -> None:
+        """Continue a run here: begin with copies of what it has written in another folder."""
+        if other.place.resolve() == self.place.resolve():
             return
         self.begin(recipe)
         for name in ("best", "last"):

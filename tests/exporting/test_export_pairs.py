@@ -70,18 +70,8 @@ OPTIONS = (
     Option(("--crop-pct", "1.0")),
     Option(("--interpolation", "bilinear")),
 )
-# what every pair has, older names, and what other tests are for
-APART = {
-    "--output",
-    "--json",
-    "--calibrate",
-    "--samples",
-    "--mean",
-    "--std",
-    "--dtype",
-    "--arch-arg",
-    "--trust-factory",
-}
+# what every pair has, and what other tests are for
+APART = {"--output", "--json", "--calibrate", "--samples", "--arch-arg", "--trust-factory"}
 ENDINGS = {"onnx": "onnx", "onnx-data": "onnx", "openvino": "xml", "pt2": "pt2", "torchscript": "ts",
            "safetensors": "safetensors"}  # fmt: skip
 PAIRS = [(one, two) for one, two in itertools.combinations(OPTIONS, 2) if one.words[0] != two.words[0]]

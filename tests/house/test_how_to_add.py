@@ -98,13 +98,8 @@ COMMAND = '''"""`normswap hello`: an example."""
 
 from __future__ import annotations
 
-import typer
-
-ORDER = 999
-
-
-def register(app: typer.Typer) -> None:
-    app.command("hello")(run)
+KEYS = "nothing"
+EXAMPLES = ("hello",)
 
 
 def run() -> int:
@@ -171,7 +166,10 @@ ADDITIONS = (
         "assert normswap.convert(doubled, 'folded', size=(3, 32, 32)).report.passed",
     ),
     Addition(
-        "command", "hello", {"normswap/cli/commands/hello_command.py": COMMAND},
+        "command", "hello", {
+            "normswap/cli/commands/hello_command.py": COMMAND,
+            "normswap/cli/commands/__init__.py": ("SUMMARIES = {\n", 'SUMMARIES = {\n    "hello": "Say hello.",\n'),
+        },
         "from normswap.cli.app import main\nassert main(['hello']) == 0",
     ),
     Addition(

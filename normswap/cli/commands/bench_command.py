@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
 from normswap.cli.printing import show
@@ -26,18 +24,15 @@ from normswap.plan import Body
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
-ORDER = 80
-KEYS: Keys = {
-    "rows": (
-        "network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error, ms, ms_low, "
-        "ms_high: median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high, "
-        "memory_mib, ready_s, runs, rounds: seconds of a pass in each block of passes"
-    ),
-    "settings": "",
-    "machine": "",
-    "notes": "",
-    "files": "",
-}
+KEYS = (
+    "rows (network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error, ms, ms_low, ms_high: "
+    "median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high, memory_mib, ready_s, "
+    "runs, rounds: seconds of a pass in each block of passes), settings, machine, notes, files"
+)
+EXAMPLES = (
+    "bench demo demo.onnx",
+    "bench resnet50 --batch-size 1,8 --runtime onnxruntime,openvino",
+)
 _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "ready s", "error")
 _SPARE = ("ready s", "MiB", "quartiles")
 
@@ -98,14 +93,6 @@ class Setting:
                 raise OptionError(f"unknown {option} '{value}'", f"there are {', '.join(known)}")
         if not (self.seconds > 0 and math.isfinite(self.seconds)):
             raise OptionError(f"--seconds {self.seconds:g}", "it is a positive number")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "bench",
-        cls=page(KEYS, "bench demo demo.onnx", "bench resnet50 --batch-size 1,8 --runtime onnxruntime,openvino"),
-    )(spread(run))
 
 
 def run(

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from normswap.cli import file_table, progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
@@ -25,26 +23,17 @@ if TYPE_CHECKING:
 
     from normswap.images.datasets import Loader
 
-ORDER = 90
-KEYS: Keys = {
-    "source": "",
-    "file": "",
-    "parts": "further files",
-    "sidecar": "",
-    "format": "",
-    "dtype": "",
-    "input_size": "",
-    "dynamic_batch": "",
-    "figures": "relative_l2, largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output; "
-    "null where the file was not run",
-    "nodes": "counts by kind",
-    "plain_nodes": "null without --count-plain",
-    "bytes": "",
-    "notes": "",
-    "seconds": "",
-    "noise_only": "it was checked on no images",
-    "quantized": "null but for int8: calibrated_on, gauge, per_channel, weight_bits, fp32",
-}
+KEYS = (
+    "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, "
+    "largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output; null where the file was "
+    "not run), nodes (counts by kind), plain_nodes (null without --count-plain), bytes, notes, seconds, noise_only "
+    "(it was checked on no images), quantized (null but for int8: calibrated_on, gauge, per_channel, weight_bits, "
+    "fp32)"
+)
+EXAMPLES = (
+    "export demo -o demo.onnx",
+    "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES",
+)
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
 _MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 0.3 points then
@@ -61,7 +50,7 @@ class Written:
     ] = None
     dtype: Annotated[
         str,
-        typer.Option("--precision", "--dtype", metavar="fp32|fp16|bf16|int8", help="bf16: of weights, see above."),
+        typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights, see above."),
     ] = "fp32"
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
@@ -155,14 +144,6 @@ class Int8:
         if images.data is None:
             return calibrate, others
         return calibrate, replace(images, samples=measured).loader(model, labelled=None)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "export",
-        cls=page(KEYS, "export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES"),
-    )(spread(run))
 
 
 def run(

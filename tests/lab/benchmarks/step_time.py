@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normswap
-from normswap.training import filter_means
 
 SCHEMES = {"batchnorm": {}, "skipinit": {}, "regularized-skipinit": {}, "nf": {"mean": "keep"}, "groupnorm": {},
            "fixup": {}, "tune": {}}  # fmt: skip
@@ -38,9 +37,7 @@ def network(arch: str, scheme: str, side: int) -> nn.Module:
     model = timm.create_model(arch, num_classes=10, zero_init_last=False).eval()
     if scheme != "batchnorm":
         model = normswap.convert(model, scheme, size=(3, side, side), **SCHEMES[scheme]).model
-    for layer in filter_means.kept(model):
-        nn.init.zeros_(layer.mean)
-    return filter_means.drop(model)  # the means gone, as after `anneal.means`: timm's own layer
+    return model
 
 
 def stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:

@@ -26,8 +26,7 @@ from PIL import Image
 from timm.data import create_dataset, create_transform
 
 from normswap.training import training_images
-from normswap.training.augmenting import Augment
-from normswap.training.recipe import Data
+from normswap.training.recipe import Augment, Data
 
 COUNT = 96
 RECORD = {"input_size": (3, 224, 224), "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
