@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ import normswap
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.models import hub_config, image_processors, kinds, network_input, zoo
+from normswap.models import hub_config, kinds, network_input, zoo
 from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
@@ -368,7 +369,8 @@ def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
     ],
 )  # fmt: skip
 def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
-    assert image_processors.preprocessing(stated, 3, 32) == seen
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
+    assert hub_config.of_image_processor(stated, model) == seen
 
 
 @pytest.mark.parametrize("output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"])
