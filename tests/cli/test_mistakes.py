@@ -150,7 +150,6 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("int8 of nothing", None, ("export", "demo", "-o", "x.onnx", "--precision", "int8"), ("needs --calibrate",)),
     ("int4", None, ("export", "demo", "-o", "x.onnx", "--precision", "int4"), ("'int4'", "int8")),
     ("no folder for the file", None, ("export", "demo", "-o", "no/x.onnx"), ("there is no directory no",)),
-    ("no such runtime", None, ("bench", "demo", "--runtime", "nope"), ("'nope'", "onnxruntime")),
     ("a sweep without rates", None, ("sweep", "finetune_imagenet_skipinit"), ("no --lr: it says which", "0.05,0.1")),
     ("a sweep without validation", None,
      ("sweep", "cifar10_recover_bn", "demo", "--lr", "0.1", "data.root=demo"), ("no validation images", "by top-1")),

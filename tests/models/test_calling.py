@@ -381,8 +381,11 @@ def test_what_takes_images_by_name_is_timed(
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("Unpacked(trunk())", "mine-make is not timed: the network takes more than images, it takes 2 tensors"),
-        ("Listed(trunk())", "mine-make is not timed: the network does not give one tensor"),
+        (
+            "Unpacked(trunk())",
+            "the network takes more than images, it takes 2 tensors",
+        ),
+        ("Listed(trunk())", "the network does not give one tensor"),
     ],
 )
 def test_what_is_not_timed_is_said(
@@ -391,7 +394,7 @@ def test_what_is_not_timed_is_said(
     weights = own_file(tmp_path, what, monkeypatch)
     assert main(["bench", "mine:make", "--weights", str(weights), *QUICK]) == 2
     said = capfd.readouterr().err
-    assert message in said
+    assert f"mine-make is not timed on images of 3x32x32: {message}" in said
     assert said.count("\n") == 1
 
 
