@@ -102,7 +102,7 @@ def _bench(
     clock.check_device(timing.device)
     before = torch.get_num_threads()
     torch.set_num_threads(timing.threads or before)  # each runtime takes as many
-    settings = {
+    settings: Body = {
         "device": timing.device, "threads": torch.get_num_threads(), "rounds": timing.rounds, "seconds": timing.seconds,
     }  # fmt: skip
     try:
