@@ -135,7 +135,7 @@ def of_model(network: str, model: nn.Module, making: Making, side: int | None = 
         group.forms.append(original(model, group.size, making, last or "original"))
 
     def directory(file: Path) -> None:
-        result = model if last == "folded" else conversion.convert(model, "folded", size=group.size)
+        result = model if last == "folded" else conversion.convert(model, "folded", input_size=group.size)
         checkpoint.save(result, file, force=True)
 
     def exported(file: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
@@ -27,7 +27,7 @@ class Fitting:
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA|synthetic|noise",
+            metavar="DATA|synthetic",
             help="Fit values to these images (as --data elsewhere), or to some made from the network's statistics.",
         ),
     ] = None
@@ -50,11 +50,10 @@ class Fitting:
     def _images(self, model: nn.Module, *, timed: bool) -> Batches | None:
         if self.calibrate is None:
             return None
-        from normswap.surgery.made_images import WORDS
+        from normswap.surgery.made_images import WORD, Synthetic
 
-        if self.calibrate in WORDS:
-            made = WORDS[self.calibrate]
-            return made if self.samples is None else replace(made, count=self.samples)
+        if self.calibrate == WORD:
+            return Synthetic() if self.samples is None else Synthetic(self.samples)
         from normswap.images.datasets import make_loader
 
         count = 1000 if self.samples is None else self.samples

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import copying, provenance
+from normswap.calibration import synthetic_images
 from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
@@ -23,7 +24,7 @@ from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress
 from normswap.provenance import Provenance
 from normswap.surgery import made_images, running
-from normswap.surgery.made_images import Batches
+from normswap.surgery.made_images import Batches, MadeImages, Synthetic
 
 
 class HasModel(Protocol):
@@ -54,8 +55,8 @@ class Network:
             default N(0, 1) noise of `size`.
         size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
         seed: of all that is drawn.
-        calibrate: batches to fit values to, a function that gives them, or what is to be made in their place:
-            "synthetic", "noise", or an `ImageMaker`.
+        calibrate: batches to fit values to, a function that gives them, or "synthetic" or `Synthetic(count)`, which
+            makes some.
         progress: called while values are fitted, with what is done and the total.
     """
 
@@ -222,10 +223,14 @@ class Network:
             TraceError: the network takes more than images.
         """
         wanted = made_images.named(self.calibrate)
-        if not isinstance(wanted, made_images.ImageMaker):
+        if not isinstance(wanted, Synthetic):
             return wanted
         if not self.form.only_images:
             remedy = "Calibrate on batches of what it takes: `normswap.convert(model, ..., calibrate=[...])`"
             raise TraceError("the network takes more than images", "only those can be made up", remedy)
         size = self.size or self.examples[0].size
-        return wanted.made(self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return MadeImages(
+            synthetic_images.make(
+                self.module, self.form, size, seed=self.seed, count=wanted.count, progress=self.progress
+            )
+        )

@@ -132,7 +132,7 @@ ADDITIONS = (
             "tests/analysis/test_weight_decay.py": ("CONVERTED = [\n",
                 "CONVERTED = [\n    (\"resnet18\", \"example\", {}, TABLE[\"resnet18\"]),\n"),
         },
-        "done = normswap.convert(net(), 'example', size=(3, 32, 32))\n"
+        "done = normswap.convert(net(), 'example', input_size=(3, 32, 32))\n"
         "assert done.report.exact and done.report.passed\n"
         "assert any(type(m).__name__ == 'ChannelAffine' for m in done.model.modules())\n"
         "assert 'example' in schemes.names()",
@@ -144,7 +144,7 @@ ADDITIONS = (
                 TABLE, TABLE + '    "affine": (Option("even", bool, False, "an example"),),\n'),
             "normswap/schemes/affine.py": ("def plan(anatomy: Anatomy)", "def plan(anatomy: Anatomy, *, even: bool)"),
         },
-        "done = normswap.convert(net(), 'affine', size=(3, 32, 32), even=True)\n"
+        "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=True)\n"
         "assert done.plan.steps[-1].options == {'even': True}",
     ),
     Addition(
@@ -160,7 +160,7 @@ ADDITIONS = (
                 "def other(anatomy: Anatomy)"),
             "normswap/layers/affine_layer.py": OPTION_LAYER,
         },
-        "model = normswap.convert(net(), 'affine', size=(3, 32, 32), fixed=True).model\n"
+        "model = normswap.convert(net(), 'affine', input_size=(3, 32, 32), fixed=True).model\n"
         "fixed = [m for m in model.modules() if type(m).__name__ == 'FixedAffine']\n"
         "assert fixed and not any(p.requires_grad for m in fixed for p in m.parameters())",
     ),
@@ -168,7 +168,7 @@ ADDITIONS = (
         "layer", "doubled", {"normswap/layers/doubled.py": LAYER},
         "from normswap.plan import Edit, Step\nfrom normswap.surgery import applying\n"
         "doubled = applying.apply_step(net(), Step('example', {}, (Edit('act1', 'Doubled', keep=True),)))\n"
-        "assert normswap.convert(doubled, 'folded', size=(3, 32, 32)).report.passed",
+        "assert normswap.convert(doubled, 'folded', input_size=(3, 32, 32)).report.passed",
     ),
     Addition(
         "command", "hello", {"normswap/cli/commands/hello_command.py": COMMAND},

@@ -81,8 +81,10 @@ def test_convert(row: Row) -> None:
 def test_noise_and_made_images() -> None:
     """Without inputs, and with images that are made up."""
     size = (3, 8, 8)
-    same(lambda: answers(normswap.convert(NETWORK, "dyt", size=size, calibrate="noise").model))
-    same(lambda: answers(normswap.convert(NETWORK, "groupnorm", size=size, calibrate=normswap.Synthetic(4)).model))
+    same(lambda: answers(normswap.convert(NETWORK, "dyt", input_size=size, calibrate="noise").model))
+    same(
+        lambda: answers(normswap.convert(NETWORK, "groupnorm", input_size=size, calibrate=normswap.Synthetic(4)).model)
+    )
 
 
 def test_a_record_that_is_read_later() -> None:
@@ -94,7 +96,7 @@ def test_a_record_that_is_read_later() -> None:
 
 def test_verify_save_and_load(tmp_path: Path) -> None:
     folded = normswap.convert(NETWORK, "folded", inputs=FEW)
-    assert normswap.verify(NETWORK, folded.model, size=(3, 8, 8)).passed
+    assert normswap.verify(NETWORK, folded.model, input_size=(3, 8, 8)).passed
     normswap.save(folded, tmp_path / "n")
     assert torch.equal(answers(normswap.load(tmp_path / "n", skeleton=NETWORK)), answers(folded.model))
 

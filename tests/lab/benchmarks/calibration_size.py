@@ -41,7 +41,7 @@ def measure(arch: str, scheme: str, size: int, samples: int, batch: int) -> None
 
     before = peak()
     start, cpu = time.perf_counter(), time.process_time()
-    done = normswap.convert(model, scheme, size=(chans, size, size), calibrate=batches)
+    done = normswap.convert(model, scheme, input_size=(chans, size, size), calibrate=batches)
     took, cpu, most = time.perf_counter() - start, time.process_time() - cpu, peak()
     model.eval()
     forward = forward_cpu = 0.0

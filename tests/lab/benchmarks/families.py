@@ -56,7 +56,7 @@ def main() -> None:
                 continue
             data = list(pink(given.samples, size, 3000).split(32)) if fitted else None
             start = time.perf_counter()
-            result = normswap.convert(model, scheme, size=size, calibrate=data, **options).model
+            result = normswap.convert(model, scheme, input_size=size, calibrate=data, **options).model
             took = time.perf_counter() - start
             found = run(result, x)
             error = float((found - reference).double().norm() / (reference - reference.mean(0)).double().norm())

@@ -39,9 +39,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     source = randomized(timm.create_model(args.arch, num_classes=1000)).float()
-    done = normswap.convert(source, "folded", size=(3, args.size, args.size))
+    done = normswap.convert(source, "folded", input_size=(3, args.size, args.size))
     left = sum(isinstance(module, STANDARDIZED) for module in done.model.modules())
-    double = normswap.convert(source.double(), "folded", size=(3, args.size, args.size)).model
+    double = normswap.convert(source.double(), "folded", input_size=(3, args.size, args.size)).model
     x = torch.randn(args.batch, 3, args.size, args.size)
     error = distance(run(source, x.double()), run(double, x.double()))
     print(f"{args.arch}: {left} standardized convolutions left, relative L2 {error:.1e} in float64,", end=" ")

@@ -37,7 +37,7 @@ def network(arch: str, scheme: str, side: int) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(arch, num_classes=10, zero_init_last=False).eval()
     if scheme != "batchnorm":
-        model = normswap.convert(model, scheme, size=(3, side, side), **SCHEMES[scheme]).model
+        model = normswap.convert(model, scheme, input_size=(3, side, side), **SCHEMES[scheme]).model
     for layer in filter_means.kept(model):
         nn.init.zeros_(layer.mean)
     return filter_means.drop(model)  # the means gone, as after `anneal.means`: timm's own layer

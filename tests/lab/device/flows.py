@@ -135,8 +135,8 @@ def by_default() -> None:
     torch.set_default_device(NAME)
     try:
         fitted = [normswap.convert(model, "groupnorm", inputs=FEW, calibrate=[IMAGES]) for model in (THERE, HERE)]
-        made = [normswap.convert(model, "dyt", size=size, calibrate="noise") for model in (THERE, HERE)]
-        checks = [normswap.verify(model, model, size=size).passed for model in (THERE, HERE)]
+        made = [normswap.convert(model, "dyt", input_size=size, calibrate="synthetic") for model in (THERE, HERE)]
+        checks = [normswap.verify(model, model, input_size=size).passed for model in (THERE, HERE)]
         exported("ts", FEW[:1])
         inspected()
         again = [recalibration.recalibrate(model, [IMAGES], inputs=FEW) for model in (THERE, HERE)]
