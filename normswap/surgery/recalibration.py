@@ -18,7 +18,6 @@ from normswap.errors import OptionError, RefusedError, spelled
 from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress
 from normswap.plan import Body, Step
 from normswap.surgery import comparison
@@ -29,7 +28,6 @@ from normswap.surgery.made_images import Batches, Synthetic
 from normswap.surgery.network import Network
 
 
-@cpu_by_default()
 def recalibrate(
     model: nn.Module | Network,
     batches: Batches,

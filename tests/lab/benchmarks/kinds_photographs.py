@@ -64,7 +64,7 @@ def main() -> None:
                 model, way.scheme, calibrate=list(given.split(50)), inputs=images[:8], **way.options
             )
             kept, held = 100 * score(outputs(done.model, images), labels) / before, done.report.kept
-            said = f"{100 * held.right:.1f} %" if held and held.right is not None else ""
+            said = f"{100 * held.agreement:.1f} %" if held and held.agreement is not None else ""
             lines.append(f"| {kind} | `{way}` | {kept:.1f} % | {said} |")
             print(lines[-1], flush=True)
     Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
