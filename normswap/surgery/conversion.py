@@ -164,8 +164,6 @@ def convert(
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
     steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
-    if len(steps) == 1:
-        fitting.require_use(steps[0], source)
     images = source.images if any(chosen.fits for chosen in steps) else None
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
@@ -173,6 +171,8 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     done: list[Conversion] = []
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
+        if len(steps) == 1:
+            fitting.require_use(chosen, source)
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         done.append(replace(last, outcomes=builder.outcomes, notes=notes))

@@ -135,7 +135,7 @@ def test_what_held_out_images_say() -> None:
     same = measured(one, two, [Example((x[:4],)), Example((x[4:],))])
     assert same is not None
     assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
-    l2 = [float((one(part) - two(part)).norm() / one(part).norm()) for part in (x[:4], x[4:])]
+    l2 = [float((one(part) - two(part)).detach().norm() / one(part).detach().norm()) for part in (x[:4], x[4:])]
     assert same.relative_l2 == pytest.approx(((4 * l2[0] ** 2 + 12 * l2[1] ** 2) / 16) ** 0.5)
     features = measured(one, two, [Example((x,))], scores=False)
     assert features is not None

@@ -260,7 +260,7 @@ DAMAGE = {
     "NaN": ({"nan": "fc.weight"}, SourceError, "fc.weight"),
     "a later schema": ({"header": {"version": 99}}, SourceError, "version 99"),
     "an edited plan": (
-        {"header": {"plan": {"version": 1, "steps": [], "digest": "0"}}},
+        {"header": {"plan": {"version": 2, "steps": [], "digest": "0"}}},
         PlanError,
         "digest",
     ),

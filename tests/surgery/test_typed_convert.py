@@ -42,7 +42,7 @@ QUICK = """
 follow_imports = skip
 ignore_missing_imports = true
 
-[mypy-normswap,normswap.surgery.conversion]
+[mypy-normswap,normswap.surgery.conversion,normswap.models.modes]
 follow_imports = silent
 """
 

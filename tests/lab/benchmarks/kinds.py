@@ -5,7 +5,8 @@
 The trained networks of tests/data/zoo (by kinds_zoo.py). Kept: the result's accuracy on the test images as a share of
 the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, or on 128 that are made from
 the network's own statistics ("synthetic"), of which a quarter is held out. "Held out" is how often those get the
-source's answer (of the U-Net: its pixels); of conversions without images 100 training images say it. Groups of 4 channels are what 32 groups are of 128 channels. How the rescaling is
+source's answer (of the U-Net: its pixels); of conversions without images 100 training images say it.
+Groups of 4 channels are what 32 groups are of 128 channels. How the rescaling is
 chosen was settled on the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with
 their commit; a second run measures what is missing, and every run writes kinds.md from all that there is.
 """
