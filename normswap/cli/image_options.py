@@ -24,11 +24,11 @@ class Stated:
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
     image_mean: Annotated[
         str | None,
-        typer.Option("--image-mean", "--mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
+        typer.Option("--image-mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
     ] = None
-    image_std: Annotated[
-        str | None, typer.Option("--image-std", "--std", metavar="R,G,B", help="Their standard deviation.")
-    ] = None
+    image_std: Annotated[str | None, typer.Option("--image-std", metavar="R,G,B", help="Their standard deviation.")] = (
+        None
+    )
     crop_pct: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Share of a resized image that the crop keeps.")
     ] = None
@@ -62,10 +62,10 @@ class Stated:
 class ImageOpening(Stated, Opening):
     """How a MODEL that reads images is opened."""
 
-    def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
+    def open(self, name: str, *, runs: bool = False) -> nn.Module:
         """See `Opening.open`."""
         self.stated()  # what is wrong with it is said before anything is opened
-        return self.state(Opening.open(self, name, mapped=mapped, runs=runs))
+        return self.state(Opening.open(self, name, runs=runs))
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:

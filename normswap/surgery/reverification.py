@@ -12,11 +12,10 @@ from normswap import provenance, schemes
 from normswap.errors import SourceError, spelled
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import calling, default_device, kinds, network_input
+from normswap.models import calling, kinds, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.models.source_names import SUFFIXES
-from normswap.models.weight_files import has_hash
 from normswap.plan import Body
 from normswap.surgery import comparison, kept_accuracy
 from normswap.surgery.network import Network
@@ -54,7 +53,7 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
     then, now = provenance.of(result), provenance.of(source)
     if then is None or now is None or then.sha256 is None:
         return None
-    return now.sha256 == then.sha256 or has_hash(source.state_dict(), then.sha256)
+    return now.sha256 == then.sha256
 
 
 def again(source: Network, result: nn.Module) -> Report:
@@ -95,7 +94,7 @@ def labels_are_missing(loader: Loader) -> bool:
 def _without_labels(source: Network, result: nn.Module, loader: Loader, progress: Progress | None) -> Body:
     def calls() -> Iterator[Example]:
         done, form = 0, calling.form(source.module)
-        for batch in default_device.read(loader):
+        for batch in loader:
             example, _ = form.read(batch)
             yield example
             done += example.count

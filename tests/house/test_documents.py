@@ -28,7 +28,8 @@ from normswap.cli import app
 for module in pkgutil.walk_packages(normswap.__path__, "normswap."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-app._register()
+from normswap.cli.commands import SUMMARIES
+[app.load(name) for name in SUMMARIES]
 root, first, calls = normswap.__path__[0] + "/", [], set()
 def watch(frame, event, arg):
     file, above = frame.f_code.co_filename, frame.f_back

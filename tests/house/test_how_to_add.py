@@ -56,19 +56,22 @@ COMMAND = '''"""`normswap hello`: an example."""
 
 from __future__ import annotations
 
-import typer
-
-ORDER = 999
-
-
-def register(app: typer.Typer) -> None:
-    app.command("hello")(run)
+KEYS = "nothing"
+EXAMPLES = ("hello",)
 
 
 def run() -> int:
     """Say hello."""
     print("hello")
     return 0
+'''
+FORMAT = '''"""Example: what pt2 files hold, under another name."""
+
+from __future__ import annotations
+
+from normswap.exporting.pt2 import metadata, nodes, open, write
+
+__all__ = ["metadata", "nodes", "open", "write"]
 '''
 TABLE = "OPTIONS: dict[str, tuple[Option, ...]] = {\n"
 ADDITIONS = (
@@ -97,8 +100,23 @@ ADDITIONS = (
         "assert done.plan.steps[-1].options == {'even': True}",
     ),
     Addition(
-        "command", "hello", {"normswap/cli/commands/hello_command.py": COMMAND},
+        "command", "hello", {
+            "normswap/cli/commands/hello_command.py": COMMAND,
+            "normswap/cli/commands/__init__.py": ("SUMMARIES = {\n", 'SUMMARIES = {\n    "hello": "Say hello.",\n'),
+        },
         "from normswap.cli.app import main\nassert main(['hello']) == 0",
+    ),
+    Addition(
+        "export format", "example_file",
+        {
+            "normswap/exporting/example_file.py": FORMAT,
+            "normswap/exporting/formats.py": (
+                "    for one in (\n",
+                '    for one in (\n        Format("example", "example_file", ".example", "Example", "Example"),\n'),
+            "tests/alone.py": ("_BLOCKED = {\n", '_BLOCKED = {\n    "example": [],\n'),
+        },
+        "from pathlib import Path\nfrom normswap.exporting import formats\n"
+        "assert formats.choose(Path('x.example'), None).name == 'example'",
     ),
 )  # fmt: skip
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""MODEL names of every kind: torchvision, transformers, segmentation_models_pytorch, factories; from end to end."""
+"""MODEL names of every kind: torchvision, transformers, factories; from end to end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ import normswap
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.models import hub_config, image_processors, kinds, network_input, zoo
+from normswap.models import hub_config, kinds, network_input, zoo
 from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
@@ -136,7 +137,7 @@ def test_a_factory(here: Path, run: Run, fails: Run) -> None:
     run("verify", *trusted)
     run("convert", *trusted, "--to", "unfold", "-o", "b")
     run("convert", "b", "--trust-factory", "--to", "groupnorm", "--calibrate", "images", "-o", "c")
-    run("export", *trusted, "-o", "a.ts")
+    run("export", *trusted, "-o", "a.pt2")
     run("report", *trusted, "-o", "a.html")
     run("evaluate", *trusted, "--data", "images")
 
@@ -193,7 +194,7 @@ def test_hugging_face(here: Path, run: Run) -> None:
     run("convert", "a", "--to", "groupnorm", "--calibrate", "images", "-o", "b")
     run("convert", "a", "--to", "unfold", "-o", "c")
     assert load_file("c/model.safetensors").keys() == load_file("hf/model.safetensors").keys()
-    run("export", "a", "-o", "a.ts")
+    run("export", "a", "-o", "a.pt2")
     run("report", "a", "-o", "a.html")
     run("evaluate", "b", "--data", "images")
     run("convert", "hf:hf", "--num-classes", 7, "--to", "folded", "-o", "d")
@@ -232,11 +233,14 @@ def test_weights_in_several_files_are_all_fetched(here: Path, monkeypatch: pytes
     assert all(torch.equal(found[name], value) for name, value in load_file(whole / "model.safetensors").items())
 
 
-def test_segmentation_models(here: Path, run: Run) -> None:
+def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run) -> None:
     pytest.importorskip("segmentation_models_pytorch")
-    words = ("--weights", "random", "--num-classes", 3, "--in-chans", 1)
-    run("convert", "smp:Unet:resnet18", *words, "--to", "folded", "-o", "a")
-    assert origin(normswap.load("a")).arch == Arch("Unet:resnet18", {"classes": 3, "in_channels": 1}, "smp")
+    words = ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1")
+    arguments = [word for pair in words for word in ("--arch-arg", pair)]
+    run("convert", "segmentation_models_pytorch:Unet", *arguments, "--to", "folded", "-o", "a")
+    arch = origin(normswap.load("a", trust_factory=True)).arch
+    assert arch is not None
+    assert (arch.name, arch.kwargs["classes"], arch.builder) == ("segmentation_models_pytorch:Unet", 3, "factory")
 
 
 # --- what cannot be had -----------------------------------------------------------------------------------------------
@@ -250,6 +254,7 @@ BAD = {
     "hf:images": ["images has no config.json"],
     "hf:NoSuchNet": ["is no directory"],
     "hf:ResNetModel": ["no model_type"],
+    "smp:Unet:resnet18": ["neither a file nor a directory", "package.module:factory"],
     "users_nets:mkae": ["users_nets has no mkae", "make"],
     "users_nets:number": ["something of type int"],
     "users_nets:kind": ["a class"],
@@ -313,8 +318,8 @@ def test_no_weights_without_a_connection(here: Path, fails: Run, monkeypatch: py
 
 def test_a_package_that_is_not_installed(here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = kinds.importlib.util.find_spec
-    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None if "segm" in name else found(name))
-    assert "pip install segmentation-models-pytorch" in fails("inspect", "smp:Unet:resnet18")
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    assert "pip install transformers" in fails("inspect", "hf:a/b")
 
 
 def test_an_unknown_builder(here: Path) -> None:
@@ -364,7 +369,8 @@ def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
     ],
 )  # fmt: skip
 def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
-    assert image_processors.preprocessing(stated, 3, 32) == seen
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
+    assert hub_config.of_image_processor(stated, model) == seen
 
 
 @pytest.mark.parametrize("output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"])
@@ -375,13 +381,8 @@ def test_no_answer(output: Any) -> None:
 
 def test_kinds_are_told_apart() -> None:
     timm = dict.fromkeys(("resnet18", "hf-hub:a/b", "local-dir:x", "a/b", "torchvision"), "timm")
-    names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "smp:a:b": "smp", "a.b:c": "factory"}
+    names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "a.b:c": "factory"}
     assert {name: kinds.of(name).builder for name in names} == names
-    for arch in (
-        Arch("a"),
-        Arch("a", builder="torchvision"),
-        Arch("a:b", builder="smp"),
-        Arch("a:b", builder="factory"),
-    ):
+    for arch in (Arch("a"), Arch("a", builder="torchvision"), Arch("a:b", builder="factory")):
         assert kinds.of(kinds.spelled(arch)).builder == arch.builder
     assert re.fullmatch(r"a\(x = 1, y = \[.{60,70} \.\.\.\)", str(Arch("a", {"x": 1, "y": [1] * 99})))

@@ -123,7 +123,7 @@ class Case:
         runs, one = formats.get(form).open(file), form == "litert"
         seen = torch.cat([runs(part).argmax(1) for x, _ in self.test for part in (x.split(1) if one else [x])])
         found = {"top1": share(seen == self.labels), "same": share(seen == self.answers)}
-        return {**found, "kilobytes": formats.size(file, formats.get(form)) / 1e3}
+        return {**found, "kilobytes": formats.get(form).size(file) / 1e3}
 
 
 def lite0() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
