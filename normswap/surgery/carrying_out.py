@@ -80,7 +80,8 @@ def carry_out(network: Network, step: Step) -> Conversion:
     result = applied(network, step)
     if not chosen.exact:
         _check_runs(result, network.examples[0].first(1), step.scheme)
-    notes, dealt = ((), None) if images is None else fitting.fit(chosen.scheme, network, result, step, images)
+    fits = images is not None or (chosen.scheme.fits_without_images and not chosen.exact)
+    notes, dealt = fitting.fit(chosen.scheme, network, result, step, images) if fits else ((), None)
     precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
     if dealt and not isinstance(images, MadeImages):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from normswap.calibration.fit_task import FitTask
 from normswap.errors import OptionError, spelled
 from normswap.models import default_device
 from normswap.models.calling import Example
@@ -97,7 +98,7 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
 
 
 def fit(
-    scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches
+    scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None
 ) -> tuple[tuple[str, ...], Dealt | None]:
     """Let the step's scheme set the values of `result`, in place.
 
@@ -113,12 +114,13 @@ def fit(
     telling = True
     if isinstance(images, MadeImages):
         notes, telling, images = (images.note,), images.telling, images.batches
-    batches = calls_of(images, network)
-    if telling and scheme.fitting_target is not None:
+    batches = None if images is None else calls_of(images, network)
+    if batches is not None and telling and scheme.fitting_target is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     source = network.module
     if scheme.fitting_target is not None:  # what the result is fitted to: the source with the result's rescaling
         source = applying.apply_step(source, scheme.fitting_target(step))
     assert scheme.fit is not None
-    more = scheme.fit(source, result, step, batches, seed=network.seed, progress=network.progress)
+    task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
+    more = scheme.fit(task)
     return (*notes, *(more or ())), dealt

@@ -11,6 +11,7 @@ import timm
 import torch
 import zoo_networks
 from lived import distance, lived_in, run
+from normswap.schemes.parts.steady_signs import Site
 from tiny import ONE, C, net
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +24,6 @@ from normswap.errors import NormswapError, OptionError, RefusedError, SourceErro
 from normswap.images.datasets import make_loader
 from normswap.models.calling import form
 from normswap.plan import Plan
-from normswap.schemes.parts.steady_signs import Site
 from normswap.surgery import carrying_out, conversion, made_images
 from normswap.surgery.held_out import Kept
 from normswap.surgery.network import Network
