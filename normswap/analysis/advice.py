@@ -16,7 +16,6 @@ from torch import nn
 from normswap import schemes
 from normswap.errors import OptionError, RefusedError, spelled
 from normswap.layers import affine
-from normswap.models.default_device import cpu_by_default
 from normswap.plan import Body
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
@@ -40,7 +39,6 @@ class Advice:
     exact: bool
 
 
-@cpu_by_default()
 def advise(
     network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
 ) -> tuple[list[Advice], dict[str, str]]:

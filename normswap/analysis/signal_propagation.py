@@ -35,7 +35,6 @@ from normswap.layers.own import GAMMA, OwnLayer, scales_branch
 from normswap.layers.placeholders import Vacant
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import evaluating
 from normswap.surgery.network import Network
 
@@ -62,7 +61,6 @@ class Point:
     added_variance: float
 
 
-@cpu_by_default()
 def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool = False) -> list[Point]:
     """Measure the signal at every residual block. The network is not changed.
 

@@ -47,7 +47,6 @@ from normswap.layers import affine
 from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.models import network_input
-from normswap.models.default_device import cpu_by_default
 from normswap.plan import AbsorbMode, Body
 from normswap.surgery.network import Network
 
@@ -97,7 +96,6 @@ class Assignment:
     reason: str
 
 
-@cpu_by_default()
 def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = None) -> list[Assignment]:
     """Assign every trainable parameter its role and whether it decays, in the order of `named_parameters`.
 
@@ -116,7 +114,6 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
     return [Assignment(path, role, d := decays(path, role), yes if d else no) for path, role in named]
 
 
-@cpu_by_default()
 def param_groups(
     model: nn.Module,
     weight_decay: float = 1e-4,

@@ -18,7 +18,6 @@ from normswap.calibration.checked_batches import checked, misfit, parts
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
-from normswap.models import calling, default_device
 from normswap.models.calling import Example
 
 MIRRORED = 500  # so many images are shown in a mirror, too; to more it adds nothing
@@ -35,7 +34,7 @@ class Interpreter:
         """`example`: a first batch of what it will be run on."""
         # how many images a list has decides the way
         self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
-        self.nodes, self.device = self.traced.nodes, calling.anchor(model).device
+        self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.last: dict[fx.Node, int] = {}  # the last node that reads each value
@@ -78,8 +77,7 @@ class Interpreter:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
         args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
-        with default_device.in_forward(self.device):
-            return apply(record, node, args, kwargs)
+        return apply(record, node, args, kwargs)
 
 
 def _filled(value: object, values: Values) -> Any:

@@ -20,7 +20,6 @@ from normswap.calibration import natural_noise
 from normswap.errors import OptionError, SourceError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress, evaluating, hooked
 
 COUNT, BATCH = 128, 32  # images
@@ -32,7 +31,6 @@ def _remedy() -> str:
     return f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
 
 
-@cpu_by_default()
 def make(
     model: nn.Module,
     form: Example,

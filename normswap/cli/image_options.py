@@ -62,10 +62,10 @@ class Stated:
 class ImageOpening(Stated, Opening):
     """How a MODEL that reads images is opened."""
 
-    def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
+    def open(self, name: str, *, runs: bool = False) -> nn.Module:
         """See `Opening.open`."""
         self.stated()  # what is wrong with it is said before anything is opened
-        return self.state(Opening.open(self, name, mapped=mapped, runs=runs))
+        return self.state(Opening.open(self, name, runs=runs))
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
 
 _MODEL = (
     "A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by normswap), "
-    "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), smp:ARCH:ENCODER, package.module:factory "
+    "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), package.module:factory "
     "of your own, or a .safetensors/.pth file with --arch"
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}.")]
@@ -95,11 +95,11 @@ class Opening:
         words = [str(word) for flag, value in flags if value is not None for word in (flag, value)]
         return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
 
-    def open(self, name: str, *, mapped: bool = False, runs: bool = False) -> nn.Module:
+    def open(self, name: str, *, runs: bool = False) -> nn.Module:
         """The network of that name.
 
         Args:
-            mapped: see `zoo.open_source`; runs: it may be an exported file, too, which runs as it is.
+            runs: it may be an exported file, too, which runs as it is.
 
         Raises:
             SourceError, OptionError: it cannot be had.
@@ -108,7 +108,7 @@ class Opening:
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
             name, weights=self.weights_of(name), arch=self.arch, arch_args=args, num_classes=self.num_classes,
-            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, mapped=mapped, runs=runs,
+            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, runs=runs,
         )  # fmt: skip
 
 
@@ -117,7 +117,6 @@ def open_model(
     *,
     input_size: Sequence[int] | None = None,
     trust_factory: bool = False,
-    mapped: bool = False,
     runs: bool = False,
     **asked: Unpack[Asked],
 ) -> nn.Module:
@@ -137,7 +136,7 @@ def open_model(
         if runs and (exported := exported_file(name)):
             zoo.check_unasked(name, {**asked, "input_size": input_size})
             return exported.network()
-        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, mapped=mapped, **asked)
+        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
     record = provenance.of(model)
     remark(record.notes if record else ())
     return model

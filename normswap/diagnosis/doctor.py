@@ -17,7 +17,6 @@ from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, StoredN
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import unfit_preprocessing
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import evaluating, hooked
 from normswap.plan import Body
 from normswap.surgery.network import HasModel, Network, module_of
@@ -47,7 +46,6 @@ CHECKS: tuple[Check, ...] = (
 ON_IMAGES: tuple[Check, ...] = (unfit_preprocessing, unfit_eps, drifted)
 
 
-@cpu_by_default()
 def diagnose(
     model: nn.Module | Network | HasModel,
     *,

@@ -21,8 +21,7 @@ from normswap.layers import affine
 from normswap.layers.activations import IDENTITIES, is_activation, is_activation_call
 from normswap.layers.known_norms import Pair
 
-with torch.device("cpu"):  # whatever the default device is when this is imported
-    _POINTS = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(0.5, 64) / 64).double()
+_POINTS = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(0.5, 64) / 64).double()
 _POOLS = (nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AvgPool3d, nn.AdaptiveAvgPool3d)
 
 

@@ -32,7 +32,6 @@ from normswap.exporting.signature import together
 from normswap.graph import inspection
 from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import full_precision
 from normswap.models.preprocessing import assumption
 from normswap.plan import Body
@@ -82,7 +81,6 @@ class Exported:
     noise_only: bool = False
 
 
-@cpu_by_default()
 @full_precision()
 def export(
     model: nn.Module | Conversion,

@@ -15,7 +15,7 @@ from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import NoAnswerError, Signature
-from normswap.models import calling, default_device, network_input
+from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.carrying_out import Conversion
 
@@ -143,7 +143,7 @@ class ExportRequest:
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
         """The inputs of the file, call by call; a sample at a time where their number is not free."""
-        for batch in default_device.read(batches):
+        for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
             for one in [example] if self.settings.dynamic_batch else example.each():
                 yield tuple(one.tensors()), None
@@ -151,7 +151,7 @@ class ExportRequest:
 
 def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Batches of images, with their labels where they have some."""
-    for batch in [images] if isinstance(images, Tensor) else default_device.read(images):
+    for batch in [images] if isinstance(images, Tensor) else images:
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels
 

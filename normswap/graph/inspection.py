@@ -23,7 +23,6 @@ from normswap.graph.tracing import Traced, inputs, is_add, is_mul
 from normswap.layers import affine, known_norms
 from normswap.models import network_input
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.provenance import Provenance
 
 __all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
@@ -31,7 +30,6 @@ __all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
 _SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
 
 
-@cpu_by_default()
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     """Read the anatomy of `model`, which is not changed.
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from normswap.errors import NormswapError, SourceError, first_line
-from normswap.models import calling, default_device
+from normswap.models import calling
 from normswap.models.calling import Example
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress, evaluating
 from normswap.models.network_input import scores
 
@@ -53,7 +52,6 @@ def evaluate(model: nn.Module, loader: Iterable[object], *, progress: Progress |
     return classify(model, loader, progress=progress)[0]
 
 
-@cpu_by_default()
 def classify(
     model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
 ) -> tuple[Evaluation, Tensor]:
@@ -64,7 +62,7 @@ def classify(
     answers: list[Tensor] = []
     count, form = 0, calling.form(model)
     with evaluating(model), torch.inference_mode():
-        for batch in default_device.read(loader):
+        for batch in loader:
             example, labels = form.read(batch)
             logits = scores(_run(model, example.like(model))).cpu().double()
             if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:

@@ -30,8 +30,7 @@ from normswap.errors import OptionError, SourceError, first_line
 from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
 from normswap.images.pixels import converted
 from normswap.images.places import CsvReader, chosen, passed_over
-from normswap.models import default_device, network_input, zoo
-from normswap.models.default_device import cpu_by_default
+from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
 from normswap.models.modes import evaluating
 from normswap.models.weight_files import quiet
@@ -80,7 +79,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         left = self.limit
-        for batch in default_device.read_on_cpu(self.batches):
+        for batch in self.batches:
             if isinstance(batch, _Unreadable):
                 raise SourceError(f"{self.origin}: {batch.name} cannot be read", batch.why, "Remove or replace it.")
             images, labels = batch
@@ -90,7 +89,6 @@ class Loader:
                 return
 
 
-@cpu_by_default()
 def make_loader(
     model: nn.Module | Mapping[str, object],
     data: str,

@@ -67,13 +67,13 @@ class Built:
 
 
 def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) -> Made:
-    """Call `factory`, on the CPU.
+    """Call `factory`.
 
     Raises:
         SourceError: it does not take the arguments, or fails; in one line.
     """
     try:
-        with quiet(), torch.device("cpu"):
+        with quiet():
             return factory(**kwargs)
     except (Exception, SystemExit) as error:  # builders raise TypeError, KeyError, ... for what they cannot use
         described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, TraceError
-from normswap.models import default_device
 
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"  # one: several arguments, or keywords
 Inputs: TypeAlias = "Call | Sequence[Call] | None"  # a list is one of batches
@@ -29,8 +28,7 @@ class Example:
     kwargs: dict[str, object] = field(default_factory=dict)
 
     def call(self, model: nn.Module) -> object:
-        with default_device.in_forward(self.tensors()[0].device):
-            return model(*self.args, **self.kwargs)
+        return model(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
         """Return a call like this, every tensor changed."""

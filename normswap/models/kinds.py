@@ -45,7 +45,7 @@ class Kind:
         file: of this folder.
         prefix: what stands before the colon in MODEL, and before the architecture's name when it is spelled; also:
             further prefixes, which are a part of the name.
-        package: what must be installed; install: what pip is to be told.
+        package: what must be installed.
         foreign: its networks are built by code that this machine's user brings.
     """
 
@@ -54,7 +54,6 @@ class Kind:
     prefix: str = ""
     also: tuple[str, ...] = ()
     package: str = ""
-    install: str = ""
     foreign: bool = False
 
     def load(self) -> Builder:
@@ -65,7 +64,7 @@ class Kind:
         """
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
-            raise SourceError(what, "it is not installed", f"pip install {self.install or self.package}")
+            raise SourceError(what, "it is not installed", f"pip install {self.package}")
         return cast("Builder", importlib.import_module(f"normswap.models.{self.file}"))
 
     @property
@@ -76,13 +75,11 @@ class Kind:
 
 
 TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
-_SMP = "segmentation-models-pytorch"
 FACTORY = Kind("factory", "factories", foreign=True)
 KINDS = (
     TIMM,
     Kind("torchvision", "torchvision_models", prefix="torchvision"),
     Kind("transformers", "transformers_models", prefix="hf", package="transformers"),
-    Kind("smp", "smp_models", prefix="smp", package="segmentation_models_pytorch", install=_SMP),
     FACTORY,
 )
 

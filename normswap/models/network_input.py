@@ -89,8 +89,13 @@ def require_module(model: object) -> nn.Module:
     """Check that something is a network, and give it back.
 
     Raises:
-        SourceError: it is the name of one, its weights, its class, or something else.
+        SourceError: it is the name of one, its weights, its class, or something else; or torch makes tensors on another
+            device than the CPU by default, which is not supported.
     """
+    default_device = torch.get_default_device()
+    if default_device.type != "cpu":
+        what = f"torch's default device is {default_device}, and normswap makes its tensors on the CPU"
+        raise SourceError(what, remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device")
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "Give the network that it was made from; `normswap export` writes TorchScript at the end"
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)

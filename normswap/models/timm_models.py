@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
@@ -90,7 +89,9 @@ def build(name: str, wanted: BuildRequest) -> Built:
     if name == demo_files.NAME:
         return replace(_from_directory(demo_files.FOLDER, wanted.given), source=name)
     if _looks_like_path(name):
-        remedy = f"A hub repository is written hf-hub:{name}, or hf:{name}" if name.count("/") == 1 else ""
+        remedy = "A network of another library is written package.module:factory" if ":" in name else ""
+        if name.count("/") == 1:
+            remedy = f"A hub repository is written hf-hub:{name}, or hf:{name}"
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
     return _from_name(name, wanted.given)
 
@@ -133,7 +134,7 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
         )
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
     try:  # weights outside the hub, or in their authors' own format
-        with quiet(), torch.device("cpu"):
+        with quiet():
             model = timm.create_model(source, pretrained=True, **arguments).eval()
     except Exception as error:
         remedy = f"Use '{spelled('weights', 'random')}', or a weights file on this disk with '{spelled('arch', name)}'."

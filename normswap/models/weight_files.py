@@ -37,15 +37,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a weights file: the tensors by name, and what was taken off to get at them.
-
-    Args:
-        pages: whether the tensors are pages of the file, none of which two of them share.
-    """
+    """The contents of a weights file: the tensors by name, and what was taken off to get at them."""
 
     state: State
     notes: tuple[str, ...]
-    pages: bool
 
 
 @contextmanager
@@ -118,15 +113,14 @@ def read_wrapped(file: Path) -> Contents:
     """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
-    pages = file.suffix == ".safetensors"
-    content = _read_safetensors(file) if pages else _read_pickle(file)
+    content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
     inner, wrappers = _unwrap(content, file)
     state, prefixes = _clean(inner, file)
     check_plain(state, str(file))
     check_finite(state, str(file))
     removed = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
     removed += [f"names without '{prefix}'" for prefix in prefixes]
-    return Contents(state, (f"{file}: taken are {', '.join(removed)}",) if removed else (), pages)
+    return Contents(state, (f"{file}: taken are {', '.join(removed)}",) if removed else ())
 
 
 def _read_safetensors(file: Path) -> State:

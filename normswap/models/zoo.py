@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import SourceError, spelled
 from normswap.models import kinds, source_names
 from normswap.models.building import BuildRequest, Built
-from normswap.models.mapped_weights import same_layout, take
 from normswap.models.preprocessing import data_config, for_size
-from normswap.models.undrawn import undrawn
 from normswap.models.weight_files import hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
 from normswap.provenance import Provenance
@@ -33,6 +32,7 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 
 
@@ -68,7 +68,34 @@ def create(arch: Arch) -> nn.Module:
 
 def skeleton(arch: Arch) -> nn.Module:
     """Build the bare network with zeros for random values: it is then filled, strictly."""
-    return undrawn(lambda: create(arch), lambda model: model)
+    return _undrawn(lambda: create(arch), lambda model: model)
+
+
+def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
+    """Build on the meta device, as drawing random values takes most of the time, then put zeros on the CPU.
+
+    The network is built as ever where a state dict does not hold each of its tensors once, or where building it needs
+    values.
+
+    Args:
+        network: finds the network in what `build` returns. A state dict is then loaded into it, strictly.
+    """
+    try:
+        with torch.device("meta"):
+            built = build()
+        model = network(built)
+        tensors = {id(tensor) for module in model.modules() for tensor in _own_tensors(module)}
+        if len(tensors) == len(model.state_dict()):
+            model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
+            return built
+    except Exception:  # the same call without the meta device says what is wrong with it
+        pass
+    return build()
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
@@ -103,7 +130,6 @@ def open_source(
     num_classes: int | None = None,
     in_chans: int | None = None,
     trust_factory: bool = True,
-    mapped: bool = False,
 ) -> nn.Module:
     """Return the network that `source` names, in eval mode on the CPU, carrying its Provenance.
 
@@ -117,8 +143,6 @@ def open_source(
         num_classes: another head than the source's; for a weights file, the head it has.
         in_chans: another number of input channels; for a weights file, the number it has.
         trust_factory: a factory may be imported; false where the name was read from a file.
-        mapped: parameters may be the pages of a safetensors file, not copies of them. It takes half the time, and
-            nobody may write to that file, rather than replace it, while the network lives.
 
     Raises:
         SourceError: the source cannot be found, read, understood or built.
@@ -130,7 +154,7 @@ def open_source(
     trained = file is None and weights == "pretrained"
     wanted = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
-        return _filled(lambda: kind.load().build(name, wanted), file, mapped=mapped)
+        return _filled(lambda: kind.load().build(name, wanted), file)
     built = kind.load().build(name, wanted)
     if not trained:
         return _carry(built, built.model, built.source, (), None)
@@ -138,17 +162,20 @@ def open_source(
     return _carry(built, model, built.source, built.notes, hash_tensors(model.state_dict()))
 
 
-def _filled(build: Callable[[], Built], file: Path, *, mapped: bool) -> nn.Module:
+def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """Return the network with the tensors of a file, strictly."""
     contents = read_wrapped(file)
     with ThreadPoolExecutor(1) as beside:
         hashed = beside.submit(hash_tensors, contents.state)
-        built = undrawn(build, lambda built: built.model, zeros=False)
-        if not (mapped and contents.pages and take(built.model, contents.state)):
-            load_into(built.model, contents.state, str(file), {})
+        built = _undrawn(build, lambda built: built.model)
+        load_into(built.model, contents.state, str(file), {})
     state = built.model.state_dict()
-    sha256 = hashed.result() if same_layout(state, contents.state) else hash_tensors(state)
+    sha256 = hashed.result() if _layout(state) == _layout(contents.state) else hash_tensors(state)
     return _carry(built, built.model, str(file.resolve()), contents.notes, sha256)
+
+
+def _layout(state: Mapping[str, Tensor]) -> dict[str, object]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
 
 
 def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], sha256: str | None) -> nn.Module:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, SourceError
 from normswap.models import kinds, network_input, weight_files, zoo
-from normswap.models.default_device import cpu_by_default
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, hub_folder, model_card, network_folder, one_writer
@@ -43,22 +42,19 @@ if TYPE_CHECKING:  # Python 3.11 has it in typing
     from typing_extensions import Unpack
 
 
-@cpu_by_default()
 def open_model(
     source: str,
     *,
     input_size: Sequence[int] | None = None,
     trust_factory: bool = False,
     named: bool = True,
-    mapped: bool = False,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
     """Open any MODEL: a source of `zoo.open_source`, a directory that `save` wrote, or a file that `write_file` wrote.
 
     Args:
         input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`).
-        trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported; mapped:
-            as in `zoo.open_source`.
+        trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
 
     Raises:
@@ -72,11 +68,10 @@ def open_model(
     elif (hub_copy := hub_folder.fetch(source)) is not None:
         model = load(hub_copy, trust_factory=trust_factory)
     else:
-        model = zoo.open_source(source, trust_factory=named or trust_factory, mapped=mapped, **asked)
+        model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
     return model if input_size is None else zoo.for_size(model, input_size)
 
 
-@cpu_by_default()
 def save(
     result: Conversion | nn.Module, directory: str | Path, *, arch: Arch | None = None, force: bool = False
 ) -> Path:
@@ -134,7 +129,6 @@ def _replace(place: Path, model: nn.Module, record: Provenance, report: Report |
         shutil.rmtree(aside, ignore_errors=True)
 
 
-@cpu_by_default()
 def load(
     directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False, changed: bool = False
 ) -> nn.Module:

@@ -14,7 +14,6 @@ from normswap.errors import RefusedError, first_line, spelled
 from normswap.images import stem_statistics
 from normswap.layers import affine
 from normswap.models.calling import Example
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import evaluating, full_precision, hooked
 from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
@@ -64,7 +63,6 @@ class Conversion:
         return self.network.provenance.plan
 
 
-@cpu_by_default()
 @full_precision()
 def carry_out(network: Network, step: Step) -> Conversion:
     """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.

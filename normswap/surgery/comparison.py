@@ -21,7 +21,6 @@ from normswap.errors import VerificationError
 from normswap.graph.anatomy import Block
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import full_precision
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
@@ -61,7 +60,6 @@ def verify(
     return compare(network, network_input.require_module(result), exact=exact, traced=False)
 
 
-@cpu_by_default()
 @full_precision()
 def compare(
     source: Network, result: nn.Module, *, exact: bool = True, precise: Precise | None = None, traced: bool = True

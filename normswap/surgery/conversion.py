@@ -18,7 +18,6 @@ from normswap.graph import selection
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
@@ -29,7 +28,6 @@ from normswap.surgery.network import Network
 from normswap.surgery.verdict import require_passed
 
 
-@cpu_by_default()
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
     """Plan one step of a conversion: the step, and its builder with its outcomes and notes.
 
@@ -61,7 +59,6 @@ def plan_steps(
         yield before, builder
 
 
-@cpu_by_default()
 def _plan_step(seen: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
     part = selection.restrict(seen, **patterns)
@@ -94,7 +91,6 @@ def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 
-@cpu_by_default()
 @full_precision()
 def convert(
     model: nn.Module | Network | Conversion,

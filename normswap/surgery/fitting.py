@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from normswap.calibration.fit_task import FitTask
 from normswap.errors import OptionError, spelled
-from normswap.models import default_device
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen, Scheme
@@ -76,7 +75,7 @@ class _Calls:
     form: Example
 
     def __iter__(self) -> Iterator[Example]:
-        return (self.form.read(batch)[0] for batch in default_device.read(self.batches))
+        return (self.form.read(batch)[0] for batch in self.batches)
 
     def __length_hint__(self) -> int:
         return operator.length_hint(self.batches)
@@ -84,7 +83,7 @@ class _Calls:
     @classmethod
     def of(cls, calibrate: Batches, form: Example) -> _Calls:
         """Of batches, of a function that gives them, or of a single one."""
-        batches: object = default_device.called(calibrate) if callable(calibrate) else calibrate
+        batches: object = calibrate() if callable(calibrate) else calibrate
         several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
         if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
             batches = [batches]

@@ -19,7 +19,6 @@ from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress
 from normswap.provenance import Provenance
 from normswap.surgery import made_images, running
@@ -152,7 +151,6 @@ class Network:
         return calling.anchor(self.module)
 
     @cached_property
-    @cpu_by_default()
     def anatomy(self) -> Anatomy:
         """The anatomy, from one recorded forward.
 
@@ -180,7 +178,6 @@ class Network:
         return tuple(self.size) if self.size else network_input.size(self.module)
 
     @cached_property
-    @cpu_by_default()
     def calls(self) -> list[Example]:
         """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two.
 
@@ -194,7 +191,6 @@ class Network:
         return [call.on(self.device) for call in calls]
 
     @cached_property
-    @cpu_by_default()
     def examples(self) -> list[Example]:
         """The calls that tell whether a result is right: of noise, one where every size takes the same way.
 
@@ -213,7 +209,6 @@ class Network:
         return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"
 
     @cached_property
-    @cpu_by_default()
     def images(self) -> Batches | None:
         """The images that values are fitted to; where they are to be made, from the network as it is now.
 

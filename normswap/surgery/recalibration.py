@@ -19,7 +19,6 @@ from normswap.errors import RefusedError, spelled
 from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Inputs
-from normswap.models.default_device import cpu_by_default
 from normswap.models.modes import Progress
 from normswap.plan import Body, Step
 from normswap.surgery import comparison
@@ -31,7 +30,6 @@ from normswap.surgery.network import Network
 from normswap.surgery.verdict import require_passed
 
 
-@cpu_by_default()
 def recalibrate(
     model: nn.Module | Network,
     batches: Batches,

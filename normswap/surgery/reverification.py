@@ -12,7 +12,7 @@ from normswap import provenance, schemes
 from normswap.errors import SourceError, spelled
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import calling, default_device, kinds, network_input
+from normswap.models import calling, kinds, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.models.source_names import SUFFIXES
@@ -95,7 +95,7 @@ def labels_are_missing(loader: Loader) -> bool:
 def _without_labels(source: Network, result: nn.Module, loader: Loader, progress: Progress | None) -> Body:
     def calls() -> Iterator[Example]:
         done, form = 0, calling.form(source.module)
-        for batch in default_device.read(loader):
+        for batch in loader:
             example, _ = form.read(batch)
             yield example
             done += example.count

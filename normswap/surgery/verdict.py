@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from normswap.errors import VerificationError
-from normswap.models.default_device import cpu_by_default
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 from normswap.surgery.running import run
@@ -31,7 +30,6 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     )
 
 
-@cpu_by_default()
 def _check_source(network: Network) -> None:
     outputs, _ = run(network.module, network.calls[0])
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, TrainingError, spelled
-from normswap.models.default_device import cpu_by_default
 from normswap.models.preprocessing import assumption
 from normswap.training import assembly, filter_means, launching, processes, recipe_files, stopping
 from normswap.training.assembly import Task
@@ -31,7 +30,6 @@ from normswap.training.training_images import UNMEASURED, image_notes, key
 from normswap.training.validating import measure, precise, score
 
 
-@cpu_by_default()
 def finetune(
     model: nn.Module | None,
     recipe: Recipe,

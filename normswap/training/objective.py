@@ -12,7 +12,7 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, SourceError
-from normswap.models import default_device, zoo
+from normswap.models import zoo
 from normswap.models.network_input import scores
 from normswap.training.recipe import Distill, Recipe
 from normswap.training.training_images import drawn_by
@@ -47,8 +47,7 @@ class Objective:
         if self.mixup is not None:
             with drawn_by(*seed):
                 images, target = self.mixup(images, target)
-        with default_device.in_forward(images.device):
-            logits = scores(model(images))
+        logits = scores(model(images))
         loss = logits.new_zeros(())
         if self.labels:
             smoothing = 0.0 if self.mixup is not None else self.smoothing
@@ -59,7 +58,7 @@ class Objective:
 
     def _distance(self, part: Distill, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
-        with torch.no_grad(), default_device.in_forward(images.device):
+        with torch.no_grad():
             taught = self.teacher(images)
         if self.tap is None:
             heat = part.temperature

@@ -118,7 +118,6 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("no network in it", None, ("inspect", "os.path:join"), ("os.path:join",)),
     ("size of two", None, ("inspect", "demo", "--input-size", "3,64"), ("--input-size 3,64", "C,H,W")),
     ("unknown option", None, ("inspect", "demo", "--nope"), ("--nope",)),
-    ("no such encoder", None, ("inspect", "smp:Unet:resnet35"), ("no encoder 'resnet35'", "resnet34")),
     ("no network of that library", None, ("inspect", "torchvision:resnet19"), ("no model 'resnet19'", "Did you mean")),
     ("weights of no architecture", text("w.pth", b"x"), ("inspect", "w.pth"), ("holds weights only", "--arch NAME")),
     ("no weights by its name", text("a.md", b"x"), ("inspect", "a.md"), ("a.md is no MODEL", ".safetensors")),

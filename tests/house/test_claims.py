@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from decimal import ROUND_HALF_UP, Decimal
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from docs_pages import PAGES
+from lab.benchmarks.after_the_swap import PICTURE, TABLE, figures
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -89,6 +92,13 @@ def test_readme_has_the_figures_of_the_tables() -> None:
     assert {claim: figure.partition("(")[0].strip() for claim, figure in shown.items()} == {
         claim: figure() for claim, figure in CLAIMS.items()
     }
+
+
+def test_the_picture_of_readme_is_of_the_table_of_today() -> None:
+    """What `after_the_swap.py` drew, which it wrote into the picture, is what it would draw now."""
+    with Image.open(PICTURE) as picture:
+        drawn = json.loads(picture.text["figures"])  # type: ignore[attr-defined]
+    assert drawn == [*figures(TABLE.read_text(encoding="utf-8"))], "run python tests/lab/benchmarks/after_the_swap.py"
 
 
 def test_readme_is_short() -> None:

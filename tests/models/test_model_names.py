@@ -1,4 +1,4 @@
-"""MODEL names of every kind: torchvision, transformers, segmentation_models_pytorch, factories; from end to end."""
+"""MODEL names of every kind: torchvision, transformers, factories; from end to end."""
 
 from __future__ import annotations
 
@@ -232,11 +232,14 @@ def test_weights_in_several_files_are_all_fetched(here: Path, monkeypatch: pytes
     assert all(torch.equal(found[name], value) for name, value in load_file(whole / "model.safetensors").items())
 
 
-def test_segmentation_models(here: Path, run: Run) -> None:
+def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run) -> None:
     pytest.importorskip("segmentation_models_pytorch")
-    words = ("--weights", "random", "--num-classes", 3, "--in-chans", 1)
-    run("convert", "smp:Unet:resnet18", *words, "--to", "folded", "-o", "a")
-    assert origin(normswap.load("a")).arch == Arch("Unet:resnet18", {"classes": 3, "in_channels": 1}, "smp")
+    words = ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1")
+    arguments = [word for pair in words for word in ("--arch-arg", pair)]
+    run("convert", "segmentation_models_pytorch:Unet", *arguments, "--to", "folded", "-o", "a")
+    arch = origin(normswap.load("a", trust_factory=True)).arch
+    assert arch is not None
+    assert (arch.name, arch.kwargs["classes"], arch.builder) == ("segmentation_models_pytorch:Unet", 3, "factory")
 
 
 # --- what cannot be had -----------------------------------------------------------------------------------------------
@@ -250,6 +253,7 @@ BAD = {
     "hf:images": ["images has no config.json"],
     "hf:NoSuchNet": ["is no directory"],
     "hf:ResNetModel": ["no model_type"],
+    "smp:Unet:resnet18": ["neither a file nor a directory", "package.module:factory"],
     "users_nets:mkae": ["users_nets has no mkae", "make"],
     "users_nets:number": ["something of type int"],
     "users_nets:kind": ["a class"],
@@ -313,8 +317,8 @@ def test_no_weights_without_a_connection(here: Path, fails: Run, monkeypatch: py
 
 def test_a_package_that_is_not_installed(here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = kinds.importlib.util.find_spec
-    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None if "segm" in name else found(name))
-    assert "pip install segmentation-models-pytorch" in fails("inspect", "smp:Unet:resnet18")
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    assert "pip install transformers" in fails("inspect", "hf:a/b")
 
 
 def test_an_unknown_builder(here: Path) -> None:
@@ -375,13 +379,8 @@ def test_no_answer(output: Any) -> None:
 
 def test_kinds_are_told_apart() -> None:
     timm = dict.fromkeys(("resnet18", "hf-hub:a/b", "local-dir:x", "a/b", "torchvision"), "timm")
-    names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "smp:a:b": "smp", "a.b:c": "factory"}
+    names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "a.b:c": "factory"}
     assert {name: kinds.of(name).builder for name in names} == names
-    for arch in (
-        Arch("a"),
-        Arch("a", builder="torchvision"),
-        Arch("a:b", builder="smp"),
-        Arch("a:b", builder="factory"),
-    ):
+    for arch in (Arch("a"), Arch("a", builder="torchvision"), Arch("a:b", builder="factory")):
         assert kinds.of(kinds.spelled(arch)).builder == arch.builder
     assert re.fullmatch(r"a\(x = 1, y = \[.{60,70} \.\.\.\)", str(Arch("a", {"x": 1, "y": [1] * 99})))

@@ -12,7 +12,7 @@ from tiny import C, bn, conv
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import OptionError, TraceError, VerificationError
+from normswap.errors import OptionError, SourceError, TraceError, VerificationError
 from normswap.models import network_input
 from normswap.models.calling import Example
 
@@ -130,6 +130,16 @@ def test_what_is_no_input_is_said() -> None:
         normswap.convert(nn.Sequential(conv()), "folded", inputs=torch.randn(2, 3, 8, 8))
     with pytest.raises(VerificationError, match="does not run"):
         normswap.verify(both(), both(), inputs=torch.randn(2, C, 8, 8))
+
+
+def test_a_default_device_is_refused_in_a_line_that_says_what_to_do() -> None:
+    model = lived_in(nn.Sequential(conv(), bn()), torch.randn(2, C, 8, 8))
+    inputs = torch.randn(2, C, 8, 8).double()
+    with torch.device("meta"):
+        with pytest.raises(SourceError, match=r"default device is meta.*with torch.device\('cpu'\)"):
+            normswap.convert(model, "folded", inputs=inputs)
+        with torch.device("cpu"):
+            assert normswap.convert(model, "folded", inputs=inputs).report.passed
 
 
 def test_one_output_is_called_nothing() -> None:

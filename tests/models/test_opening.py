@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normswap.cli import app
 from normswap.graph.recording import record
-from normswap.models.undrawn import undrawn
+from normswap.models.zoo import _undrawn
 from normswap.surgery import applying
 from normswap.surgery.conversion import convert
 
@@ -163,7 +163,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_networks_that_were_not_drawn_equal_others_once_they_are_loaded(name: str) -> None:
     build = seeded(MAKERS[name])
-    usual, found = build(), undrawn(build, lambda model: model)
+    usual, found = build(), _undrawn(build, lambda model: model)
     torch.manual_seed(99)
     state = {key: torch.randn_like(t) if t.is_floating_point() else t for key, t in usual.state_dict().items()}
     usual.load_state_dict(state)
@@ -180,7 +180,7 @@ def test_what_was_not_drawn_is_not_left_to_chance(name: str) -> None:
     for _ in range(3):
         junk = [torch.full((256, 256), float("nan")) for _ in range(20)]
         del junk
-        model = undrawn(MAKERS[name], lambda model: model)
+        model = _undrawn(MAKERS[name], lambda model: model)
         found = dict(model.named_parameters())
         assert all(bool(p.isfinite().all()) for p in found.values())
         assert not any(bool(p.any()) for p in found.values() if p.ndim == 4), "drawn after all"

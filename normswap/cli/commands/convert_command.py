@@ -174,8 +174,7 @@ def run(
         network_folder.check_writable(place, force=planning.force)
     planning.check_writable()
     with nullcontext() if dry_run else one_writer.alone(place):
-        # a fit takes so long that somebody may write the file
-        net = opening.open(model, mapped=fitting.calibrate is None)
+        net = opening.open(model)
         from normswap.models import devices  # torch is there now
         from normswap.storage import checkpoint
         from normswap.surgery.network import Network

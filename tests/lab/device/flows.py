@@ -129,24 +129,6 @@ def said(*words: str, device: str) -> Any:
     return json.loads(out.getvalue())
 
 
-def by_default() -> None:
-    """With `torch.set_default_device`: networks there and here, whose images are made, given and fitted to."""
-    size = (3, 12, 12)
-    torch.set_default_device(NAME)
-    try:
-        fitted = [normswap.convert(model, "groupnorm", inputs=FEW, calibrate=[IMAGES]) for model in (THERE, HERE)]
-        made = [normswap.convert(model, "dyt", size=size, calibrate="noise") for model in (THERE, HERE)]
-        checks = [normswap.verify(model, model, size=size).passed for model in (THERE, HERE)]
-        exported("ts", FEW[:1])
-        inspected()
-        again = [recalibration.recalibrate(model, [IMAGES], inputs=FEW) for model in (THERE, HERE)]
-    finally:
-        torch.set_default_device(None)
-    for there, here in (fitted, made, again):
-        same(there.model, here.model)
-    assert all(checks)
-
-
 def commands() -> None:
     """Each that takes --device says on the device and on the CPU the same of the demo's network."""
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +167,6 @@ def flows() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "export, images on the device", lambda: exported("ts", FEW[:1].to(NAME))
     yield "save, and back", saved
     yield "random numbers", random_numbers_go_on
-    yield "a default device", by_default
     yield "finetune", training.as_on_the_cpu
     yield "TF32", in_tf32
     yield "no float64", without_float64

@@ -24,8 +24,6 @@ ERRORS = (
             DEVICE),
     Planted("a network is exported where it lies", "normswap/exporting/request.py", "copy.deepcopy(network).cpu()",
             "copy.deepcopy(network)", DEVICE),
-    Planted("the user's default device is that of all tensors", "normswap/models/default_device.py",
-            "if users == _CPU:", "if True:", DEVICE),
     Planted("factors are chosen on the device", "normswap/schemes/parts/steady_signs.py", ".cpu().view(2, groups, -1)",
             ".view(2, groups, -1)", DEVICE),
 )  # fmt: skip
