@@ -63,11 +63,11 @@ def choose_factors(task: FitTask) -> None:
     values: dict[str, Tensor] = {}
     if task.batches is not None:
         parts = watched_on_images(task.source, layers, task.batches, sampling)
-        values = {path: torch.cat(part, 1) for path, part in parts.items()}
-    if min((x.shape[1] for x in values.values()), default=0) < ENOUGH:
+        values = {path: x for path, part in parts.items() if (x := torch.cat(part, 1)).shape[1] >= ENOUGH}
+    if len(values) < len(layers):
         made = watched_on_leaves(task.source, task.example, layers, sampling)
         # Their deviation says nothing: the network was not trained on dead leaves.
-        values = {path: _standardized(torch.cat(part, 1)) for path, part in made.items()}
+        values = {path: _standardized(torch.cat(part, 1)) for path, part in made.items()} | values
     for path, x in values.items():
         alpha, straight, bent = alphas[path], layers[path], last(task.result.get_submodule(path))
         factor = factors(x, alpha).double().to(straight.weight.device)

@@ -12,7 +12,6 @@ import typer
 from normswap.cli import app, conversion_table, grouped_options, progress, tables
 from normswap.cli.commands import convert_command, finetune_command, recalibrate_command
 from normswap.cli.commands.export_command import Written
-from normswap.cli.fitting_images import Fitting
 from normswap.exporting.settings import FileSettings
 from normswap.training import launching
 from normswap.training.progress_records import TrainingProgress
@@ -39,12 +38,6 @@ def test_an_option_stands_under_the_heading_of_its_record() -> None:
     under: Any = grouped_options._under("Images", hint)
     assert under.__metadata__[0].rich_help_panel == "Images"
     assert hint.__metadata__[0].rich_help_panel is None  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("samples", "count"), [(None, 128), (7, 7)])
-def test_so_many_images_are_made_as_are_asked_for(samples: int | None, count: int) -> None:
-    made: Any = Fitting(calibrate="synthetic", samples=samples)._images(None, timed=True)  # type: ignore[arg-type]
-    assert made.count == count
 
 
 def test_the_command_has_the_defaults_of_the_function() -> None:

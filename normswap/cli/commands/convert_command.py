@@ -184,14 +184,14 @@ def run(
         with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
             if plan_from_file is not None:
                 done, bodies, steps = _follow(
-                    fitting.on(net, advance, fits=_fits(*(step.scheme for step in plan_from_file.steps))),
+                    fitting.on(net, advance),
                     plan_from_file,
                     str(planning.from_plan),
                 )
             elif dry_run:
                 done, bodies, steps = _plan_only(Network(net), wanted, measured=fitting.calibrate is not None)
             else:
-                done, bodies, steps = _convert(fitting.on(net, advance, fits=_fits(scheme)), wanted)
+                done, bodies, steps = _convert(fitting.on(net, advance), wanted)
         if done is not None and not dry_run:
             with progress.working(f"writing {place}"):
                 checkpoint.save(done, place, force=planning.force)
@@ -225,13 +225,6 @@ def _given_plan(wanted: ConversionRequest) -> Plan | None:
     return plan
 
 
-def _fits(*names: str) -> bool:
-    """Whether one of these schemes fits values to images."""
-    from normswap import schemes
-
-    return any(name in schemes.names() and schemes.get(name).fit is not None for name in names)
-
-
 def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
     """See, before any work, that scheme, options and purpose exist."""
     from normswap import schemes
@@ -259,7 +252,7 @@ def _follow(network: Network, plan: Plan, origin: str) -> Outcome:
 
     bodies: list[Body] = []
     done: Conversion | None = None
-    images, progress = network.images, network.progress
+    images, progress = network.calibrate, network.progress
     for step in plan.steps:
         try:
             done = carry_out(network.fitted_to(images, progress), step)
