@@ -50,17 +50,11 @@ class Standardized(OwnLayer):
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
 
-    def drop_mean(self) -> None:
-        """Compute without `mean` from now on."""
-        self.mean = None
-
 
 class MeanKeeper(Protocol):
     """A standardized convolution with a mean for each filter."""
 
     mean: nn.Parameter
-
-    def drop_mean(self) -> None: ...
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):

@@ -66,14 +66,6 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
             x = pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))
         return F.conv2d(x, effective(self), self.bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def drop_mean(self) -> None:
-        """It is timm's own module then."""
-        same = self.same_pad
-        del self.mean
-        if not same:
-            del self.same_pad
-        self.__class__ = ScaledStdConv2dSame if same else ScaledStdConv2d  # type: ignore[assignment]
-
 
 @torch.no_grad()
 def set_effective(conv: StandardizedLayer, weight: Tensor) -> None:

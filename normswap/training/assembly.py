@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import nn
 
 from normswap.errors import OptionError, first_line
+from normswap.layers.site_norm import SiteNorm
 from normswap.models import devices
 from normswap.surgery.network import Network
-from normswap.training import launching, recipe_files, synced_batchnorm
-from normswap.training.filter_means import Means
+from normswap.training import processes, recipe_files
 from normswap.training.objective import Objective, Teacher
 from normswap.training.optimizing import Clipping, Rate, optimizer
 from normswap.training.recipe import Recipe
@@ -43,12 +44,11 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
         from accelerate.state import AcceleratorState, GradientState
     except ImportError as error:
         raise OptionError("fine-tuning needs accelerate", first_line(error), "pip install 'normswap[train]'") from None
-    kind = devices.find(device).type
-    cpu = kind == "cpu"
+    cpu = devices.find(device).type == "cpu"
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
-    launching.read_slurm()
-    launching.meet("nccl" if kind == "cuda" else "gloo")
+    processes.read_slurm()
+    processes.meet("gloo" if cpu else "nccl")
     # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
@@ -107,9 +107,8 @@ class Task:
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = copy.deepcopy(subject.module).to(engine.device).to(memory_format=self.layout)
         self.dtype = next(self.raw.parameters()).dtype
-        self.means = Means(self.raw, recipe.anneal, self.updates) if recipe.anneal else None
         if train.sync_bn and engine.num_processes > 1:
-            synced_batchnorm.synchronize(self.raw)
+            self.raw = synchronized(self.raw, engine.device)
         self.ema = ModelEmaV3(self.raw, train.ema.decay, use_warmup=train.ema.warmup) if train.ema else None
         clip, distill = recipe.optim.clip, recipe.distill
         features = distill is not None and distill.kind == "features"
@@ -153,3 +152,19 @@ class Task:
         self.optimizer.load_state_dict(parts["optimizer"])
         if self.engine.scaler is not None and parts["scaler"] is not None:
             self.engine.scaler.load_state_dict(parts["scaler"])
+
+
+def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
+    """Let torch's SyncBatchNorm take the place of every BatchNorm; the tensors and their names stay.
+
+    Raises:
+        OptionError: torch has none for the device, or for a norm of the network.
+    """
+    if device.type == "cpu":
+        raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")
+    for path, norm in model.named_modules():
+        if isinstance(norm, SiteNorm) and (norm.ghost or norm.act is not None):
+            why = "torch's SyncBatchNorm has no ghost batches and no activation"
+            raise OptionError(f"train.sync_bn does not fit the norm {path}", why)
+    converted: nn.Module = convert_sync_batchnorm(model)
+    return converted

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from normswap.errors import SourceError, TrainingError, spelled
 from normswap.models.preprocessing import assumption
-from normswap.training import assembly, filter_means, launching, processes, recipe_files, stopping
+from normswap.training import assembly, recipe_files, stopping
 from normswap.training.assembly import Task
+from normswap.training.processes import from_first
 from normswap.training.progress_records import GONE, Result, TrainingProgress, decline
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
@@ -42,6 +43,8 @@ def finetune(
     say: Callable[[str], None] | None = None,
 ) -> Result:
     """Train `model`, which is not changed, as the recipe says; in one process, or in each of those torchrun started.
+
+    The processes share a disk: the first one writes the run's folder, and all read the images.
 
     Args:
         model: a source or a converted network; None for the one that the recipe names.
@@ -76,9 +79,8 @@ def finetune(
         subject = begin(model, recipe)
         images = subject.images(recipe)  # what is wrong with them is said before anything is converted for them
         folder = Folder(Path(out), identify(subject.given, recipe, images.digest))
-        if resume is None and engine.num_processes == 1 and not launching.restarted():  # others would wait for it
+        if resume is None and engine.is_main_process:
             folder.check_new()
-        processes.require_same_run(engine, folder)
         subject = converted(subject, recipe, log)
         task = Task(subject, images, recipe, engine)
         for note in filter(None, [assumption(subject.module), *image_notes(recipe.data, images, task.validation)]):
@@ -133,18 +135,14 @@ class TrainingRun:
     def open(self, resume: str | Path | None) -> None:
         """Begin the run, or continue one."""
         other = None if resume in (None, "auto") else Folder(Path(str(resume)), self.folder.identity)
-        restarted = any(processes.gathered(self.engine, launching.restarted() > 0))  # each torchrun counts its own
-        if (resume == "auto" or restarted) and self.folder.state.is_file():
+        if resume == "auto" and from_first(self.engine, self.folder.state.is_file):
             other = self.folder
-        saved = processes.newest_state(self.engine, other)
-        if saved is None and other is not None:
-            saved = other.read_state()  # raises: nothing is there
-        if saved is None:
+        if other is None:
             self._main(lambda: self.folder.begin(self.recipe))
             self._watch()
             self._end_epoch(began=False)
             return
-        self.at, parts = saved
+        self.at, parts = from_first(self.engine, other.read_state)
         self.task.restore(parts)
         self._main(lambda: self.folder.adopt(other, self.recipe))
         self._save()
@@ -203,8 +201,6 @@ class TrainingRun:
             self.sum += loss.detach() / self.recipe.train.accumulate
         if task.ema is not None:
             task.ema.update(task.raw, step=update + 1)
-        if task.means is not None:
-            task.means.step(update, task.ema.module if task.ema else None)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         pin = self.engine.device.type == "cuda"
@@ -237,7 +233,7 @@ class TrainingRun:
         what = f"the loss is not finite at update {at.update} of {self.task.updates}"
         done = at.rollbacks if train.not_finite == "rollback" else train.rollbacks
         self.engine.wait_for_everyone()
-        good, parts = processes.from_first(self.engine, self.folder.read_state)
+        good, parts = from_first(self.engine, self.folder.read_state)
         if done >= train.rollbacks:
             after = f"{at.rollbacks} rollbacks did not help" if at.rollbacks else ""
             remedy = f"The last good checkpoint is {self.folder.last}, of update {self._saved(good)}. Lower optim.lr"
@@ -290,7 +286,9 @@ class TrainingRun:
         self._main(lambda: self.folder.write_state(self.at, self.task.parts()))
 
     def _main(self, work: Callable[[], None]) -> None:
-        processes.in_first(self.engine, work)
+        """Let the first process do it. Where it fails, the others learn of it when they next wait for the first."""
+        if self.engine.is_main_process:
+            work()
 
     def _show(self) -> None:
         at, task = self.at, self.task
@@ -310,4 +308,4 @@ class TrainingRun:
         """Return a network of the structure that training began with, on the CPU, with the tensors of `trained`."""
         fresh = copy.deepcopy(self.blank)
         fresh.load_state_dict(trained.state_dict())
-        return filter_means.drop(fresh)
+        return fresh

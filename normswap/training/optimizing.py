@@ -1,59 +1,26 @@
-"""The optimizer of a recipe, its learning rate at every update, and what its gradients are clipped to; from timm.
-
-torch and timm are imported inside functions: recipes, whose keys these are, are listed and checked without them.
-"""
+"""The optimizer of a recipe, its learning rate at every update, and what its gradients are clipped to; from timm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
 
-from pydantic import Field
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.multistep_lr import MultiStepLRScheduler
+from timm.scheduler.poly_lr import PolyLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import dispatch_clip_grad
+from torch import Tensor, nn
 
-from normswap import schemes
+from normswap import provenance, schemes
+from normswap.analysis.weight_decay import param_groups
 from normswap.errors import OptionError, first_line
-from normswap.plan import Body
-from normswap.training.recipe_part import NotNegative, Part, Positive, Share
+from normswap.models.weight_files import quiet
+from normswap.surgery.network import Network
+from normswap.training.recipe import Clip, Optim, Schedule
 
-if TYPE_CHECKING:
-    import torch
-    from timm.scheduler.scheduler import Scheduler
-    from torch import nn
-
-    from normswap.surgery.network import Network
-
-
-class Clip(Part):
-    """`optim.clip`: gradient clipping; AGC leaves the classifier alone, by role."""
-
-    mode: Literal["agc", "norm", "value"] = "agc"
-    value: Positive = 0.01
-
-
-class Optim(Part):
-    """`optim`: a timm optimizer and its groups."""
-
-    name: str = Field("sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ...")
-    lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
-    momentum: Share = 0.9
-    weight_decay: NotNegative = 5e-5
-    decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] = Field(
-        "auto", description="Who decays: a policy of `normswap decay`; auto: kim2022, or the scheme's paper's."
-    )
-    scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
-    layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
-    args: Body = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
-    clip: Clip | None = None
-
-
-class Schedule(Part):
-    """`schedule`: a timm scheduler, stepped per update."""
-
-    name: Literal["cosine", "step", "multistep", "poly", "constant"] = "cosine"
-    warmup: NotNegative = Field(0.0, description="Epochs (may be a fraction) from lr 0 to the peak.")
-    min_lr: NotNegative = 0.0
-    milestones: tuple[Positive, ...] = Field((), description="multistep: epochs; step: one number, every so many.")
-    rate: Positive = Field(0.1, description="step, multistep: the factor.")
+_LEAST_WEIGHT, _LEAST_GRADIENT = 1e-3, 1e-6  # timm's: filters at zero may move, and nothing is divided by zero
 
 
 def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> torch.optim.Optimizer:
@@ -65,11 +32,6 @@ def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> 
     Raises:
         OptionError: timm does not know it, or it does not take such groups.
     """
-    from timm.optim import create_optimizer_v2
-
-    from normswap.analysis.weight_decay import param_groups
-    from normswap.models.weight_files import quiet
-
     policy = _paper(model) if part.decay == "auto" else part.decay
     groups = param_groups(
         model, part.weight_decay, policy, layer_decay=part.layer_decay, scalar_lr_scale=part.scalar_lr, network=network
@@ -83,8 +45,6 @@ def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> 
 
 
 def _paper(model: nn.Module) -> str:
-    from normswap import provenance
-
     record = provenance.of(model)
     return schemes.get(record.plan.steps[-1].scheme).decay if record and record.plan.steps else "kim2022"
 
@@ -100,7 +60,7 @@ class Rate:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> None:
-        self.optimizer, self.peak = optimizer, optimizer.param_groups[0]["lr"]
+        self.optimizer = optimizer
         self.scheduler = _scheduler(optimizer, part, updates, per_epoch)
 
     def set(self, update: int, factor: float = 1.0) -> float:
@@ -113,28 +73,19 @@ class Rate:
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
-    from timm.scheduler.cosine_lr import CosineLRScheduler
-    from timm.scheduler.multistep_lr import MultiStepLRScheduler
-    from timm.scheduler.poly_lr import PolyLRScheduler
-
-    from normswap.models.weight_files import quiet
-
-    kinds: dict[str, Callable[..., Scheduler]] = {
-        "cosine": CosineLRScheduler, "poly": PolyLRScheduler, "multistep": MultiStepLRScheduler}  # fmt: skip
     warmup = round(part.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
-    rest: dict[str, object] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
+    common = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
     if part.name in ("cosine", "poly"):
+        kind = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
         with quiet():
-            return kinds[part.name](
-                optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **rest
-            )
-    at: list[float] = list(part.milestones) if part.name == "multistep" else []
+            return kind(optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **common)
+    epochs = list(part.milestones) if part.name == "multistep" else []
     if part.name == "step":
-        every = part.milestones[0] * per_epoch
-        at = [every * i / per_epoch for i in range(1, int(updates / every) + 1)]
-    steps = [round(epochs * per_epoch) + 1 for epochs in at]  # timm's milestone m acts at update m - 1
-    return kinds["multistep"](optimizer, decay_t=steps, decay_rate=part.rate, warmup_prefix=False, **rest)
+        every = part.milestones[0]
+        epochs = [every * i for i in range(1, int(updates / per_epoch / every) + 1)]
+    steps = [round(epoch * per_epoch) + 1 for epoch in epochs]  # timm's milestone m acts at update m - 1
+    return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=part.rate, warmup_prefix=False, **common)
 
 
 class Clipping:
@@ -153,11 +104,41 @@ class Clipping:
 
     def clip(self) -> None:
         """Clip the gradients in place."""
-        from timm.utils import dispatch_clip_grad
-
-        from normswap.training import adaptive_clipping
-
         if self.part.mode == "agc":
-            adaptive_clipping.clip(self.parameters, self.part.value)
+            clip_adaptively(self.parameters, self.part.value)
         else:
             dispatch_clip_grad(self.parameters, self.part.value, mode=self.part.mode)
+
+
+@torch.no_grad()
+def clip_adaptively(parameters: Iterable[nn.Parameter], share: float) -> None:
+    """Clip gradients in place, of each output's weights and of each vector, to a share of the norm of these.
+
+    It computes what timm's `adaptive_clip_grad` does. That one launches 10 kernels for every parameter; here a
+    parameter has at most three, two norms and a product, and what lies between is done once for all norms.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            key = (parameter.device, parameter.dtype, parameter.grad.dtype)
+            groups.setdefault(key, []).append(parameter)
+    for group in groups.values():
+        ordered = sorted(group, key=lambda parameter: parameter.ndim <= 1)  # vectors last, as `_norms` has them
+        gradients = [parameter.grad for parameter in ordered if parameter.grad is not None]
+        most = _norms([parameter.detach() for parameter in ordered]).clamp_(min=_LEAST_WEIGHT).mul_(share)
+        norms = _norms(gradients)
+        factors = torch.where(norms < most, 1.0, most / norms.clamp(min=_LEAST_GRADIENT))
+        parts = factors.split([1 if gradient.ndim <= 1 else len(gradient) for gradient in gradients])
+        shaped = [
+            part.view(-1, *[1] * (gradient.ndim - 1)) if gradient.ndim > 1 else part.view([1] * gradient.ndim)
+            for part, gradient in zip(parts, gradients, strict=True)
+        ]
+        torch._foreach_mul_(gradients, shaped)
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """Those of each output of the weights, one after the other, then those of the vectors."""
+    weights = [tensor for tensor in tensors if tensor.ndim > 1]
+    vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
+    rows = [torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim))) for weight in weights]
+    return torch.cat([*rows, *([torch.stack(torch._foreach_norm(vectors))] if vectors else [])])

@@ -1,14 +1,14 @@
-"""Agreement between the processes of a run, on one machine or several that share no disk."""
+"""Several processes of one run, as torchrun, `accelerate launch` or SLURM's srun have started them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from normswap.errors import NormswapError, OptionError, TrainingError, first_line
-from normswap.training.run_folder import Folder, State, TrainingState, differences
+from normswap.errors import OptionError
 
 if TYPE_CHECKING:  # an optional package
     from accelerate import Accelerator
@@ -16,76 +16,41 @@ if TYPE_CHECKING:  # an optional package
 T = TypeVar("T")
 
 
-def gathered(engine: Accelerator, one: T) -> list[T]:
-    """Return what every process has, in every process, by rank."""
-    if engine.num_processes == 1:
-        return [one]
-    every: list[T] = [one] * engine.num_processes
-    dist.all_gather_object(every, one)
-    return every
+def read_slurm() -> None:
+    """Where srun has started this process, say so in the variables that torchrun sets; as timm reads SLURM's.
+
+    SLURM_STEP_ID is srun's: a batch script has SLURM_NTASKS, too, and is one process.
+
+    Raises:
+        OptionError: nobody says where the processes meet.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "RANK" in os.environ or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() or int(tasks) == 1:
+        return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        remedy = "Export the first node's name and a free port before srun, as recipes/finetune.sbatch does"
+        raise OptionError(f"srun has started {tasks} processes", f"no {missing[0]}", remedy)
+    for name, slurms in (("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID"), ("WORLD_SIZE", "NTASKS")):
+        os.environ[name] = os.environ[f"SLURM_{slurms}"]
 
 
-def in_all(engine: Accelerator, work: Callable[[], T]) -> T:
-    """Do the same in every process; where it fails in one, all raise that error."""
-    try:
-        outcome = work()
-    except Exception as error:
-        gathered(engine, error if isinstance(error, NormswapError) else TrainingError(first_line(error)))
-        raise
-    for problem in gathered(engine, None):
-        if problem is not None:
-            raise problem
-    return outcome
+def meet(backend: str) -> None:
+    """Join the other processes that torchrun has started, under a name that this start of them alone has.
 
-
-def in_first(engine: Accelerator, work: Callable[[], None]) -> None:
-    """Let the first process do it, while the others wait; where it fails, all raise that error."""
-    in_all(engine, lambda: work() if engine.is_main_process else None)
+    torchrun's store outlives the processes that it starts again: under torch's own name, which stays the same, they
+    would find the addresses of processes that are gone.
+    """
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if dist.is_initialized() or count is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=dist.PrefixStore(f"start {count}", shared), rank=rank, world_size=world)
 
 
 def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
-    """Let the first process read something, and return it in all; where that fails, all raise that error."""
-    box: list[T] = []
-    in_first(engine, lambda: box.append(read()))
-    return _broadcast(engine, box, 0)[0]
+    """Let the first process read something from its disk, and return it in all of them."""
+    from accelerate.utils import broadcast_object_list
 
-
-def _broadcast(engine: Accelerator, one: T, source: int) -> T:
-    if engine.num_processes == 1:
-        return one
-    sent = [one]
-    dist.broadcast_object_list(sent, source)
-    return sent[0]
-
-
-def require_same_run(engine: Accelerator, folder: Folder) -> None:
-    """See that all processes train by one recipe and on the same images, which are on the disks of several machines.
-
-    Weights may differ by rounding where they are random; those of the first process are taken.
-
-    Raises:
-        OptionError: a process has others than the first.
-    """
-    identities = gathered(engine, folder.identity)
-    for rank, identity in enumerate(identities):
-        if differ := differences(identities[0], {**identity, "network": identities[0]["network"]}):
-            remedy = "Start every process with the same recipe and images"
-            raise OptionError(f"process {rank} does not train as the first", "; ".join(differ[:4]), remedy)
-
-
-def newest_state(engine: Accelerator, folder: Folder | None) -> tuple[TrainingState, State] | None:
-    """Return the newest state that a process finds, in every process; None if none finds one.
-
-    After a machine was replaced, the one that has the state need not be the first any more.
-
-    Args:
-        folder: where this process looks; another machine's may have nothing there.
-
-    Raises:
-        NormswapError: a state cannot be read, or is that of another run.
-    """
-    readable = folder if folder is not None and folder.state.is_file() else None
-    saved = in_all(engine, lambda: readable.read_state() if readable is not None else None)
-    updates = gathered(engine, -1 if saved is None else saved[0].update)
-    source = updates.index(max(updates))
-    return _broadcast(engine, saved, source)
+    value: T = broadcast_object_list([read() if engine.is_main_process else None])[0]
+    return value

@@ -6,14 +6,24 @@ No torch here, nor in what this imports: recipes are listed and checked without 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from normswap.plan import Body
-from normswap.training.augmenting import Augment
-from normswap.training.optimizing import Optim, Schedule
-from normswap.training.recipe_part import AtLeastOne, Count, Part, Positive, Seed, Share
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # of torch's generators
+
+
+class Part(BaseModel):
+    """A group of keys: unknown ones are refused, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RecipeNetwork(Part):
@@ -33,6 +43,19 @@ class Convert(Part):
     samples: AtLeastOne = Field(1000, description="How many of them.")
 
 
+class Augment(Part):
+    """`data.augment`: timm's training transforms and mixup, by timm's names."""
+
+    scale: tuple[Share, Share] | None = Field(None, description="Area of random resized crops; null: no such crops.")
+    padding: Count = Field(0, description="Pixels (at input_size) around a random crop, if `scale` is null.")
+    hflip: Share = Field(0.5, description="Chance of a horizontal flip.")
+    color_jitter: NotNegative = Field(0.0, description="timm's color_jitter.")
+    auto_augment: str | None = Field(None, description="timm's policy string, e.g. rand-m9-mstd0.5-inc1.")
+    erase: Share = Field(0.0, description="Chance of random erasing (timm's re_prob).")
+    mixup: NotNegative = Field(0.0, description="Alpha of mixup; 0: off.")
+    cutmix: NotNegative = Field(0.0, description="Alpha of cutmix; 0: off.")
+
+
 class Data(Part):
     """`data`: images. Sizes, mean, std and interpolation are the network's own."""
 
@@ -44,6 +67,39 @@ class Data(Part):
     workers: Count = Field(2, description="Loader processes per training process.")
     input_size: AtLeastOne | None = Field(None, description="Side in pixels [default: the network's].")
     augment: Augment = Field(default_factory=lambda: Augment())
+
+
+class Clip(Part):
+    """`optim.clip`: gradient clipping; AGC leaves the classifier alone, by role."""
+
+    mode: Literal["agc", "norm", "value"] = "agc"
+    value: Positive = 0.01
+
+
+class Optim(Part):
+    """`optim`: a timm optimizer and its groups."""
+
+    name: str = Field("sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ...")
+    lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 5e-5
+    decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] = Field(
+        "auto", description="Who decays: a policy of `normswap decay`; auto: kim2022, or the scheme's paper's."
+    )
+    scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
+    layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
+    args: Body = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
+    clip: Clip | None = None
+
+
+class Schedule(Part):
+    """`schedule`: a timm scheduler, stepped per update."""
+
+    name: Literal["cosine", "step", "multistep", "poly", "constant"] = "cosine"
+    warmup: NotNegative = Field(0.0, description="Epochs (may be a fraction) from lr 0 to the peak.")
+    min_lr: NotNegative = 0.0
+    milestones: tuple[Positive, ...] = Field((), description="multistep: epochs; step: one number, every so many.")
+    rate: Positive = Field(0.1, description="step, multistep: the factor.")
 
 
 class Ema(Part):
@@ -81,12 +137,6 @@ class Distill(Part):
     temperature: Positive = 2.0
 
 
-class Anneal(Part):
-    """`anneal`: for `nf --mean keep`: the filters' means go to zero over the first part of training."""
-
-    means: Share = Field(0.5, description="The share of all updates after which they are zero.")
-
-
 class Recipe(Part):
     """Everything that decides a training run, but for where its output goes."""
 
@@ -99,7 +149,6 @@ class Recipe(Part):
     schedule: Schedule = Field(default_factory=lambda: Schedule())
     train: Train = Field(default_factory=lambda: Train())
     distill: Distill | None = None
-    anneal: Anneal | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:

@@ -20,8 +20,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from normswap import shipped
 from normswap.errors import RecipeError
-from normswap.training.recipe import Recipe
-from normswap.training.recipe_part import Part
+from normswap.training.recipe import Part, Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")

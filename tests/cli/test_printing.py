@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
 
 import pytest
-import typer
 
-from normswap.cli import app, conversion_table, grouped_options, progress, tables
-from normswap.cli.commands import convert_command, finetune_command, recalibrate_command
+from normswap.cli import app, conversion_table, progress, tables
+from normswap.cli.commands import convert_command, recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.exporting.settings import FileSettings
-from normswap.training import launching
 from normswap.training.progress_records import TrainingProgress
 
 
@@ -32,20 +29,12 @@ def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_an_option_stands_under_the_heading_of_its_record() -> None:
-    hint = Annotated[int, typer.Option(help="how many")]
-    assert grouped_options._under(None, hint) is hint
-    under: Any = grouped_options._under("Images", hint)
-    assert under.__metadata__[0].rich_help_panel == "Images"
-    assert hint.__metadata__[0].rich_help_panel is None  # type: ignore[attr-defined]
-
-
 def test_the_command_has_the_defaults_of_the_function() -> None:
     asked, default = Written(output=Path("net.onnx")), FileSettings()
     shared = {field.name for field in dataclasses.fields(Written)} & {
         field.name for field in dataclasses.fields(FileSettings)
     }
-    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax", "count_plain"}
+    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax"}
     assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
 
 
@@ -71,21 +60,6 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
     }
     conversion_table._print_step("demo", step, dry=dry)
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
-
-
-def test_every_process_is_told_the_network_and_the_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[list[str]] = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launching, "launch", lambda processes, words, restarts: told.append(list(words)) or 0)
-    words = ["demo", "train.seed=3", "data.batch_size=8"]
-    training, opening = finetune_command.TrainingOptions(nproc="2"), finetune_command.ImageOpening()
-    assert (
-        finetune_command.run(
-            words, recipe="cifar10_recover_bn", output=tmp_path / "run", training=training, opening=opening
-        )
-        == 0
-    )
-    assert told[0][:4] == ["finetune", *words]
 
 
 @pytest.mark.parametrize("option", ["dry_run", "plan", "from_plan", "force"])

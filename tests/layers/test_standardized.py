@@ -10,14 +10,12 @@ import pytest
 import torch
 import zoo_networks
 from lived import batchnorms, distance, lived_in, run
-from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame
+from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import provenance
 from normswap.layers import reparametrized, standardized
 from normswap.layers.standardized import STANDARDIZED, ScaledStdConv1d, ScaledStdConv3d
-from normswap.training import filter_means
 
 
 class Ours(standardized.Other, nn.Conv2d):
@@ -70,20 +68,6 @@ def test_a_weight_is_computed_up_to_its_filters_means(mean: bool) -> None:
     assert distance(wanted, reparametrized.effective(conv).detach()) < 1e-13
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_without_its_mean_it_is_timms_module(same: bool) -> None:
-    torch.manual_seed(0)
-    conv = standardized.MeanStdConv2d(4, 6, 3, stride=2, padding=0 if same else 1, same_pad=same)
-    x = torch.randn(2, 4, 10, 10)
-    before = run(conv, x)
-    conv.drop_mean()
-    assert type(conv) is (ScaledStdConv2dSame if same else ScaledStdConv2d)
-    theirs = type(conv)(4, 6, 3, stride=2, padding="same" if same else 1)
-    theirs.load_state_dict(conv.state_dict())
-    assert torch.equal(before, run(conv, x))
-    assert torch.equal(before, run(theirs, x))
-
-
 def trained(kind: str) -> tuple[nn.Module, Tensor]:
     shape = {"one_d": (8, 96, 32), "three_d": (8, 3, 4, 16, 16)}[kind]
     generator = torch.Generator().manual_seed(0)
@@ -112,22 +96,3 @@ def test_networks_of_other_dimensions(kind: str, conv: type, to: str, tmp_path: 
     for m in left:
         assert reparametrized.effective(m).flatten(1).sum(1).abs().max() < 1e-10
     assert normswap.load(normswap.save(fitted, tmp_path / "fitted"), skeleton=trained(kind)[0])(x).isfinite().all()
-
-
-def test_means_that_have_gone_to_zero_are_dropped() -> None:
-    """What annealing does at its end: the layers have no means any more, and the plan says so."""
-    source, x = trained("one_d")
-    model = normswap.convert(source, "nf", inputs=x, mean="keep").model
-    means = filter_means.kept(model)
-    assert len(means) > 2
-    with torch.no_grad():
-        for layer in means:
-            layer.mean.zero_()
-    expected = run(model, x)
-    left = filter_means.drop(model)
-    assert not filter_means.kept(left)
-    assert not [name for name in left.state_dict() if name.endswith("mean") and "running" not in name]
-    assert torch.equal(run(left, x), expected)
-    record = provenance.of(left)
-    assert record is not None
-    assert not any(edit.args.get("mean") for step in record.plan.steps for edit in step.edits)

@@ -13,7 +13,7 @@ from timm.utils import adaptive_clip_grad
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normswap.training import adaptive_clipping
+from normswap.training.optimizing import clip_adaptively
 
 SHARE = 0.01
 VIEWS = {"view", "split_with_sizes", "alias", "detach", "unbind", "split", "_unsafe_view"}  # nothing is launched
@@ -68,7 +68,7 @@ def test_the_gradients_are_timms(make: Callable[[], nn.Module], dtype: torch.dty
     torch.manual_seed(0)
     model = make()
     ours, theirs, before = (graded(model, dtype) for _ in range(3))
-    adaptive_clipping.clip(ours.parameters(), SHARE)
+    clip_adaptively(ours.parameters(), SHARE)
     adaptive_clip_grad([p for p in theirs.parameters() if p.grad is not None], SHARE)
     torch.testing.assert_close(
         gradients(ours), gradients(theirs), rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0
@@ -85,7 +85,7 @@ def test_broken_gradients_stay_broken() -> None:
         assert isinstance(model, Odd)
         assert model.linear.weight.grad is not None
         model.linear.weight.grad[2, 1], model.linear.weight.grad[3, 1] = float("nan"), float("inf")
-    adaptive_clipping.clip(ours.parameters(), SHARE)
+    clip_adaptively(ours.parameters(), SHARE)
     adaptive_clip_grad([p for p in theirs.parameters() if p.grad is not None], SHARE)
     torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=1e-12, atol=0, equal_nan=True)
 
@@ -94,7 +94,7 @@ def test_three_launches_a_parameter_at_most() -> None:
     model = graded(timm.create_model("resnet18", num_classes=5), torch.float32)
     count = len(list(model.parameters()))
     with Launches() as ours:
-        adaptive_clipping.clip(model.parameters(), SHARE)
+        clip_adaptively(model.parameters(), SHARE)
     with Launches() as theirs:
         adaptive_clip_grad(model.parameters(), SHARE)
     assert ours.count <= 3 * count
@@ -107,7 +107,7 @@ def test_parameters_of_two_dtypes_are_clipped_each_in_its_own() -> None:
     for module in (model, ours):
         module.get_submodule("linear").float()  # its gradients, too
     adaptive_clip_grad(model.parameters(), SHARE)
-    adaptive_clipping.clip(ours.parameters(), SHARE)
+    clip_adaptively(ours.parameters(), SHARE)
     for a, b in zip(model.parameters(), ours.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None and b.grad is not None:

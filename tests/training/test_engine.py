@@ -18,18 +18,16 @@ from timm.data import create_transform
 from torch import Tensor, nn
 from trained import network, recipe, train, weights, write_images
 
-import normswap
 from normswap import provenance
 from normswap.errors import OptionError, SourceError
 from normswap.surgery.network import Network
-from normswap.training import filter_means
-from normswap.training.augmenting import Augment
+from normswap.training.augmenting import transform
 from normswap.training.objective import Objective, Teacher
-from normswap.training.optimizing import Clip, Clipping, Optim, Rate, Schedule, optimizer
+from normswap.training.optimizing import Clipping, Rate, optimizer
 from normswap.training.progress_records import TrainingProgress
-from normswap.training.recipe import Anneal, Data, Distill, Recipe
+from normswap.training.recipe import Augment, Clip, Data, Distill, Optim, Recipe, Schedule
 from normswap.training.subject import classifier
-from normswap.training.training_images import Order, Seeded, Share, TrainingImages, drawn_by, places, transform
+from normswap.training.training_images import Order, Seeded, Share, TrainingImages, drawn_by, places
 
 RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}
 
@@ -367,34 +365,6 @@ def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> Non
     assert len(seen) == 3
     for name, tensor in ema.module.state_dict().items():
         assert torch.allclose(tensor, average[name], atol=1e-12), name
-
-
-def test_filter_means_go_to_zero_and_leave_plain_layers(images: Path, tmp_path: Path) -> None:
-    model = network("nf", mean="keep")
-    start = [layer.mean.clone() for layer in filter_means.kept(model)]
-    moving = filter_means.Means(model, Anneal(means=0.5), 10)
-    for update in range(10):
-        moving.step(update, None)
-        share = max(0.0, 1 - (update + 1) / 5)
-        for layer, first in zip(filter_means.kept(model), start, strict=True):
-            assert torch.allclose(layer.mean, share * first, atol=1e-7)
-    result = train(network("nf", mean="keep"), recipe(images, anneal={"means": 0.5}), tmp_path / "out")
-    last = normswap.load(result.last)
-    kinds = {type(layer).__name__ for layer in last.modules() if isinstance(layer, nn.Conv2d)}
-    assert kinds == {"ScaledStdConv2d"}
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(last(x), result.model(x))
-    assert not torch.allclose(last(x), network("nf", mean="keep")(x), atol=1e-2)
-    with pytest.raises(OptionError, match="keeps no filter means"):
-        filter_means.Means(network(), Anneal(), 10)
-
-
-def test_means_that_are_not_zero_stay(images: Path, tmp_path: Path) -> None:
-    plan = recipe(images, anneal={"means": 1.0}, train={"epochs": 2, "checkpoint": 1})
-    model = network("nf", mean="keep")
-    filter_means.Means(model, Anneal(means=1.0), 10).step(0, None)
-    assert filter_means.kept(filter_means.drop(copy.deepcopy(model)))
-    assert not filter_means.kept(train(network("nf", mean="keep"), plan, tmp_path / "out").model)
 
 
 def test_dropout_trains(images: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 
-from normswap.training.quick_transforms import Normalized, RandomResizedCrop
+from normswap.training.augmenting import Normalized, RandomResizedCrop
 
 
 def photograph(mode: str) -> Image.Image:

@@ -10,8 +10,7 @@ import pytest
 
 from normswap.errors import RecipeError
 from normswap.training import recipe_files
-from normswap.training.optimizing import Clip
-from normswap.training.recipe import Recipe
+from normswap.training.recipe import Clip, Recipe
 
 GOOD = """\
 # a comment

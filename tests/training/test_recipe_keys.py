@@ -20,7 +20,6 @@ BASE: dict[str, Any] = {"train": {"epochs": 0.6}, "data": {"validation_samples":
 CLIP = {"optim": {"clip": {"mode": "norm", "value": 0.1}}}
 STEP = {"schedule": {"name": "step", "milestones": [0.2]}}
 DISTILL: dict[str, Any] = {"convert": {"to": "skipinit", "options": {"alpha": 0.5}}, "distill": {}}
-MEANS: dict[str, Any] = {"convert": {"to": "nf", "options": {"mean": "keep"}}, "anneal": {}}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and the key's other value
     "convert.to": ({"convert": {"to": "skipinit"}}, "groupnorm"),
@@ -63,13 +62,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "distill.kind": (DISTILL, "features"),
     "distill.weight": (DISTILL, 0.9),
     "distill.temperature": (DISTILL, 5.0),
-    "anneal.means": (MEANS, 0.9),
 }
 ELSEWHERE = {
     "summary", "source",  # for people
     "model.name", "model.weights", "model.args", "distill.teacher", "data.root", "data.validation",  # test_finetune
     "data.workers", "train.accumulate", "train.checkpoint", "train.channels_last", "train.compile",  # the same run
-    "train.sync_bn", "train.not_finite", "train.rollbacks",  # test_resume
+    "train.sync_bn",  # test_processes
+    "train.not_finite", "train.rollbacks",  # test_resume
 }  # fmt: skip
 
 

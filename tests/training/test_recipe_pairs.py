@@ -63,7 +63,6 @@ KEYS = (
     Key("crops", {"data": {"augment": {"scale": [0.5, 1.0], "hflip": 0.5}}}),
     Key("workers", {"data": {"workers": 1}}),
     Key("nf", {"optim": {"lr": 0.001}}, "nf"),
-    Key("means to zero", {"anneal": {"means": 0.5}, "optim": {"lr": 0.001}}, "nf"),
     Key("dropout", {}, "regularized-skipinit", alike=False),
     Key("groupnorm", {}, "groupnorm"),
     Key("frozen", {}, "frozen-bn"),

@@ -220,21 +220,10 @@ def test_two_processes_are_as_one(images: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sync", "alike"), [(True, True), (False, False)])
-def test_two_processes_share_the_statistics_of_batchnorm(images: Path, tmp_path: Path, sync: bool, alike: bool) -> None:
-    parts = {"train": {"epochs": 2, "sync_bn": sync}}
-    spawn(images, tmp_path / "two", {**parts, "double": True}, scheme="batchnorm")
-    train(network(double=True), recipe(images, **parts), tmp_path / "one")
-    ours, theirs = weights(tmp_path / "one/last"), weights(tmp_path / "two/last")
-    found = [torch.allclose(tensor, theirs[name], rtol=1e-9, atol=1e-11) for name, tensor in ours.items()]
-    assert all(found) == alike
-
-
-@pytest.mark.slow
 def test_a_killed_worker_is_restarted_by_torchrun_and_continues(images: Path, tmp_path: Path) -> None:
     parts = {**BUSY, "train": {**BUSY["train"], "checkpoint": 2}}
     spawn(images, tmp_path / "whole", parts)
-    spawn(images, tmp_path / "cut", parts, "--kill", 5, restarts=1)
+    spawn(images, tmp_path / "cut", parts, "--kill", 5, "--resume", "auto", restarts=1)
     assert same(tmp_path / "whole", tmp_path / "cut")
     with pytest.raises(subprocess.CalledProcessError):
         spawn(images, tmp_path / "dead", parts, "--kill", 5)

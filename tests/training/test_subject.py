@@ -18,8 +18,8 @@ from normswap.graph import inspection
 from normswap.surgery.network import Network
 from normswap.training import recipe_files
 from normswap.training.engine import finetune
-from normswap.training.optimizing import Optim, optimizer
-from normswap.training.recipe import Distill
+from normswap.training.optimizing import optimizer
+from normswap.training.recipe import Distill, Optim
 from normswap.training.subject import begin, classifier, converted
 
 

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Drawn, Json
 from normswap.cli.printing import show
 from normswap.cli.tables import next_step, table, written
@@ -19,30 +17,16 @@ from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
-ORDER = 120
-KEYS: Keys = {
-    "runs": "each with name, rows: one per epoch, as in metrics.csv, and best: epoch, top1",
-    "files": "",
-}
-_OF_SWEEPS: Keys = {
-    "sweeps": "each with name, lines: one per lr, and trials: one per run, as of `normswap sweep`",
-    "files": "",
-}
+KEYS = (
+    "runs (each with name, rows: one per epoch, as in metrics.csv, and best: epoch, top1), files; of sweeps: sweeps "
+    "(each with name, lines: one per lr, and trials: one per run, as of `normswap sweep`), files"
+)
+EXAMPLES = (
+    "curves runs/bn runs/skipinit",
+    "curves sweep-a sweep-b -o rates.png --latex rates.tex",
+)
 _COLUMNS = ("run", "epochs", "loss", "top-1 before", "top-1 at the end", "best top-1", "in epoch")
 _BEST = "Of each lr's runs in a sweep the best N count [default: all, or all but two of more than four]."
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "curves",
-        cls=page(
-            KEYS,
-            "curves runs/bn runs/skipinit",
-            "curves sweep-a sweep-b -o rates.png --latex rates.tex",
-            of_sweeps=_OF_SWEEPS,
-        ),
-    )(spread(run))
 
 
 def run(

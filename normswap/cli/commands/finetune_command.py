@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
 from normswap.cli.options import Device, Json
@@ -26,17 +24,14 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
 
     from normswap.training.recipe import Recipe
 
-ORDER = 100
-KEYS: Keys = {
-    "output": "",
-    "best": "directory",
-    "last": "directory",
-    "best_epoch": "",
-    "updates": "",
-    "finished": "false after SIGTERM",
-    "notes": "",
-    "rows": "metrics.csv",
-}
+KEYS = (
+    "output, best (directory), last (directory), best_epoch, updates, finished (false after SIGTERM), notes, rows "
+    "(metrics.csv)"
+)
+EXAMPLES = (
+    "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
+    "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
+)
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
@@ -47,26 +42,10 @@ class TrainingOptions:
     resume: Annotated[
         str | None, typer.Option(metavar="auto|DIR", help="Continue the run in the output, or in DIR.")
     ] = None
-    nproc: Annotated[str, typer.Option(metavar="N|auto", help="Processes on this machine; auto: one per GPU.")] = "1"
-    max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="With --nproc: start again so often when a process dies.")
-    ] = 0
     device: Device = "auto"
     track: Annotated[
         str, typer.Option(metavar="auto|none|NAMES", help="tensorboard,wandb,mlflow; auto: those that are set up.")
     ] = "auto"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "finetune",
-        cls=page(
-            KEYS,
-            "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
-            "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
-        ),
-    )(spread(run))
 
 
 def run(
@@ -87,8 +66,8 @@ def run(
 ) -> int:
     """Train a network by a recipe, which may convert it first.
 
-    SIGTERM saves and ends with exit code 0; --resume auto continues. Under torchrun,
-    `accelerate launch` or srun it takes part in the common run, on any number of machines.
+    SIGTERM saves and ends with exit code 0; --resume auto continues. On several GPUs:
+    torchrun --nproc-per-node gpu -m normswap finetune ..., `accelerate launch` or srun.
     """
     from normswap.training import recipe_files
 
@@ -98,46 +77,26 @@ def run(
     plan = recipe_files.load_recipe(recipe, overrides)
     if data is not None:
         plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
-    from normswap.training import launching
-    from normswap.training.training_images import Share
+    from normswap.training import processes
 
-    launching.read_slurm()
+    processes.read_slurm()
     name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
-    processes = 1 if launching.is_worker() else launching.count(training.nproc)
-    if processes == 1:
-        return _train(model, plan, place, training, opening, json)
-    Share(world=processes, accumulate=plan.train.accumulate).micro(plan.data.batch_size)
-    again = [*_arguments(training, opening), f"--recipe={recipe}", f"--output={place}", *["--json"] * json]
-    again += [f"--data={data}"] if data is not None else []
-    code = launching.launch(processes, ["finetune", *(words or []), *again], restarts=training.max_restarts)
-    return 0 if code == 143 and (place / "state/run.pt").is_file() else code  # SIGTERM, and it can be continued
-
-
-def _arguments(training: TrainingOptions, opening: ImageOpening) -> list[str]:
-    """The arguments of each process."""
-    options = {"resume": training.resume, "device": training.device, "track": training.track,
-               "weights": opening.weights, "arch": opening.arch, "num-classes": opening.num_classes,
-               "in-chans": opening.in_chans, "input-size": opening.input_size,
-               "image-mean": opening.image_mean, "image-std": opening.image_std, "crop-pct": opening.crop_pct,
-               "interpolation": opening.interpolation}  # fmt: skip
-    words = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    words += ["--trust-factory"] * opening.trust_factory
-    return words + [f"--arch-arg={pair}" for pair in opening.arch_arg or []]
+    return _train(model, plan, place, training, opening, json)
 
 
 def _train(
     name: str | None, recipe: Recipe, place: Path, training: TrainingOptions, opening: ImageOpening, json: bool
 ) -> int:
     """Train in this process, alone or as one of several."""
-    from normswap.training import launching, progress_records
+    from normswap.training import progress_records
 
     first = os.environ.get("RANK", "0") == "0"
     try:
         body = _run(opening.open(name) if name else None, recipe, place, training, quiet=not first)
     except NormswapError as error:
-        if error.what == progress_records.GONE and launching.is_ours():
-            return 2
+        if error.what == progress_records.GONE and not first:
+            return 2  # the first process says it, or why it has ended itself
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise

@@ -35,7 +35,6 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fixup": ("cifar10_recover_fixup", ()),
     "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
     "nf, means fitted": ("cifar10_recover_nf", ()),
-    "nf, means kept and annealed": ("cifar10_recover_nf", (*trained.KEPT, "anneal.means=0.5")),
 }
 Known = dict[tuple[str, str], dict[int, Rows]]  # by network and row, then by seed
 MARGIN = 0.3  # points below BatchNorm that are allowed

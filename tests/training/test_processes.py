@@ -1,0 +1,161 @@
+"""Several processes: who each is, what torchrun, srun and `accelerate launch` start, and the norms that they share."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+from trained import network, recipe, train, write_images
+
+import normswap
+from normswap import demo_files, shipped
+from normswap.errors import OptionError
+from normswap.layers.site_norm import SiteNorm
+from normswap.storage import checkpoint
+from normswap.training import assembly
+from normswap.training.processes import read_slurm
+
+STARTS = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The variables of a job; nothing that is set afterwards stays."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in STARTS.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_task_of_srun_is_one_of_several(slurm: pytest.MonkeyPatch) -> None:
+    slurm.setenv("SLURM_STEP_ID", "0")
+    slurm.setenv("MASTER_PORT", "29500")
+    with pytest.raises(OptionError, match="srun has started 8 processes: no MASTER_ADDR"):
+        read_slurm()
+    slurm.setenv("MASTER_ADDR", "node1")
+    read_slurm()
+    assert [os.environ[name] for name in NAMES[:3]] == ["5", "1", "8"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, None),  # the batch script itself
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}, None),  # a task by itself
+        ({"SLURM_STEP_ID": "0", "RANK": "1"}, "1"),  # what torchrun starts in a task
+    ],
+)
+def test_others_are_no_tasks_of_srun(slurm: pytest.MonkeyPatch, variables: dict[str, str], rank: str | None) -> None:
+    for name, value in variables.items():
+        slurm.setenv(name, value)
+    read_slurm()
+    assert os.environ.get("RANK") == rank
+
+
+def test_torchs_synchronized_norms_have_the_tensors_of_those_that_they_replace() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6, eps=0.1), BatchNormAct2d(6), nn.BatchNorm2d(6)).eval()
+    for tensor in (*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())):
+        tensor.data.uniform_(0.5, 2)
+    synced = assembly.synchronized(copy.deepcopy(model), torch.device("cuda"))
+    assert [isinstance(module, nn.SyncBatchNorm) for module in synced] == [False, True, True, True]
+    assert synced.state_dict().keys() == model.state_dict().keys()
+    x = torch.randn(2, 3, 4, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(synced.eval()(x), model(x))
+
+
+def test_norms_that_torch_cannot_synchronize_are_refused() -> None:
+    with pytest.raises(OptionError, match="needs GPUs"):
+        assembly.synchronized(nn.BatchNorm2d(3), torch.device("cpu"))
+    ghost = nn.Sequential(SiteNorm(3, eps=1e-5, momentum=0.1, ghost=4, act=None))
+    with pytest.raises(OptionError, match="does not fit the norm 0"):
+        assembly.synchronized(ghost, torch.device("cuda"))
+
+
+def test_a_process_by_itself_has_nothing_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "synchronized", lambda *_: pytest.fail("there is one process"))
+    images = write_images(tmp_path / "images", 2)
+    train(network(), recipe(images, train={"epochs": 0.5, "sync_bn": True}), tmp_path / "out")
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done  # its own options
+export SLURM_STEP_ID=0
+for process in 0 1; do SLURM_PROCID=$process SLURM_LOCALID=$process "$@" & ids="$ids $!"; done
+for id in $ids; do wait "$id" || exit 1; done
+"""
+SHORT = """
+summary: two epochs of two updates
+model: {name: MODEL}
+convert: {to: skipinit}
+data: {batch_size: 8, workers: 0, augment: {hflip: 0.0}}
+optim: {lr: 0.001}
+train: {epochs: 2}
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder with images and a recipe."""
+    for part, per_class in (("train", 2), ("val", 1)):
+        write_images(tmp_path / "images" / part, per_class)
+    (tmp_path / "short.yaml").write_text(SHORT.replace("MODEL", str(demo_files.FOLDER)))
+    return tmp_path
+
+
+def words(work: Path) -> list[str]:
+    return [f"--recipe={work / 'short.yaml'}", f"--data={work / 'images'}", "--track=none", "--device=cpu"]
+
+
+def run(command: list[str], **environment: str) -> str:
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def assert_as_one_process(work: Path, out: Path) -> None:
+    plan = normswap.load_recipe(work / "short.yaml", [f"data.root={work / 'images'}"])
+    alone = train(checkpoint.open_model(str(demo_files.FOLDER)), plan, work / "one")
+    rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()[2:]]
+    assert [float(row[3]) for row in rows] == pytest.approx([row["train_loss"] for row in alone.rows[1:]], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -> None:
+    """With an srun and an scontrol of the test's own."""
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho localhost\necho localhost\n")):
+        (work / name).write_text(text)
+        (work / name).chmod(0o755)
+    path = f"{work}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "PATH": path}
+    job = ["bash", str(shipped.recipes() / "finetune.sbatch"), *words(work), "-o", str(work / "run")]
+    assert run(job, **slurm).count("written to") == 1  # by one process
+    assert "continuing at update 4 of 4" in run(job, **slurm)
+    assert_as_one_process(work, work / "run")
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes=2", "--main_process_port=29533",
+                   "--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_two_processes_train_as_one(name: str, work: Path) -> None:
+    finetune = ["-m", "normswap", "finetune", *words(work), f"--output={work / 'run'}"]
+    run([sys.executable, "-m", *LAUNCHERS[name], *finetune], OMP_NUM_THREADS="1")
+    assert_as_one_process(work, work / "run")
