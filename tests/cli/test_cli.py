@@ -28,7 +28,7 @@ from normswap.storage import checkpoint
 
 COMMANDS = (
     "inspect", "convert", "verify", "evaluate", "schemes", "demo", "advise", "bench", "export", "push",
-    "doctor", "finetune", "recalibrate", "curves", "sweep", "report", "spp", "decay", "recipes",
+    "doctor", "finetune", "recalibrate", "sweep", "report", "spp", "decay", "recipes",
 )  # fmt: skip
 IMAGES = str(demo_files.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")

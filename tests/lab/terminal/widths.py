@@ -40,7 +40,7 @@ COMMANDS = (
     "doctor demo --data demo --samples 32",
     f"finetune demo --recipe cifar10_recover_bn -o run {KEYS}",
     "recalibrate demo --data demo --samples 16 -o again",
-    "curves run", f"sweep cifar10_recover_bn demo --lr 0.1,0.2 -o sweep {KEYS}", "report skip -o skip.html",
+    f"sweep cifar10_recover_bn demo --lr 0.1,0.2 -o sweep {KEYS}", "report skip -o skip.html",
     "spp demo skip -o spp.svg --samples 2", "decay demo", "recipes", "recipes show cifar10_recover_bn",
     "inspect nothing", "convert demo --to nothing",
 )  # fmt: skip
