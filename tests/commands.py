@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from normswap import demo_files
-from normswap.cli.app import app, main
+from normswap.cli.app import load, main
 
 MODEL = str(demo_files.FOLDER)
 
@@ -64,17 +64,14 @@ def as_documented(text: str, *arguments: str) -> Any:
 
 def documented(arguments: Sequence[str]) -> list[set[str]]:
     """The keys of --json that the --help of this command lists: of each form that its answer has."""
-    found: Any = typer.main.get_command(app)
-    for word in arguments:
-        found = getattr(found, "commands", {}).get(word, found)
-    return [{*keys} for keys in found.keys.values()]
+    keys = importlib.import_module(f"normswap.cli.commands.{arguments[0]}_command").KEYS
+    forms = re.sub(r"\([^()]*\)", "", keys).split(";")
+    return [{key.strip() for key in form.rpartition(":")[2].split(",")} for form in forms]
 
 
 def options_of(command: str) -> set[str]:
     """The long names of a command's options."""
-    main([])  # commands are registered when one is run
-    found: Any = typer.main.get_command(app)
-    names = [name for one in found.commands[command].params for name in (*one.opts, *one.secondary_opts)]
+    names = [name for option in load(command).params for name in (*option.opts, *option.secondary_opts)]
     return {name for name in names if name.startswith("--")}
 
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: it finds its commands, one file each in `commands`, and turns errors into exit codes.
+"""The command line as a whole: it finds the command that was named, and turns errors into exit codes.
 
 Exit codes: 0 done; 1 a comparison failed (`verify`, `demo`); 2 bad input, said in one line on stderr; 130 interrupted.
 """
@@ -9,36 +9,61 @@ import functools
 import importlib
 import logging
 import os
-import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
 import normswap
-from normswap.cli import commands
-from normswap.cli.help_page import Clicks
-from normswap.cli.interruption import INTERRUPTED, ends_imports
+from normswap.cli import commands, gone
+from normswap.cli.grouped_options import spread
 from normswap.cli.printing import between_words
 from normswap.errors import NormswapError, OptionError, command_line
 
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
+Clicks = Any
+"""Objects of click's, which newer versions of typer hide."""
+_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-class _Group(typer.core.TyperGroup):
-    """Of a --help that is not given typer finds out by pydantic that it is false; that takes 0.1 s to import."""
+class CommandGroup(typer.core.TyperGroup):
+    """All commands. One is imported when it is called; --help lists their summaries without an import."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: typer.core.TyperCommand(name, help=said) for name, said in commands.SUMMARIES.items()}
+
+    def resolve_command(self, ctx: Clicks, args: list[str]) -> Clicks:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(str(name)), rest
 
     def get_help_option(self, ctx: Clicks) -> Clicks:
+        """Say that a --help that is not given is false; typer imports pydantic to find that out, in 0.1 s."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.default = False
         return option
+
+
+@functools.cache
+def load(name: str) -> Clicks:
+    """Import a command and return it as typer runs it, with examples and the keys of --json below its --help."""
+    module = importlib.import_module(f"{commands.__name__}.{name}_command")
+    group = getattr(module, "GROUP", None)  # a command that has commands
+    lines = [*(f"normswap {example}" for example in module.EXAMPLES), f"Keys of --json: {module.KEYS}"]
+    epilog = "\n\n".join(lines).replace("[", r"\[")
+    if group is not None:
+        group.info.epilog = epilog
+        return typer.main.get_command(group)
+    single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
+    single.command(name, epilog=epilog)(spread(module.run))
+    return typer.main.get_command(single)
 
 
 _START = """\
@@ -55,12 +80,11 @@ normswap --help lists all commands, normswap COMMAND --help what one takes."""
 
 app = typer.Typer(
     name="normswap",
-    cls=_Group,
+    cls=CommandGroup,
     help="Move a pretrained vision network to another normalization scheme, keeping the function it learned.",
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings=_SETTINGS,
 )
 
 
@@ -68,10 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that are the input's fault become one line on stderr."""
     # OpenMP's threads that wait spin; where another process wants the cores that costs several times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        with ends_imports(), _quiet(), command_line():
-            _register()
-            arguments = sys.argv[1:] if argv is None else list(argv)
+        with _quiet(), command_line():
             if not arguments:
                 print(_START)
                 return 0
@@ -81,14 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = app(arguments, prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
-        return _fail(error.format_message())  # type: ignore[attr-defined]
+        return _fail(gone.instead_of(arguments) or error.format_message())  # type: ignore[attr-defined]
     except NormswapError as error:
-        return _fail(str(error))
+        return _fail(gone.instead_of(arguments) or str(error))
     except OSError as error:
         _abandon_stdout()
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        return _INTERRUPTED
     return result if isinstance(result, int) else 0
 
 
@@ -139,16 +162,3 @@ def _normswap(
     ] = False,
 ) -> None:
     pass
-
-
-def _discover() -> list[ModuleType]:
-    """Every file of `commands`, in the order of --help."""
-    names = [info.name for info in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}.")]
-    return sorted((importlib.import_module(name) for name in names), key=lambda command: int(command.ORDER))
-
-
-@functools.cache
-def _register() -> None:
-    """Only when a command line is at hand: a scheme of somebody else's, whose options `convert` takes, may not load."""
-    for command in _discover():
-        command.register(app)

@@ -24,11 +24,11 @@ class Stated:
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
     image_mean: Annotated[
         str | None,
-        typer.Option("--image-mean", "--mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
+        typer.Option("--image-mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
     ] = None
-    image_std: Annotated[
-        str | None, typer.Option("--image-std", "--std", metavar="R,G,B", help="Their standard deviation.")
-    ] = None
+    image_std: Annotated[str | None, typer.Option("--image-std", metavar="R,G,B", help="Their standard deviation.")] = (
+        None
+    )
     crop_pct: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Share of a resized image that the crop keeps.")
     ] = None

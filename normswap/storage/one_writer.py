@@ -39,12 +39,6 @@ def alone(place: Path) -> Iterator[None]:
             os.close(opened)
 
 
-def leave() -> None:
-    """Take away the locks that this thread holds, for a process that ends at once."""
-    for real in _HELD.get():
-        _lock(real).unlink(missing_ok=True)
-
-
 def _lock(real: Path) -> Path:
     return real.with_name(f".{real.name}.lock")
 

@@ -138,7 +138,7 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("deep pixels", deep, (*FIT, "images"), ("b/x.png", "16 bits", "scale them to 8")),
     ("another number of classes", images(a="RGB", b="L"), ("evaluate", "demo", "--data", "images"), ("2 classes",)),
     ("part that is not there", None, ("evaluate", "demo", "--data", "demo", "--split", "nope"), ("no part nope",)),
-    ("deviation of zero", None, ("evaluate", "demo", "--data", "demo", "--std", "0,0,0"), ("positive",)),
+    ("deviation of zero", None, ("evaluate", "demo", "--data", "demo", "--image-std", "0,0,0"), ("positive",)),
     ("crop above one", None, ("evaluate", "demo", "--data", "demo", "--crop-pct", "7"), ("crop-pct 7", "share")),
     ("no such resizing", None, ("evaluate", "demo", "--data", "demo", "--interpolation", "x"), ("bilinear",)),
     ("recipe not there", None, (*TRAIN, "nope"), ("no recipe", "normswap recipes")),

@@ -79,8 +79,8 @@ OPTIONS = (
 )
 
 
-# what every pair has, an older name, and what other tests are for
-APART = {"--to", "--output", "--json", "--samples", "--std"}
+# what every pair has, and what other tests are for
+APART = {"--to", "--output", "--json", "--samples"}
 APART |= {"--arch-arg", "--trust-factory", "--from-plan", "--like", "--where"}
 
 

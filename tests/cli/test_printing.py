@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-import typer
 
-from normswap.cli import app, conversion_table, grouped_options, progress, tables
+from normswap.cli import app, conversion_table, progress, tables
 from normswap.cli.commands import convert_command, recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.cli.fitting_images import Fitting
@@ -32,14 +31,6 @@ def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_an_option_stands_under_the_heading_of_its_record() -> None:
-    hint = Annotated[int, typer.Option(help="how many")]
-    assert grouped_options._under(None, hint) is hint
-    under: Any = grouped_options._under("Images", hint)
-    assert under.__metadata__[0].rich_help_panel == "Images"
-    assert hint.__metadata__[0].rich_help_panel is None  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("samples", "count"), [(None, 128), (7, 7)])
 def test_so_many_images_are_made_as_are_asked_for(samples: int | None, count: int) -> None:
     made: Any = Fitting(calibrate="synthetic", samples=samples)._images(None)  # type: ignore[arg-type]
@@ -51,7 +42,7 @@ def test_the_command_has_the_defaults_of_the_function() -> None:
     shared = {field.name for field in dataclasses.fields(Written)} & {
         field.name for field in dataclasses.fields(FileSettings)
     }
-    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax", "count_plain"}
+    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax"}
     assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
 
 

@@ -37,7 +37,7 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
 
 
 def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
-    small = ("spp", *SMALL, "--side", "32", "--samples", "2", "--bare")
+    small = ("spp", *SMALL, "--input-size", "3,32,32", "--samples", "2", "--bare")
     assert main([*small]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -50,7 +50,7 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
 
 
 def test_spp_of_fresh_networks(capfd: Capture) -> None:
-    small = ("spp", *SMALL, "--side", "64", "--samples", "4")
+    small = ("spp", *SMALL, "--input-size", "3,64,64", "--samples", "4")
     live = run_json(capfd, *small)["curves"]["resnet18"]
     assert [p["branch_variance"] for p in live] == pytest.approx([1.0] * 8, rel=0.01)  # batch statistics, gamma 1
     asleep = run_json(capfd, *small, "--asleep")["curves"]["resnet18"]
@@ -60,7 +60,7 @@ def test_spp_of_fresh_networks(capfd: Capture) -> None:
 
 
 def test_spp_overlays_the_analytic_variance_of_nf_networks(here: Path, capfd: Capture) -> None:
-    random = ("--weights", "random", "--arch-arg", "channels=16,32,64,128", "--side", "64", "--samples", "1")
+    random = ("--weights", "random", "--arch-arg", "channels=16,32,64,128", "--input-size", "3,64,64", "--samples", "1")
     body = run_json(capfd, "spp", "nf_resnet26", "nf_resnet26", *random, "-o", "a.svg")
     assert list(body["curves"]) == ["nf_resnet26", "nf_resnet26 (2)"]
     assert body["expected"]["nf_resnet26"] == pytest.approx([1.04, 1.08] * 4)
@@ -89,7 +89,7 @@ def test_bad_input_gives_one_line_and_leaves_nothing(
     here: Path, capfd: Capture, arguments: tuple[str, ...], said: str
 ) -> None:
     (here / "taken.png").write_bytes(b"mine")
-    small = ("--side", "32", "--samples", "2") if arguments[0] == "spp" and len(arguments) > 1 else ()
+    small = ("--input-size", "3,32,32", "--samples", "2") if arguments[0] == "spp" and len(arguments) > 1 else ()
     assert main([*arguments, *small]) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -101,7 +101,7 @@ def test_bad_input_gives_one_line_and_leaves_nothing(
 
 def test_force_replaces(here: Path) -> None:
     (here / "a.png").write_bytes(b"old")
-    assert main(["spp", *SMALL, "--side", "32", "--samples", "2", "-o", "a.png", "--force"]) == 0
+    assert main(["spp", *SMALL, "--input-size", "3,32,32", "--samples", "2", "-o", "a.png", "--force"]) == 0
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import tomllib
-import typer
 from docs_pages import PAGES, ROOT, Block, blocks, filled
 from hub_server import hub_server, use_hub
 
 import normswap
-from normswap.cli.app import _register, app, main
+from normswap.cli.app import load, main
+from normswap.cli.commands import SUMMARIES
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -146,9 +146,7 @@ OTHER_TOOLS = {
 @functools.cache
 def options() -> set[str]:
     """Every option of every command."""
-    _register()
-    commands = typer.main.get_group(app).commands.values()
-    return {name for command in commands for parameter in command.params for name in parameter.opts}
+    return {name for command in SUMMARIES for parameter in load(command).params for name in parameter.opts}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)

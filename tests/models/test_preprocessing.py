@@ -134,7 +134,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 SIZE = ("--input-size", "3,16,16")
-STATED = ("--image-mean", "0.5", "--std", "0.25,0.25,0.25", "--crop-pct", "1", "--interpolation", "bilinear")
+STATED = ("--image-mean", "0.5", "--image-std", "0.25,0.25,0.25", "--crop-pct", "1", "--interpolation", "bilinear")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,9 @@ def test_what_is_stated_stays_with_the_network(name: str, capfd: pytest.CaptureF
     assert main(["export", name, *SIZE, "-o", "bare.onnx"]) == 0
     assert json.loads(Path("bare.onnx.preprocess.json").read_text())["assumed"] == list(assumed(silent()))
     assert "assumed, as the network does not say" in capfd.readouterr().out
-    assert main(["verify", "out", "--trust-factory", "--data", "photos", "--workers", "0", "--mean", "0.1,0.2"]) == 2
+    assert (
+        main(["verify", "out", "--trust-factory", "--data", "photos", "--workers", "0", "--image-mean", "0.1,0.2"]) == 2
+    )
     assert "mean has 2 numbers" in capfd.readouterr().err
 
 

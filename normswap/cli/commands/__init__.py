@@ -1,5 +1,25 @@
-"""One file per command: what it is called, its options, what it does, and what it prints.
+"""The commands, one file each, `NAME_command.py`: `run`, the keys that its --json prints (`KEYS`), and `EXAMPLES`.
 
-Enters: a file with `ORDER` (its place in --help) and `register(app)`; `app` finds it by walking this folder.
-Imports: anything but another command; torch, and what imports it, only inside functions, for --help's sake.
+Imports: anything. What --help lists of each stands here, because a command is imported only when it is called.
 """
+
+SUMMARIES = {
+    "inspect": "Show the residual blocks and norms of a network.",
+    "convert": "Convert a network, verify the result, save it.",
+    "verify": "Compare a converted network or exported file with its source.",
+    "evaluate": "Accuracy, loss and speed on labelled images.",
+    "schemes": "List the schemes, their papers and options.",
+    "demo": "Convert a shipped network; measure it before and after.",
+    "advise": "Say which target to choose, and why.",
+    "bench": "Time a network as it is and folded, in each runtime.",
+    "export": "Fold a network into one file for another runtime.",
+    "push": "Publish a converted network on the Hugging Face hub.",
+    "doctor": "Find and name BatchNorm troubles, and how to mend them.",
+    "finetune": "Train a network by a recipe, which may convert it first.",
+    "recalibrate": "Measure BatchNorm's statistics anew, on other images.",
+    "sweep": "Say which learning rates are best, by several seeds of each.",
+    "report": "Write what was done and measured as one HTML page.",
+    "spp": "Plot mean and variance of the signal, block by block.",
+    "decay": "Show which parameters weight decay applies to, and why.",
+    "recipes": "List the recipes of `normswap finetune`; show or copy one.",
+}

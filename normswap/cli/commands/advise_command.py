@@ -7,28 +7,19 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, line, listing, table
 from normswap.plan import Body
 
-ORDER = 70
-KEYS: Keys = {
-    "source": "",
-    "batch_size": "",
-    "private": "",
-    "deploy": "",
-    "choose": "scheme, why, command, exact: whether the function is kept",
-    "others": "the same of each",
-    "refused": "scheme: why",
-}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("advise", cls=page(KEYS, "advise demo --batch-size 2", "advise resnet50 --private"))(spread(run))
+KEYS = (
+    "source, batch_size, private, deploy, choose (scheme, why, command, exact: whether the function is kept), others "
+    "(the same of each), refused (scheme: why)"
+)
+EXAMPLES = (
+    "advise demo --batch-size 2",
+    "advise resnet50 --private",
+)
 
 
 def run(

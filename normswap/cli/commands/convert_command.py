@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from normswap.cli import conversion_table, progress
 from normswap.cli.fitting_images import Fitting
-from normswap.cli.grouped_options import Made, spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, Model
@@ -31,17 +29,15 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.carrying_out import Conversion
     from normswap.surgery.network import Network
 
-ORDER = 20
-KEYS: Keys = {
-    "source": "",
-    "output": "null for a dry run",
-    "plan": "file, or null",
-    "steps": (
-        "each with scheme, options, edits: of the plan, verdicts: what happens to each norm, outcomes: how "
-        "many of each, alphas, notes, renames and report: null for a dry run; its kept is what held-out "
-        "images say, null where that is not known"
-    ),
-}
+KEYS = (
+    "source, output (null for a dry run), plan (file, or null), steps (each with scheme, options, edits: of the plan, "
+    "verdicts: what happens to each norm, outcomes: how many of each, alphas, notes, renames and report: null for a "
+    "dry run; its kept is what held-out images say, null where that is not known)"
+)
+EXAMPLES = (
+    "convert demo --to skipinit",
+    "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn",
+)
 _ABOUT = (
     "Edits may be taken out, added or changed by hand: path, layer, args, reads, takes. Outcomes are for reading, the "
     "digest is worked out anew by `normswap convert MODEL --from-plan FILE`, which proves the result."
@@ -107,38 +103,24 @@ class ConversionRequest:
     from_plan: Path | None
 
 
-@dataclass(frozen=True)
-class Source(ImageOpening):
-    """How MODEL is opened; `--mean` is an option of schemes here."""
-
-    image_mean: Annotated[
-        str | None, typer.Option("--image-mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")
-    ] = None
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "convert",
-        cls=page(
-            KEYS, "convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn"
-        ),
-    )(spread(run, options=Made(_scheme_options(), "Options of the schemes")))
-
-
-def _scheme_options() -> dict[str, object]:
-    """As `spread` takes them: of the type that the scheme takes, or text where it takes a word or a number."""
-    return {
-        option.name: Annotated[
-            str | None if option.kind is object else option.kind | None,
-            typer.Option(
-                metavar=option.placeholder,
-                help=_help(option, names),
-                parser=_number if option.kind is object else None,
-            ),
-        ]
+def _scheme_options() -> type[Any]:
+    """Return a dataclass of the options of all schemes: of the scheme's type, or text for a word or a number."""
+    fields = [
+        (
+            option.name,
+            Annotated[
+                str | None if option.kind is object else option.kind | None,
+                typer.Option(
+                    metavar=option.placeholder,
+                    help=_help(option, names),
+                    parser=_number if option.kind is object else None,
+                ),
+            ],
+            None,
+        )
         for option, names in all_options().values()
-    }
+    ]
+    return make_dataclass("SchemeOptions", fields, namespace={"GROUP": "Options of the schemes"})
 
 
 def _help(option: Option, names: Sequence[str]) -> str:
@@ -152,19 +134,25 @@ def _number(text: str) -> float | str:
         return text
 
 
+if TYPE_CHECKING:
+    SchemeOptions = Any
+else:
+    SchemeOptions = _scheme_options()
+
+
 def run(
     model: Model,
     *,
     target: Target,
-    options: dict[str, object],
+    options: SchemeOptions,
     scope: Scope,
     fitting: Fitting,
     planning: Planning,
-    opening: Source,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
-    wanted = ConversionRequest(target.to, {**options, **scope.patterns}, scope.purpose, planning.from_plan)
+    wanted = ConversionRequest(target.to, {**_given(options), **scope.patterns}, scope.purpose, planning.from_plan)
     plan_from_file, dry_run = _given_plan(wanted), planning.dry_run
     if plan_from_file is None:
         _check_request(wanted, planning=dry_run or planning.plan is not None)
@@ -203,6 +191,10 @@ def run(
         conversion_table.done,
     )
     return 0
+
+
+def _given(options: SchemeOptions) -> Options:
+    return {name: value for name, value in vars(options).items() if value is not None}
 
 
 def _given_plan(wanted: ConversionRequest) -> Plan | None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.analysis import decay_settings
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, next_step, table
@@ -19,15 +17,14 @@ from normswap.plan import Body
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
-ORDER = 160
-KEYS: Keys = {
-    "source": "",
-    "policy": "",
-    "groups": "name, weight_decay, lr_scale, tensors, values",
-    "roles": "role, decay, reason, tensors, values",
-    "parameters": "path, role, decay, reason",
-    "frozen": "how many tensors",
-}
+KEYS = (
+    "source, policy, groups (name, weight_decay, lr_scale, tensors, values), roles (role, decay, reason, tensors, "
+    "values), parameters (path, role, decay, reason), frozen (how many tensors)"
+)
+EXAMPLES = (
+    "decay resnet50",
+    "decay demo --policy timm --each",
+)
 _COLUMNS = ("group", "tensors", "values", "weight decay", "lr scale")
 
 
@@ -43,11 +40,6 @@ class ByStructure(Opening):
     def weights_of(self, name: str) -> str:
         there = Path(name.removeprefix("local-dir:")).exists()
         return self.weights or ("pretrained" if there else "random")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("decay", cls=page(KEYS, "decay resnet50", "decay demo --policy timm --each"))(spread(run))
 
 
 def run(

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import typer
-
 from normswap.cli import progress
-from normswap.cli.help_page import Keys, page
 from normswap.cli.network_table import network
 from normswap.cli.options import Json
 from normswap.cli.printing import show
 from normswap.cli.tables import line, next_step, small, table
 from normswap.plan import Body
 
-ORDER = 60
-KEYS: Keys = {
-    "passed": "",
-    "seconds": "",
-    "images": "how many",
-    "anatomy": "as `inspect` gives it, without blocks and sites",
-    "rows": "each with network, norms, parameters, top1, agreement, relative_l2 and speed: relative to the source",
-}
+KEYS = (
+    "passed, seconds, images (how many), anatomy (as `inspect` gives it, without blocks and sites), rows (each with "
+    "network, norms, parameters, top1, agreement, relative_l2 and speed: relative to the source)"
+)
+EXAMPLES = (
+    "demo",
+    "demo --json",
+)
 _COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2", "speed")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("demo", cls=page(KEYS, "demo", "demo --json"))(run)
 
 
 def run(json: Json = False) -> int:

@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
@@ -18,23 +16,16 @@ from normswap.cli.tables import entry, facts, few, listing
 from normswap.errors import OptionError
 from normswap.plan import Body
 
-ORDER = 98
 _SAMPLES = 256  # images, unless --samples says more
-KEYS: Keys = {
-    "source": "",
-    "norms": "how many",
-    "faults": "how many",
-    "notes": "",
-    "findings": "name, paths, evidence, certainty, cost, mend, fault; the root of the trouble first",
-}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "doctor",
-        cls=page(KEYS, "doctor demo", "doctor demo --data demo", "doctor resnet50 --weights ema.pth --beside last.pth"),
-    )(spread(run))
+KEYS = (
+    "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend, "
+    "fault; the root of the trouble first)"
+)
+EXAMPLES = (
+    "doctor demo",
+    "doctor demo --data demo",
+    "doctor resnet50 --weights ema.pth --beside last.pth",
+)
 
 
 def run(
@@ -59,9 +50,9 @@ def run(
     """
     if beside is not None and not beside.is_file():
         raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
-    from normswap.models import broken_statistics
+    from normswap.models.weight_files import with_broken_statistics
 
-    with broken_statistics.taken():
+    with with_broken_statistics():
         opened = opening.open(model)
     from normswap.diagnosis.doctor import body_of, diagnose
     from normswap.models import devices

@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, ModelOrFile
@@ -18,16 +16,11 @@ from normswap.cli.tables import facts, next_step
 from normswap.models import source_names
 from normswap.plan import Body
 
-ORDER = 40
-KEYS: Keys = {
-    "source": "",
-    "data": "",
-    "top1": "percent",
-    "top5": "percent",
-    "loss": "",
-    "count": "",
-    "images_per_s": "",
-}
+KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s"
+EXAMPLES = (
+    "evaluate demo --data demo",
+    "evaluate demo.onnx --data demo --samples 100",
+)
 
 
 @dataclass(frozen=True)
@@ -35,13 +28,6 @@ class Labelled(Images):
     """Images that must be named."""
 
     data: Annotated[str, typer.Option(metavar="PATH", help="As --data elsewhere.")] = field()
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "evaluate", cls=page(KEYS, "evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
-    )(spread(run))
 
 
 def run(model: ModelOrFile, *, images: Labelled, opening: ImageOpening, json: Json = False) -> int:

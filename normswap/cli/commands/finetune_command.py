@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
 from normswap.cli.options import Device, Json
@@ -26,17 +24,14 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
 
     from normswap.training.recipe import Recipe
 
-ORDER = 100
-KEYS: Keys = {
-    "output": "",
-    "best": "directory",
-    "last": "directory",
-    "best_epoch": "",
-    "updates": "",
-    "finished": "false after SIGTERM",
-    "notes": "",
-    "rows": "metrics.csv",
-}
+KEYS = (
+    "output, best (directory), last (directory), best_epoch, updates, finished (false after SIGTERM), notes, rows "
+    "(metrics.csv)"
+)
+EXAMPLES = (
+    "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
+    "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
+)
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
@@ -51,18 +46,6 @@ class TrainingOptions:
     track: Annotated[
         str, typer.Option(metavar="auto|none|NAMES", help="tensorboard,wandb,mlflow; auto: those that are set up.")
     ] = "auto"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "finetune",
-        cls=page(
-            KEYS,
-            "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
-            "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
-        ),
-    )(spread(run))
 
 
 def run(

@@ -8,59 +8,26 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-import typer
-
 from normswap.cli import file_table, progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.network_table import network
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.printing import show
 from normswap.cli.tables import next_step, span, table
 from normswap.plan import Body
 
-ORDER = 10
-KEYS: Keys = {
-    "source": "",
-    "class": "",
-    "architecture": "",
-    "parameters": "",
-    "input_size": "",
-    "plan": "",
-    "classifier": "",
-    "dropout": "",
-    "norms": "counts by class",
-    "roles": "counts",
-    "blocks": "path, stage, skip, order, tail, norms, last, gate, drop_path, alpha",
-    "sites": (
-        "one per norm: path, class, channels, role, block, mean, std: the smallest and largest of any "
-        "channel, folding, refused"
-    ),
-    "refusals": "path, reason",
-}
-_OF_A_FILE: Keys = {
-    "source": "",
-    "format": "",
-    "bytes": "",
-    "nodes": "operators by kind",
-    "metadata": "noted inside it",
-    "sidecar": "FILE.preprocess.json",
-}
+KEYS = (
+    "source, class, architecture, parameters, input_size, plan, classifier, dropout, norms (counts by class), roles "
+    "(counts), blocks (path, stage, skip, order, tail, norms, last, gate, drop_path, alpha), sites (one per norm: "
+    "path, class, channels, role, block, mean, std: the smallest and largest of any channel, folding, refused), "
+    "refusals (path, reason); of an exported file: source, format, bytes, nodes (operators by kind), metadata (noted "
+    "inside it), sidecar (FILE.preprocess.json)"
+)
+EXAMPLES = (
+    "inspect demo",
+    "inspect mine.pth --arch resnet18 --num-classes 10",
+)
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
 _NORM_COLUMNS = ("path", "class", "channels", "role", "beta", "|gamma|", "folding")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "inspect",
-        cls=page(
-            KEYS,
-            "inspect demo",
-            "inspect mine.pth --arch resnet18 --num-classes 10",
-            of_an_exported_file=_OF_A_FILE,
-        ),
-    )(spread(run))
 
 
 def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:

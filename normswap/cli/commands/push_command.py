@@ -8,33 +8,17 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, line, next_step
 from normswap.plan import Body
 from normswap.storage import hub_name, network_folder
 
-ORDER = 95
-KEYS: Keys = {
-    "url": "of the commit",
-    "repo": "",
-    "files": "",
-    "alone": "whether timm loads it without normswap",
-}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "push",
-        cls=page(
-            KEYS,
-            "push demo-skipinit me/demo-skipinit",
-            'push demo-skipinit me/demo-skipinit --private -m "SkipInit in place of BatchNorm"',
-        ),
-    )(spread(run))
+KEYS = "url (of the commit), repo, files, alone (whether timm loads it without normswap)"
+EXAMPLES = (
+    "push demo-skipinit me/demo-skipinit",
+    'push demo-skipinit me/demo-skipinit --private -m "SkipInit in place of BatchNorm"',
+)
 
 
 def run(

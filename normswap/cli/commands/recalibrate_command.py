@@ -9,8 +9,6 @@ from typing import Annotated, ClassVar
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, Model, open_model
@@ -21,14 +19,12 @@ from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder, one_writer
 
-ORDER = 110
-KEYS: Keys = {
-    "source": "",
-    "data": "",
-    "output": "",
-    "notes": "how much was read",
-    "report": "how much the outputs change, on noise",
-}
+KEYS = "source, data, output, notes (how much was read), report (how much the outputs change, on noise)"
+EXAMPLES = (
+    "recalibrate demo --data demo",
+    "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night",
+    "recalibrate folded-and-pruned --against folded --data IMAGES -o mended",
+)
 
 
 @dataclass(frozen=True)
@@ -49,19 +45,6 @@ class Before:
         typer.Option(metavar="SOURCE", help="The network before that; again: each network that MODEL averages."),
     ] = None
     means_only: Annotated[bool, typer.Option("--means-only", help="Change biases alone, no weights.")] = False
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "recalibrate",
-        cls=page(
-            KEYS,
-            "recalibrate demo --data demo",
-            "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night",
-            "recalibrate folded-and-pruned --against folded --data IMAGES -o mended",
-        ),
-    )(spread(run))
 
 
 def run(
@@ -91,9 +74,9 @@ def run(
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
     with one_writer.alone(place):
-        from normswap.models import broken_statistics
+        from normswap.models.weight_files import with_broken_statistics
 
-        with broken_statistics.taken():
+        with with_broken_statistics():
             opened = opening.open(model)
         from normswap.analysis import summary
         from normswap.calibration.restoring import Wanted

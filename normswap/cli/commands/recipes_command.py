@@ -8,37 +8,29 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli.help_page import Keys, group_page, page
 from normswap.cli.options import Json
 from normswap.cli.printing import show
 from normswap.cli.tables import line, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
-ORDER = 170
-KEYS: Keys = {
-    "name": "",
-    "summary": "",
-    "source": "",
-    "model": "null where the recipe leaves it open",
-    "convert": "the same",
-}
-_SHOWN: Keys = {"name": "", "text": "the file", "recipe": "every key with its value, defaults too"}
-_COPIED: Keys = {"name": "", "file": ""}
+KEYS = (
+    "name, summary, source, model (null where the recipe leaves it open), convert (the same); of show: name, text (the "
+    "file), recipe (every key with its value, defaults too); of copy: name, file"
+)
+EXAMPLES = (
+    "recipes",
+    "recipes show cifar10_recover_skipinit",
+    "recipes copy demo_train mine.yaml",
+)
 _COLUMNS = ("name", "summary", "source")
 Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As `normswap recipes` lists it.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    shown = group_page(KEYS, "recipes", "recipes show cifar10_recover_skipinit")
-    recipes = typer.Typer(name="recipes", cls=shown, invoke_without_command=True, rich_markup_mode=None)
-    recipes.callback()(run)
-    recipes.command("show", cls=page(_SHOWN, "recipes show demo_train"))(show_one)
-    recipes.command("copy", cls=page(_COPIED, "recipes copy demo_train mine.yaml"))(copy)
-    app.add_typer(recipes)
+GROUP = typer.Typer(name="recipes", invoke_without_command=True)
 
 
+@GROUP.callback()
 def run(context: typer.Context, json: Json = False) -> int | None:
     """List the recipes of `normswap finetune`; show or copy one.
 
@@ -70,6 +62,7 @@ def _print(rows: Sequence[Body]) -> None:
     line("normswap recipes show NAME prints one; normswap recipes copy NAME FILE makes it yours")
 
 
+@GROUP.command("show")
 def show_one(name: Name, json: Json = False) -> int:
     """Print a recipe as it is written."""
     from normswap.training import recipe_files
@@ -80,6 +73,7 @@ def show_one(name: Name, json: Json = False) -> int:
     return 0
 
 
+@GROUP.command("copy")
 def copy(
     name: Name,
     file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A .yaml file to write.")],

@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import Images
 from normswap.cli.options import Json, Trust
 from normswap.cli.printing import show
@@ -21,35 +19,16 @@ from normswap.plan import Body
 from normswap.reporting import page_file
 from normswap.storage import network_folder
 
-ORDER = 140
-KEYS: Keys = {
-    "output": "",
-    "source": "",
-    "sha256": "",
-    "arch": "",
-    "steps": "",
-    "digest": "",
-    "versions": "",
-    "report": "",
-    "blocks": "",
-    "others": "norms outside of blocks",
-    "gammas": "histograms by role",
-    "alphas": "",
-    "sizes": "",
-    "against": "what the result was measured with: source, unfolded or nothing",
-    "notes": "",
-    "signal": "of before and after, a point per block",
-    "signal_inputs": "",
-    "accuracy": "",
-    "findings": "of the doctor, on the norms of the network before, or else of the result",
-}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("report", cls=page(KEYS, "report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html"))(
-        spread(run)
-    )
+KEYS = (
+    "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
+    "(histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded or nothing), "
+    "notes, signal (of before and after, a point per block), signal_inputs, accuracy, findings (of the doctor, on the "
+    "norms of the network before, or else of the result)"
+)
+EXAMPLES = (
+    "report demo-skipinit",
+    "report demo-skipinit --data demo -o skipinit.html",
+)
 
 
 def run(

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import Images
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Drawn, Json, Opening
@@ -23,13 +21,14 @@ from normswap.plan import Body
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
 
-ORDER = 150
-KEYS: Keys = {
-    "curves": "by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance",
-    "expected": "analytic variances, by network",
-    "inputs": "what each network was run on",
-    "files": "",
-}
+KEYS = (
+    "curves (by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance), expected (analytic "
+    "variances, by network), inputs (what each network was run on), files"
+)
+EXAMPLES = (
+    "spp resnet50 nf_resnet50 --weights random",
+    "spp demo demo-skipinit --data demo -o signal.png",
+)
 _STATISTICS = ("auto", "batch", "running")
 _COLUMNS = ("block", "squared mean", "variance", "expected", "branch variance", "added variance")
 
@@ -47,7 +46,6 @@ class Seen(Images):
 class Look:
     """How they are looked at."""
 
-    side: Annotated[int | None, typer.Option(min=8, metavar="N", hidden=True)] = None  # before --input-size
     seed: Annotated[int, typer.Option(metavar="N", help="Of the noise, and of random weights.")] = 0
     statistics: Annotated[
         str,
@@ -57,14 +55,6 @@ class Look:
         bool, typer.Option("--asleep", help="With random weights: leave zeroed last gammas and gains at 0.")
     ] = False
     bare: Annotated[bool, typer.Option("--bare", help="Show the networks without their norms as well.")] = False
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "spp",
-        cls=page(KEYS, "spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png"),
-    )(spread(run))
 
 
 def run(
@@ -130,8 +120,7 @@ def _batches(model: nn.Module, images: Seen, look: Look) -> tuple[list[Tensor], 
     if images.data != "noise":
         loaded = [x for x, _ in images.loader(model)]
         return loaded, f"{sum(len(x) for x in loaded)} images of {images.data}"
-    chans, height, width = network_input.size(model)
-    size = (chans, look.side or height, look.side or width)
+    size = network_input.size(model)
     x = torch.randn(images.samples, *size, generator=torch.Generator().manual_seed(look.seed))
     return [x], f"{images.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {look.seed}"
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.options import Device, Json, Opening, Weights
 from normswap.cli.printing import show
 from normswap.cli.tables import line, next_step, table, written
@@ -23,18 +21,14 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
     from normswap.training.recipe import Recipe
     from normswap.training.sweep import Objective
 
-ORDER = 130
-KEYS: Keys = {
-    "recipe": "",
-    "output": "",
-    "seeds": "",
-    "counted": "how many runs of each lr",
-    "lines": "one per lr: runs, mean, std, counted, lost, full, best, good",
-    "trials": "one per run: lr, seed, state, top1, note, folder, seconds",
-    "notes": "",
-    "done": "",
-    "files": "",
-}
+KEYS = (
+    "recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std, counted, lost, "
+    "full, best, good), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files"
+)
+EXAMPLES = (
+    "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
+    "sweep mine.yaml demo --lr 0.01,0.03,0.1 --seeds 5 --best 3",
+)
 _LR = "Numbers and powers: 2^-4..2^1 (every power), or 0.05,0.1."
 _BEST = "Of each lr's runs the best N count [default: all, or all but two of more than four]."
 _STORAGE = "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
@@ -47,18 +41,6 @@ class Varied:
     lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1
     best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "sweep",
-        cls=page(
-            KEYS,
-            "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
-            "sweep mine.yaml demo --lr 0.01,0.03,0.1 --seeds 5 --best 3",
-        ),
-    )(spread(run))
 
 
 def run(

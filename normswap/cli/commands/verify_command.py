@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import file_table, progress
-from normswap.cli.grouped_options import spread
-from normswap.cli.help_page import Keys, page
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, exported_file, open_model
@@ -25,34 +23,15 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
 
     from normswap.exporting.exported_file import ExportedFile
 
-ORDER = 30
-KEYS: Keys = {
-    "directory": "",
-    "against": "",
-    "passed": "",
-    "source_unchanged": "null if not known",
-    "report": "",
-    "data": "null, or agreement, count and, of source and result, top-1 in percent; without labels relative_l2",
-}
-_OF_A_FILE: Keys = {
-    "directory": "",
-    "against": "",
-    "passed": "",
-    "figures": "as in `export`",
-}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(
-        "verify",
-        cls=page(
-            KEYS,
-            "verify demo-skipinit",
-            "verify demo.onnx --against demo --data demo",
-            of_an_exported_file=_OF_A_FILE,
-        ),
-    )(spread(run))
+KEYS = (
+    "directory, against, passed, source_unchanged (null if not known), report, data (null, or agreement, count and, "
+    "of source and result, top-1 in percent; without labels relative_l2); of an exported file: directory, against, "
+    "passed, figures (as in `export`)"
+)
+EXAMPLES = (
+    "verify demo-skipinit",
+    "verify demo.onnx --against demo --data demo",
+)
 
 
 def run(
