@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from normswap.calibration.fit_task import FitTask
 from normswap.errors import OptionError, spelled
 from normswap.images import stem_statistics
 from normswap.models.calling import Example
@@ -18,30 +19,25 @@ from normswap.plan import Step
 from normswap.schemes import Chosen, Scheme
 from normswap.surgery import applying
 from normswap.surgery.held_out import COPIES, TOO_FEW, HeldOutSplit
-from normswap.surgery.made_images import NOTHING_TOLD, WORD, Batches, MadeImages, Synthetic, named
-from normswap.surgery.network import Network
+from normswap.surgery.network import Batches, Network
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """The images that the values of a step are fitted to; None where nothing in it is fitted, or there are no images.
 
     Raises:
-        OptionError: the scheme needs images and there are none, or they are made up and may not be.
+        OptionError: the scheme needs data and there are none.
     """
     if not chosen.fits:
         return None
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
-    if chosen.measures and isinstance(named(network.calibrate), Synthetic | MadeImages):
-        why = "the statistics of images that were made up are not the network's own: training would begin from them"
-        raise OptionError(f"{chosen.scheme.name} measures statistics, on images alone", why, remedy)
-    if network.images is None and chosen.measures:
+    if network.calibrate is None and chosen.measures:
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", "there are none", remedy)
-    if network.images is None and chosen.requires_data:
-        remedy += f", or `{spelled('calibrate', WORD)}`, which makes some"
+    if network.calibrate is None and chosen.requires_data:
         if chosen.exact_instead is not None:
             remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
-    return network.images
+    return network.calibrate
 
 
 def require_use(chosen: Chosen, network: Network) -> None:
@@ -98,26 +94,25 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
     return iter(calls) if isinstance(calls.batches, Iterator) else calls
 
 
-def fit(scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches) -> Fitted:
-    """Let the step's scheme set the values of `result`, in place.
+def fit(scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
+    """Let the step's scheme set the values of `result`, in place; without images, those that need none.
 
     Raises:
         SourceError: unusable or too few images.
     """
-    batches, source = calls_of(images, network), network.module
+    batches = None if images is None else calls_of(images, network)
+    source = network.module
     split: HeldOutSplit | None = None
     if scheme.fitting_target is not None:
-        batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
         # The result is fitted to the source with the rescaling that the result has.
         source = applying.apply_step(source, scheme.fitting_target(step))
+        if batches is not None:
+            batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert scheme.fit is not None
-    notes = tuple(scheme.fit(source, result, step, batches, seed=network.seed, progress=network.progress) or ())
-    if isinstance(images, MadeImages):
-        count = sum(len(batch) for batch in images)
-        note = f"fitted to {count} images made from the network's own statistics: real ones may keep less, or more"
-        return Fitted((), NOTHING_TOLD, (note, *notes))
+    task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
+    notes = tuple(scheme.fit(task) or ())
     if split is None:
-        return Fitted((), "no calibration image was held out to measure on", notes)
+        return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
     if split.held and split.copies:
         notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     if split.first is not None:

@@ -24,8 +24,7 @@ from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
 from normswap.surgery.fitting import calls_of
-from normswap.surgery.made_images import Batches, Synthetic
-from normswap.surgery.network import Network
+from normswap.surgery.network import Batches, Network
 
 
 def recalibrate(
@@ -59,8 +58,6 @@ def recalibrate(
         OptionError: something else than that is to be remembered.
         SourceError: unusable images, or batches of less than two.
     """
-    if isinstance(batches, str | Synthetic):
-        raise RefusedError("cannot recalibrate without images", "made-up images say nothing new")
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     broken = [] if isinstance(model, Network) else _broken(model)
@@ -98,7 +95,7 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
             f"Leave out '{spelled('against')}'",
         )
     bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
-    images = network.images
+    images = network.calibrate
     assert images is not None
     step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
     result = applied(network, step)

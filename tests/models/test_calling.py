@@ -180,7 +180,6 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
     (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2],)], "do not fit the network: .*grey"),
     (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2], X[:, 2:]), (X[:, :2], X[:, 1:])], "batch 1 has images of size"),
     (Listed, (list(X),), [list(X), list(X[:5])], "take another way through the network: .*how many"),
-    (Unpacked, (X[:, :2], X[:, 2:]), "synthetic", "takes more than images: only those can be made up.*calibrate="),
 ]  # fmt: skip
 
 
