@@ -16,7 +16,7 @@ from normswap.cli import progress
 from normswap.cli.printing import between_words
 from normswap.errors import OptionError, flag
 from normswap.models import source_names
-from normswap.storage import atomic_write, network_folder
+from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -121,7 +121,6 @@ def open_model(
     **asked: Unpack[Asked],
 ) -> nn.Module:
     """`checkpoint.open_model`, and on a terminal something to look at meanwhile; `runs`: see `Opening.open`."""
-    network_folder.check_not_empty(Path(name.removeprefix("local-dir:")))
     if not Path(name).is_dir() and Path(name).suffix.lower() not in source_names.EXPORTED:
         source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # downloads show a bar of their own

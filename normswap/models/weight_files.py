@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from normswap.errors import SourceError, first_line
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
-from normswap.models.weights_fit import check_fit, check_plain, some
 
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict", "module")
 _PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
-_LARGE = 2**17  # bytes
+_SHOWN = 5  # names in an error
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
@@ -63,13 +62,9 @@ def quiet() -> Iterator[None]:
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take part."""
-    digest = hashlib.sha256()
+    digest, names = hashlib.sha256(), sorted(state)
     with ThreadPoolExecutor() as pool:
-        # the large ones first, and those only: what is small takes less time than another thread takes to begin
-        large = sorted((name for name in state if state[name].nbytes > _LARGE), key=lambda name: -state[name].nbytes)
-        begun = {name: pool.submit(_own_hash, state[name]) for name in large}
-        for name in sorted(state):
-            hashed = begun[name].result() if name in begun else _own_hash(state[name])
+        for name, hashed in zip(names, pool.map(lambda name: _own_hash(state[name]), names), strict=True):
             digest.update(f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + hashed)
     return digest.hexdigest()
 
@@ -280,3 +275,52 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
         elif offset and name in state:
             state = {**state, name: state[name][offset:]}
     return state
+
+
+def some(items: Iterable[str]) -> str:
+    """Return the first few items and a count of the rest."""
+    listed = list(items)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + more
+
+
+def listed(misfits: Mapping[str, Sequence[str]]) -> str:
+    """Return how many names there are of each kind of misfit, and the first few of them."""
+    return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in misfits.items() if names)
+
+
+def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
+    """Raises SourceError naming the tensors that are sparse, quantized or complex, which no weights here may be."""
+    for name, tensor in state.items():
+        kinds = {"quantized": tensor.is_quantized, "sparse": tensor.layout is not torch.strided,
+                 "complex": torch.is_complex(tensor)}  # fmt: skip
+        for kind in (kind for kind, is_kind in kinds.items() if is_kind):
+            remedy = "Save what it was made from: plain tensors of real numbers."
+            raise SourceError(f"{origin} holds {kind} tensors", name, remedy)
+
+
+def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:
+    """Check that a file's tensors are those of the bare network.
+
+    Raises:
+        SourceError: some are missing, nobody's, of another shape, or whole numbers in place of real ones.
+    """
+    # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
+    missing = [key for key in bare if key not in state and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in state if key not in bare]
+    both = [key for key in bare if key in state]
+    shapes = [
+        f"{key} is {tuple(state[key].shape)} in the file, {tuple(bare[key].shape)} in the network"
+        for key in both
+        if state[key].shape != bare[key].shape
+    ]
+    whole = [
+        f"{key} is {str(state[key].dtype).removeprefix('torch.')}"
+        for key in both
+        if bare[key].is_floating_point() and not state[key].is_floating_point()
+    ]
+    misfits = {"missing": missing, "unexpected": unexpected, "of another shape": shapes,
+               "of whole numbers, not real ones": whole}  # fmt: skip
+    if any(misfits.values()):
+        remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
+        raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

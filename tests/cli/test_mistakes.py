@@ -160,7 +160,6 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("picture of no kind", empty, ("curves", "empty", "-o", "a.foo"), ("'foo'", "svg")),
     ("negative decay", None, ("decay", "demo", "--weight-decay", "-1"), ("--weight-decay -1",)),
     ("decay above one", None, ("decay", "demo", "--layer-decay", "2"), ("--layer-decay 2",)),
-    ("average of nothing", None, ("doctor", "demo", "--beside", "nope"), ("--beside nope", "no such file")),
     ("no such name on the hub", empty, ("push", "empty", "x"), ("owner/name",)),
     ("a report of another ending", empty, ("report", "empty", "-o", "r.txt"), ("r.txt has another ending", "r.html")),
     ("a report into a network", network, ("report", "net", "-o", "net/r.html"), ("lies in", "place beside it")),
