@@ -15,8 +15,7 @@ from normswap.models.calling import Inputs
 from normswap.models.modes import Progress
 from normswap.surgery import conversion
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.made_images import Batches
-from normswap.surgery.network import Network
+from normswap.surgery.network import Batches, Network
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,7 +27,7 @@ class EveryOption(TypedDict, total=False):
     inputs: Inputs
     input_size: Sequence[int] | None
     seed: int | None
-    calibrate: Batches | str | None
+    calibrate: Batches | None
     progress: Progress | None
     only: str | Sequence[str]
     skip: str | Sequence[str]

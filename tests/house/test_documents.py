@@ -78,12 +78,13 @@ def room(file: str) -> int:
     return FLOOR[file.split("/")[0].removesuffix(".py")]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_that_are_named_exist(document: str) -> None:
-    text = (HERE / document).read_text()
-    named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text) + re.findall(r"\]\(([^)#:]+)[)#]", text)
-    assert named or document == "docs/api.md"  # it is made of docstrings
-    missing = [one for one in named if not FREE.search(one) and not any((HERE / at / one).exists() for at in PLACES)]
+def test_files_that_are_named_exist() -> None:
+    missing = []
+    for document in DOCUMENTS:
+        text = (HERE / document).read_text()
+        named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text) + re.findall(r"\]\(([^)#:]+)[)#]", text)
+        missing += [(document, name) for name in named
+                    if not FREE.search(name) and not any((HERE / at / name).exists() for at in PLACES)]  # fmt: skip
     assert missing == []
 
 
@@ -92,15 +93,6 @@ def test_rooms_and_schemes_are_all_there() -> None:
     assert [one for one in FLOOR if f"| `{one}" not in text and f", `{one}" not in text] == []
     rows = [line.split("|")[1] for line in algebra.split("### Insert")[1].splitlines() if line.startswith("| `")]
     assert [one for one in schemes.names() if not any(f"`{one}`" in row for row in rows)] == []
-
-
-def test_one_person_can_hold_it() -> None:
-    """Few words, and few of our own."""
-    text = (HERE / "ARCHITECTURE.md").read_text()
-    assert len(text.split()) <= 2000
-    terms = [line for line in text.split("## Glossary")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
-    assert 0 < len(terms) <= 15
-    assert len(flow()) <= 20
 
 
 def test_the_list_only_goes_down() -> None:
