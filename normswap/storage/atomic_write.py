@@ -109,10 +109,8 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
         folder_with: it is to be a directory; one that is replaced must have a file of this name.
 
     Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, it is another folder, or a link to
-            nothing.
+        OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
     """
-    check_link(file)
     if file.is_dir() and folder_with is None:
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
     if file.exists() and not force:
@@ -121,17 +119,6 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
         raise OutputError(f"{file} has no {folder_with}", remedy="Remove it yourself, or give another name")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
-
-
-def check_link(place: Path) -> None:
-    """Check that what is to be written is no link whose target is gone: nobody knows which of the two is meant.
-
-    Raises:
-        OutputError: it is.
-    """
-    if place.is_symlink() and not place.exists():
-        what = f"{place} is a link to {place.readlink()}, which does not exist"
-        raise OutputError(what, remedy="Remove the link, or give another name")
 
 
 def _umask() -> int:

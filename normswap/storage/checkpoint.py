@@ -12,7 +12,6 @@ import copy
 import functools
 import json
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -152,17 +151,13 @@ def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str,
     """Check that the files hold the tensors that plan and proof were written beside.
 
     Raises:
-        SourceError: one does not.
+        SourceError: one does not, or is missing.
     """
     for name, known in hashes.items():
-        if name not in (WEIGHTS, *(path.name for path in folder.iterdir())):
-            raise SourceError(f"{folder / name} is missing", "it was written with the rest", "Get the directory again")
         if weight_files.hash_tensors(states.get(name, {})) != known:
-            raise SourceError(
-                f"the tensors of {folder / name} are not those that were saved",
-                "the file is damaged, or was changed by another program, and its proof is about others",
-                "Get it again; in Python `normswap.load(..., changed=True)` takes it as it is",
-            )
+            what = f"the tensors of {folder / name} are not those that were saved"
+            why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
+            raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -221,14 +216,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / CARD).write_text(model_card.render(record, report, _own_layers(model)), encoding="utf-8")
-
-
-def _own_layers(model: nn.Module) -> Counter[str]:
-    """Count the layers with tensors whose classes are normswap's."""
-    tensors = {path.rpartition(".")[0] for path in model.state_dict()}
-    classes = (type(module) for path, module in model.named_modules() if path in tensors)
-    return Counter(kind.__name__ for kind in classes if kind.__module__.startswith("normswap.layers."))
+    (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from huggingface_hub import ModelCardData
 
@@ -18,12 +17,8 @@ _PLACE = '"path/to/this/directory"'
 _LOAD = f"model = normswap.load({_PLACE}"
 
 
-def render(record: Provenance, report: Report | None, own_layers: Mapping[str, int] | None = None) -> str:
-    """Write in Markdown what this is, what was done, what was measured, and how to use it.
-
-    Args:
-        own_layers: how many layers of the network are classes of normswap, by their names; None: not looked at.
-    """
+def render(record: Provenance, report: Report | None) -> str:
+    """Write in Markdown what this is, what was done, what was measured, and how to use it."""
     steps = [f"{step.scheme}{_options(schemes.changed(step.scheme, step.options))}" for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
@@ -53,20 +48,8 @@ def render(record: Provenance, report: Report | None, own_layers: Mapping[str, i
             if record.norms and (not report or report.exact)
             else "."
         ),
-        *([] if own_layers is None else ["", _elsewhere(own_layers)]),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _elsewhere(own_layers: Mapping[str, int]) -> str:
-    """Say whether the tensors are of use without normswap."""
-    if own_layers:
-        layers = ", ".join(f"{count} {name}" for name, count in own_layers.items())
-        return f"It loads with normswap only: some of its layers are normswap's ({layers})."
-    return (
-        "It loads without normswap, too: no layer is normswap's own. `model.safetensors` fits, strictly, the library's "
-        "network that is built with these layers (of timm and torchvision by `norm_layer=`), with their eps."
-    )
 
 
 def published(card: str, repo: str, *, alone: bool) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from normswap.errors import OutputError, spelled
-from normswap.storage import atomic_write
 
 WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
 
@@ -19,11 +18,9 @@ def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
     Raises:
-        OutputError: it exists (without `force`), holds something that normswap did not write, lies in a network, or
-            is a link to nothing.
+        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
     check_beside(place)
-    atomic_write.check_link(place)
     for parent in place.absolute().parents:
         if parent.is_file():
             raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")

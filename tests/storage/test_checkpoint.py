@@ -234,7 +234,7 @@ def test_files_are_open_to_whom_the_user_lets_in(mask: int, tmp_path: Path) -> N
 
 
 def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**options: object) -> None:
+    def full(*_: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
@@ -352,10 +352,6 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
     assert "folded (" not in (plain / "README.md").read_text()
     assert "keeps the function of its source" in (plain / "README.md").read_text()
-    assert "loads without normswap, too" in (plain / "README.md").read_text()
-    assert "It loads with normswap only: some of its layers are normswap's (" in (folder / "README.md").read_text()
-    fair = checkpoint.save(convert(lived("resnet18"), "groupnorm", steady=0), tmp_path / "fair")
-    assert "loads without normswap, too" in (fair / "README.md").read_text()
     other = checkpoint.save(convert(lived("resnet18"), "layernorm"), tmp_path / "other")
     assert "changes the function of its source" in (other / "README.md").read_text()
 
