@@ -126,7 +126,6 @@ def open_model(
     # downloads show a bar of their own
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
     with progress.working(f"opening {name}", spin=local):
-        from normswap import provenance
         from normswap.models import zoo
         from normswap.storage import checkpoint
         from normswap.training.run_folder import check_no_run
@@ -135,10 +134,7 @@ def open_model(
         if runs and (exported := exported_file(name)):
             zoo.check_unasked(name, {**asked, "input_size": input_size})
             return exported.network()
-        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
-    record = provenance.of(model)
-    remark(record.notes if record else ())
-    return model
+        return checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
 
 
 def exported_file(name: str) -> ExportedFile | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,14 +33,6 @@ _SHOWN = 5  # names in an error
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a weights file: the tensors by name, and what was taken off to get at them."""
-
-    state: State
-    notes: tuple[str, ...]
 
 
 @contextmanager
@@ -76,12 +67,7 @@ def _own_hash(tensor: Tensor) -> bytes:
 
 
 def read(file: Path) -> State:
-    """Return the state dict in a weights file; see `read_wrapped`."""
-    return read_wrapped(file).state
-
-
-def read_wrapped(file: Path) -> Contents:
-    """Read the state dict in a weights file, unwrapped and with clean keys. No code in the file is ever run.
+    """Read the state dict in a weights file, unwrapped and with clean names. No code in the file is ever run.
 
     Raises:
         SourceError: missing, truncated, not a state dict, a pickle of other objects, or NaN or inf inside.
@@ -89,13 +75,10 @@ def read_wrapped(file: Path) -> Contents:
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
-    inner, wrappers = _unwrap(content, file)
-    state, prefixes = _clean(inner, file)
+    state = _unwrapped(content, file)
     check_plain(state, str(file))
     check_finite(state, str(file))
-    removed = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
-    removed += [f"names without '{prefix}'" for prefix in prefixes]
-    return Contents(state, (f"{file}: taken are {', '.join(removed)}",) if removed else ())
+    return state
 
 
 def _read_safetensors(file: Path) -> State:
@@ -148,41 +131,31 @@ def _foreign_names(file: Path) -> list[str]:
         return []
 
 
-def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str]]:
-    """Return the state dict, and the keys that led to it."""
-    wrappers: list[str] = []
+def _unwrapped(content: object, file: Path) -> State:
+    """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
     while isinstance(content, Mapping):
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if key is None:
             break
         content = content[key]
-        wrappers.append(key)
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    if not any(isinstance(value, Tensor) for value in content.values()):
-        raise SourceError(f"{file} holds no tensors", f"its keys are {some(map(str, content))}" if content else "")
-    return content, wrappers
-
-
-def _clean(state: Mapping[str, object], file: Path) -> tuple[State, list[str]]:
-    """Return the tensors by their bare names, and the prefixes that were taken off."""
-    strangers = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]
+    strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if len(strangers) == len(content):
+        raise SourceError(f"{file} holds no tensors", f"its keys are {some(strangers)}" if strangers else "")
     if strangers:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
-    cleaned: State = {}
-    prefixes: list[str] = []
-    for key, tensor in state.items():
-        assert isinstance(tensor, Tensor)
+    state: State = {}
+    for key, tensor in content.items():
         name = str(key)
         while name.startswith(_PREFIXES):
-            prefix, name = name.split(".", 1)
-            prefixes += [] if f"{prefix}." in prefixes else [f"{prefix}."]
-        if name in cleaned:
+            name = name.partition(".")[2]
+        if name in state:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
-        cleaned[name] = tensor
-    if prefixes:
-        cleaned.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
-    return cleaned, prefixes
+        state[name] = tensor
+    if state.keys() != content.keys():
+        state.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
+    return state
 
 
 @contextmanager
