@@ -52,7 +52,8 @@ def create(arch: Arch) -> nn.Module:
     Raises:
         SourceError: the builder does not know the name (near ones are suggested), or rejects the arguments.
     """
-    return kinds.by_builder(arch.builder).load().create(arch)
+    model: nn.Module = kinds.by_builder(arch.builder).load().create(arch)
+    return model
 
 
 def skeleton(arch: Arch) -> nn.Module:
@@ -144,7 +145,7 @@ def open_source(
     wanted = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
         return _filled(lambda: kind.load().build(name, wanted), file)
-    built = kind.load().build(name, wanted)
+    built: Built = kind.load().build(name, wanted)
     if not trained:
         return _carry(built, built.model, built.source, None)
     model = built.pretrained()
