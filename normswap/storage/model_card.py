@@ -10,7 +10,6 @@ from normswap import schemes
 from normswap.models import kinds
 from normswap.plan import Body
 from normswap.provenance import Provenance
-from normswap.surgery.held_out import accuracy_text
 from normswap.surgery.report import Report
 
 _PLACE = '"path/to/this/directory"'
@@ -98,8 +97,10 @@ def _kept(report: Report) -> list[str]:
     if kept is None:
         why = f": {report.unmeasured}" if report.unmeasured else ""
         return [] if report.exact else [f"How much of the accuracy this keeps was not measured{why}.", ""]
-    same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
-    accuracy = accuracy_text(kept.right, kept.right_least).replace(" %", "%")
-    right = f"{accuracy} of the source's accuracy expected as a classifier, " if accuracy else ""
-    return [f"On {kept.count} of the {kept.of}, to which nothing was fitted: {same}{right}"
+    same = (
+        ""
+        if kept.agreement is None
+        else (f"the source's answer on {kept.agreement:.1%} of them (at least {kept.least:.0%}), ")
+    )
+    return [f"On {kept.count} of the calibration images, to which nothing was fitted: {same}"
             f"relative L2 {kept.relative_l2:.2g}. Other images may keep less.", ""]  # fmt: skip

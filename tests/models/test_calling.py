@@ -110,7 +110,7 @@ BESIDE: dict[str, Callable[[Any], Any]] = {
 
 @functools.cache
 def recalibrated() -> Conversion:
-    return recalibrate(trunk(), batches(), size=SIZE)
+    return recalibrate(trunk(), batches(), input_size=SIZE)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,8 +127,8 @@ def test_statistics_are_those_of_plain_tensors(form: str, beside: str) -> None:
 @functools.cache
 def of_plain_images() -> tuple[nn.Module, nn.Module]:
     data = [(x, LABELS) for x in batches()]
-    fitted = normswap.convert(trunk(), "groupnorm", size=SIZE, calibrate=data)
-    return fitted.model, recalibrate(trunk(), data, size=SIZE).model
+    fitted = normswap.convert(trunk(), "groupnorm", input_size=SIZE, calibrate=data)
+    return fitted.model, recalibrate(trunk(), data, input_size=SIZE).model
 
 
 IMAGES: dict[str, Any] = {"keywords": Keyword, "a list": Listed}
@@ -139,8 +139,8 @@ def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> No
     """As those of a folder do on the command line: by name, or as a list, as its forward says."""
     data = [(x, LABELS) for x in batches()]
     fitted, recalibrated = of_plain_images()
-    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data).model)
-    same(recalibrated, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
+    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", input_size=SIZE, calibrate=data).model)
+    same(recalibrated, recalibrate(IMAGES[form](trunk()), data, input_size=SIZE).model)
 
 
 def test_a_detector_is_fitted() -> None:

@@ -206,11 +206,11 @@ from normswap import convert
 def memory(which):  # getrusage knows of the process that this one was forked from, too
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(which)).split()[1])
 small = timm.create_model("resnet18", channels=(4, 4, 4, 4)).eval()
-convert(small, "folded", size=(3, 64, 64))  # all is imported and every pool of memory there
+convert(small, "folded", input_size=(3, 64, 64))  # all is imported and every pool of memory there
 model = timm.create_model("resnet50").eval()
 whole = sum(t.numel() * t.element_size() for t in model.state_dict().values())
 before = memory("VmRSS")
-result = convert(model, "folded", size=(3, 64, 64))
+result = convert(model, "folded", input_size=(3, 64, 64))
 print((memory("VmHWM") - before) / whole)
 """
 
@@ -235,5 +235,5 @@ def test_layers_of_two_dtypes_keep_theirs() -> None:
     torch.manual_seed(0)
     first, second = (nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2))
     model = nn.Sequential(first, Narrowing(), second.bfloat16()).eval()
-    result = convert(model, "folded", size=(4, 9, 9)).model
+    result = convert(model, "folded", input_size=(4, 9, 9)).model
     assert [p.dtype for p in result.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
