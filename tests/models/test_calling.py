@@ -8,8 +8,6 @@ import functools
 import json
 import math
 import operator
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -346,50 +344,6 @@ def test_images_of_a_folder_reach_any_of_them(
             file["figures"]["top1"], checked["data"], told["accuracy"],
         ]  # fmt: skip
     assert found["make"] == found["plain"]
-
-
-def own_file(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of the user's with a factory, and random weights in another."""
-    code = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})", "from input_forms import *"]
-    (folder / "mine.py").write_text("\n".join([*code, f"def make(): return {what}"]))
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.chdir(folder)
-    torch.manual_seed(0)
-    made = eval(what)
-    safetensors.torch.save_file(made.state_dict(), folder / "mine.safetensors")
-    return folder / "mine.safetensors"
-
-
-QUICK = ["--batch-size", "1", "--input-size", "3,32,32", "--rounds", "2", "--seconds", "0.05"]
-
-
-@pytest.mark.slow
-def test_what_takes_images_by_name_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weights = own_file(tmp_path, "Keyword(trunk())", monkeypatch)
-    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK, "--json"]) == 0, capfd.readouterr().err
-    rows = json.loads(capfd.readouterr().out)["rows"]
-    assert {row["form"]: row["status"] for row in rows} == {"original": "ok", "folded": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("Unpacked(trunk())", "mine-make is not timed: the network takes more than images, it takes 2 tensors"),
-        ("Listed(trunk())", "mine-make is not timed: the network does not give one tensor"),
-    ],
-)
-def test_what_is_not_timed_is_said(
-    what: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weights = own_file(tmp_path, what, monkeypatch)
-    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK]) == 2
-    said = capfd.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
 
 
 def test_a_function_that_writes_to_its_list_may_do_so_for_every_batch() -> None:

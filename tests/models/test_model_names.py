@@ -155,9 +155,7 @@ def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     source = torchvision.models.get_model("mobilenet_v3_small", num_classes=4).eval()
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, "w.pth")
     words = ("--weights", "w.pth", "--num-classes", 4)
-    said = run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
-    assert "'state_dict'" in said
-    assert "'module.'" in said
+    run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
     x = torch.randn(2, 3, 64, 64)
     assert torch.allclose(normswap.load("a")(x), source(x), atol=1e-4)
     run("verify", "a")

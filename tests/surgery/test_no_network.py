@@ -66,9 +66,9 @@ class Restless(nn.Sequential):
 SIZE = (3, 16, 16)
 X = torch.ones(2, *SIZE)
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
-    "a name": (lambda: "resnet50", {}, ["not the text 'resnet50'", "timm.create_model"]),
-    "weights": (lambda: network().state_dict(), {}, ["not a dict of tensors", "load_state_dict"]),
-    "a class": (lambda: nn.Sequential, {}, ["Sequential is a class", "Give an instance"]),
+    "a name": (lambda: "resnet50", {}, ["of type str", "timm.create_model"]),
+    "weights": (lambda: network().state_dict(), {}, ["of type OrderedDict", "normswap.load"]),
+    "a class": (lambda: nn.Sequential, {}, ["not Sequential", "Give an instance"]),
     "a number": (lambda: 3, {}, ["not something of type int"]),
     "one side": (network, {"input_size": 64}, ["input_size=64", "(C, H, W)"]),
     "the name of a record": (network, {"size": SIZE}, ["scheme 'folded' has no option size"]),
@@ -149,7 +149,7 @@ def test_arguments_of_another_kind(case: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_asks_for_a_network(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SourceError, match="a network is wanted, not the text 'resnet50'"):
+    with pytest.raises(SourceError, match="a network is wanted, not something of type str"):
         VERBS[verb]("resnet50")
     assert not any(tmp_path.iterdir())
 
