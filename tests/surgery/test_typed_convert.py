@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 from mypy import api
 
-from normswap import schemes
-from normswap.schemes.parts.options import OPTIONS, Option
+from normswap.schemes.catalogue import TARGETS
+from normswap.schemes.parts.options import Option
 from normswap.surgery import typed_convert
 
 FILE = Path(str(typed_convert.__file__)).with_suffix(".pyi")
@@ -66,10 +65,10 @@ follow_imports = silent
 
 def made() -> str:
     """The part of the file that is made."""
-    plain = sorted({info.name.replace("_", "-") for info in pkgutil.iter_modules(schemes.__path__) if not info.ispkg})
-    parts = [_record(name, OPTIONS[name]) for name in sorted(OPTIONS)]
-    calls = [_call([name], _class(name)) for name in sorted(OPTIONS)]
-    calls.append(_call([*(name for name in plain if name not in OPTIONS), "unfold"], "EveryOption"))
+    with_options = [name for name in sorted(TARGETS) if TARGETS[name].options]
+    parts = [_record(name, TARGETS[name].options) for name in with_options]
+    calls = [_call([name], _class(name)) for name in with_options]
+    calls.append(_call([*(name for name in sorted(TARGETS) if name not in with_options), "unfold"], "EveryOption"))
     calls.append(_call([], "EveryOption"))
     head = 'class TypedConvert(Protocol):\n    """`convert`, with the options of each scheme."""\n\n'
     return BEGIN + "\n\n" + "\n\n".join([*parts, head + "\n".join(calls)]).rstrip() + "\n\n\n"

@@ -37,7 +37,7 @@ from normswap.images.datasets import Loader, make_loader
 from normswap.models import zoo
 from normswap.models.weight_files import read
 from normswap.plan import Body
-from normswap.schemes.parts.per_sample_norms import steady_eps
+from normswap.schemes.groupnorm import steady_eps
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 from normswap.surgery.held_out import accuracy_text
