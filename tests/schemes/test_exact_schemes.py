@@ -391,7 +391,7 @@ def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
     """Counted: timm's drop_block, an identity, stands between norm and activation (Zhang et al. 2019, section 3)."""
     model = timm.create_model(arch, num_classes=3).eval()
     activations = sum(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules())
-    result = conversion.convert(model, "fixup", input_size=(3, 64, 64)).model
+    result = normswap.convert(model, "fixup", input_size=(3, 64, 64)).model
     after_sums = [module for module in result.modules() if isinstance(module, Scale) and module.bias is not None]
     before = [module for module in result.modules() if isinstance(module, scalars.ScalarBias)]
     assert len(before) + len(after_sums) == activations
