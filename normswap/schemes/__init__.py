@@ -16,7 +16,9 @@ from normswap.errors import OptionError, spelled
 from normswap.plan import Step
 from normswap.schemes.catalogue import PURPOSES, STEPS, TARGETS
 from normswap.schemes.parts.options import Option, check_given
-from normswap.schemes.scheme import Chosen, Options, Planner
+from normswap.schemes.scheme import Chosen as Chosen
+from normswap.schemes.scheme import Options as Options
+from normswap.schemes.scheme import Planner
 from normswap.schemes.scheme import Scheme as Scheme
 
 UNFOLD = "The source's own BatchNorm again, with what was learned since: the way back from an exact scheme."
