@@ -61,7 +61,9 @@ def test_unfold_gives_the_architecture_back() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, side, side, dtype=torch.float64)
     model = randomize(timm.create_model(arch, **args)).double().eval()
-    back = normswap.convert(normswap.convert(model, "folded", size=x.shape[1:]).model, "unfold", size=x.shape[1:]).model
+    back = normswap.convert(
+        normswap.convert(model, "folded", input_size=x.shape[1:]).model, "unfold", input_size=x.shape[1:]
+    ).model
     assert scaled(back) == scaled(model)
     assert back.state_dict().keys() == model.state_dict().keys()
     assert distance(run(model, x), run(back, x)) <= TOLERANCE
