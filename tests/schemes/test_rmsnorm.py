@@ -283,7 +283,7 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
     "a vector scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)), "mul"),
     "a square is added": (
-        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "channels are is not known after add"),
+        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "is not known after add"),
     "grouped filters": (
         lambda m, x: m.head(m.two(m.grouped(x).flatten(2).transpose(1, 2)).mean(1)), "grouped.*groups of filters"),
     "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
