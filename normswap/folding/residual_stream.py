@@ -82,12 +82,8 @@ def centre(builder: PlanBuilder, stream: Stream) -> None:
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether no mean comes out of `node` if none goes in."""
-    return (
-        builder.is_identity(node)
-        or channel_axes.is_step(builder.anatomy.traced, node)
-        or is_add(node)
-        or is_constant_mul(node)
-    )
+    alike = builder.is_identity(node) or channel_axes.is_step(builder.anatomy.traced, node)
+    return alike or is_add(node) or is_constant_mul(node)
 
 
 def _ignores_the_mean(builder: PlanBuilder, seen: Axes, node: fx.Node, user: fx.Node) -> bool:

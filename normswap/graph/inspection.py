@@ -147,7 +147,7 @@ class _GraphReader(NodeReader):
                 continue
             seen.add(id(module))
             called = len(self.traced.calls.get(id(module), ()))
-            averages = called == 1 and affine.average_refusal(module) is None
+            averages = called == 1 and affine.has_average(module)
             name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
             norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, called, averages))
         return norms

@@ -104,17 +104,13 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def average_refusal(module: nn.Module) -> str | None:
-    """Why no BatchNorm can stand for this norm, computing what it does on average, or None when one can."""
+def has_average(module: nn.Module) -> bool:
+    """Whether it is a norm with statistics per sample or position for which, on average, a BatchNorm can stand."""
     kind = known_norms.kind_of(module)
-    per_sample = kind is not None and kind.statistics in (Statistics.SAMPLE, Statistics.POSITION)
-    if kind is None or not per_sample or kind.dim != 1 or kind.single or not known_norms.is_believed(module):
-        return f"{type(module).__name__} is no norm of channels in dimension 1 that is known"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which would be lost with it"
-    if getattr(module, "track_running_stats", False):
-        return "it keeps statistics of its own"
-    return None
+    if kind is None or kind.statistics not in (Statistics.SAMPLE, Statistics.POSITION) or kind.dim != 1 or kind.single:
+        return False
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return known_norms.is_believed(module) and not hooks and not getattr(module, "track_running_stats", False)
 
 
 def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -138,19 +138,12 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-class PositionNorm(Protocol):
-    """The common part of LayerNorm and RMSNorm."""
-
-    normalized_shape: tuple[int, ...]
-    weight: Tensor | None
-
-
-def read(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """gamma and beta, each of shape (C,), float64; ones and zeros where the module has none."""
-    shift, norm = getattr(module, "bias", None), cast(PositionNorm, module)
-    like = torch.ones(norm.normalized_shape, dtype=torch.float64)
-    gamma = like if norm.weight is None else norm.weight.detach().double()
-    return gamma, torch.zeros_like(gamma) if shift is None else shift.detach().double()
+def read(norm: Any) -> tuple[Tensor, Tensor]:
+    """gamma and beta, each of shape (C,), float64; ones and zeros where a LayerNorm or RMSNorm has none."""
+    beta = getattr(norm, "bias", None)
+    ones = torch.ones(norm.normalized_shape, dtype=torch.float64)
+    gamma = ones if norm.weight is None else norm.weight.detach().double()
+    return gamma, torch.zeros_like(gamma) if beta is None else beta.detach().double()
 
 
 class BareNorm(PlannedLayer):
@@ -174,11 +167,9 @@ class RMSNorm(PlannedLayer):
             raise TypeError(f"a {type(old).__name__} is no LayerNorm over the channels")
         (channels,) = old.normalized_shape
         scale = old.weight is not None
-        new = (
-            ShiftedRMSNorm(channels, eps=old.eps, scale=scale, shift=shift, dim=dim)
-            if shift or dim != -1
-            else nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
-        )
+        new = nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
+        if shift or dim != -1:
+            new = ShiftedRMSNorm(channels, eps=old.eps, scale=scale, shift=shift, dim=dim)
         new.to(like if old.weight is None else old.weight.detach()[:0])
         for name in ("weight", "bias"):
             mine, source = getattr(new, name, None), getattr(old, name, None)
