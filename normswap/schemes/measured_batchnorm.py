@@ -22,7 +22,7 @@ from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import is_add, is_mul
-from normswap.layers import affine, measured_norm
+from normswap.layers import affine, site_norm
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.known_norms import BatchNorm
 from normswap.layers.placeholders import Chain
@@ -77,7 +77,7 @@ def fit(task: FitTask) -> tuple[str, ...]:
 def settle(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Let every norm undo its statistics, in the precision that `result` has."""
     for path, conv, norm in _parts(result, step):
-        measured_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
+        site_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
 def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
