@@ -49,7 +49,7 @@ def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
 )
 def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why: str) -> None:
     with pytest.raises(OptionError, match=why):
-        schemes.chosen(scheme, options).options
+        schemes.chosen(scheme, options)
 
 
 def test_what_an_option_may_be() -> None:
