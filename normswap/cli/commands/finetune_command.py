@@ -40,7 +40,7 @@ class TrainingOptions:
     """How to train, but for what the recipe says."""
 
     resume: Annotated[
-        str | None, typer.Option(metavar="auto|DIR", help="Continue the run in the output, or in DIR.")
+        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
     ] = None
     device: Device = "auto"
     track: Annotated[
@@ -119,8 +119,6 @@ def _run(model: nn.Module | None, recipe: Recipe, place: Path, training: Trainin
 
 
 def _print(body: Body) -> None:
-    from normswap.training.progress_records import decline
-
     rows = body["rows"]
     if not body["finished"]:
         print(f"stopped at update {body['updates']}, nothing is lost: --resume auto continues")
@@ -129,8 +127,6 @@ def _print(body: Body) -> None:
         now = rows[-1]
         print(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after epoch {now['epoch']:g}, "
               f"best {best:.2f} (epoch {body['best_epoch']:g})")  # fmt: skip
-    if warning := decline(rows):
-        print(warning)
     print(f"written to {body['output']}: best, last, metrics.csv")
     if body["finished"]:
         next_step("evaluate", body["best"], "--data", "IMAGES")
