@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler.cosine_lr import CosineLRScheduler
@@ -69,9 +72,9 @@ class Rate:
 def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
     warmup = round(part.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
-    common = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
+    common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
     if part.name in ("cosine", "poly"):
-        kind = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
+        kind: Callable[..., Scheduler] = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
         with quiet():
             return kind(optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **common)
     epochs = list(part.milestones) if part.name == "multistep" else []

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
 from normswap.errors import OptionError, SourceError
-from normswap.images.datasets import PREFIXES, LabelledImages, Loader, collate, open_images
+from normswap.images.datasets import PREFIXES, Loader, collate, open_images
 from normswap.images.places import TRAIN, VALIDATION, part_named
 from normswap.plan import Body
 from normswap.training.augmenting import transform
@@ -125,7 +126,7 @@ def _draw_by(*parts: object) -> None:
 class Seeded(Dataset[Example]):
     """Some images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
 
-    def __init__(self, images: LabelledImages, rows: Sequence[int], seed: int) -> None:
+    def __init__(self, images: Any, rows: Sequence[int], seed: int) -> None:
         self.images, self.rows, self.seed = images, rows, seed
 
     def __len__(self) -> int:
@@ -247,7 +248,7 @@ def _rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
     return sorted(order)
 
 
-def _digest(images: LabelledImages) -> str:
+def _digest(images: Any) -> str:
     """Return the SHA-256 of the names of all images, where they are files, else of their number.
 
     Rows of a Hugging Face dataset have names, too, which come with the bytes of the images: all of them would be read.

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.images import datasets, places
-from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
 
 CLASSES = ["ant", "bee", "cow"]
 CONFIG: dict[str, Any] = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}
 CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "num_classes": 3}
-SHARED = Path(__file__).parents[3] / "shared"
 
 
 @pytest.fixture
@@ -231,17 +229,6 @@ def test_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "create_dataset", lambda *_, **__: Stream())
     assert batches(CONFIG, "wds/x:/y")[1] == list(range(9))
     assert batches(CONFIG, "wds/x:/y", samples=7)[1] == list(range(7))
-
-
-# --- with the evaluation ----------------------------------------------------------------------------------------------
-
-
-def test_shared_checkpoint() -> None:
-    if not (SHARED / "data/cifar10").is_dir() or not (SHARED / "checkpoints").is_dir():
-        pytest.skip("no shared data here")
-    model = zoo.open_source(str(SHARED / "checkpoints/resnetv2_18_narrow"))
-    loader = make_loader(model, str(SHARED / "data/cifar10/test.tar.xz"), samples=300, workers=0)
-    assert evaluate(model, loader).top1 == pytest.approx(77, abs=8)
 
 
 @pytest.mark.parametrize(
