@@ -46,10 +46,10 @@ BAD: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
     ("alpha", "", None, (*DEMO, "skipinit", "--alpha", "inf"), ("finite",)),
     ("mean", "", None, (*DEMO, "nf", "--mean", "none"), ("neither 'fit' nor 'keep'",)),
     ("nf without data", "", None, (*DEMO, "nf"), ("--calibrate DATA", "--mean keep")),
-    ("data for what has no use", "", None, (*DEMO, "folded", "--calibrate", "noise"), ("no use for calibration",)),
+    ("data for what has no use", "", None, (*DEMO, "folded", "--calibrate", "demo"), ("no use for calibration",)),
     ("data that are not there", "", None, (*DEMO, "groupnorm", "--calibrate", "nowhere"), ("nowhere does not exist",)),
     ("too few samples", "d", pictures(1), (*DEMO, "groupnorm", "--calibrate", "d"), ("1 calibration images", "2")),
-    ("one sample", "", None, (*DEMO, "nf", "--calibrate", "noise", "--samples", "1"), ("--samples",)),
+    ("one sample", "", None, (*DEMO, "nf", "--calibrate", "demo", "--samples", "1"), ("--samples",)),
     ("no picture", "d", broken, (*DEMO, "groupnorm", "--calibrate", "d"), ("2-a.png cannot be read",)),
     ("no pictures", "d", lambda folder: folder.mkdir(), (*DEMO, "nf", "--calibrate", "d"), ("d", "images")),
     ("purpose", "", None, (*DEMO, "groupnorm", "--for", "opacs"), ("unknown purpose 'opacs'", "federated|opacus")),
@@ -90,8 +90,8 @@ def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:
     torch.manual_seed(0)
     model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
     with pytest.raises(RefusedError, match=r"layer4\.0\.bn1 on \(1, 8, 1, 1\).*larger inputs"):
-        normswap.convert(model, "instancenorm", size=(3, 32, 32))
-    normswap.convert(model, "instancenorm", size=(3, 32, 32), skip="layer4")
+        normswap.convert(model, "instancenorm", input_size=(3, 32, 32))
+    normswap.convert(model, "instancenorm", input_size=(3, 32, 32), skip="layer4")
 
 
 def test_plain_pictures_without_classes_do(here: Path, capfd: Capture) -> None:

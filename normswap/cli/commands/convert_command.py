@@ -23,7 +23,7 @@ from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
 from normswap.schemes import Options, all_options, purpose_names
 from normswap.schemes.parts.options import Option
-from normswap.storage import atomic_write, network_folder, one_writer
+from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.carrying_out import Conversion
@@ -161,7 +161,7 @@ def run(
     if not dry_run:
         network_folder.check_writable(place, force=planning.force)
     planning.check_writable()
-    with nullcontext() if dry_run else one_writer.alone(place):
+    with nullcontext() if dry_run else network_folder.one_writer(place):
         net = opening.open(model)
         from normswap.models import devices  # torch is there now
         from normswap.storage import checkpoint
@@ -229,7 +229,7 @@ def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         return
     schemes.check_target(wanted.to)
-    schemes.check_options(wanted.to, wanted.options)
+    schemes.chosen(wanted.to, wanted.options)
     schemes.check_purpose(wanted.purpose)
 
 
@@ -244,7 +244,7 @@ def _follow(network: Network, plan: Plan, origin: str) -> Outcome:
 
     bodies: list[Body] = []
     done: Conversion | None = None
-    images, progress = network.images, network.progress
+    images, progress = network.calibrate, network.progress
     for step in plan.steps:
         try:
             done = carry_out(network.fitted_to(images, progress), step)

@@ -117,10 +117,10 @@ class Int8:
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """The images to calibrate on, and those to measure on."""
-        from normswap.images.parting import part
+        from normswap.images.datasets import split_for_calibration
 
         some = replace(images, data=self.calibrate, samples=None, split="train").loader(model, labelled=None)
-        calibrate, others = part(some, self.calibrate_samples, most=images.samples or _MEASURED)
+        calibrate, others = split_for_calibration(some, self.calibrate_samples, most=images.samples or _MEASURED)
         return calibrate, others if images.data is None else images.loader(model, labelled=None)
 
 

@@ -1,0 +1,162 @@
+"""`batchnorm`, `frozen-bn` and `affine`: a layer at every place where a BatchNorm stands, or stood.
+
+The statistics are those that the network carries. A norm that was folded back leaves its output in its place: mean =
+beta, deviation = |gamma|. One that was folded forward, or left a shift or an affine map, has its own input there: its
+running statistics. In either case the new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the
+transform can be the identity), and the convolutions keep their values. A network that never had a BatchNorm gets some
+with statistics measured on the images of `--calibrate` (`measured_batchnorm.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from normswap.errors import RefusedError, spelled
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.outcomes import KEEPS_STATISTICS, left_affine
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.inspection import Anatomy
+from normswap.layers import affine
+from normswap.layers.channelwise import ChannelAffine
+from normswap.layers.own import OwnLayer
+from normswap.layers.placeholders import Vacant
+from normswap.layers.site_norm import SiteNorm
+from normswap.plan import AbsorbMode, Body, Outcome
+from normswap.schemes.parts.replaceable_batchnorms import require_no_tokenwise_norms
+
+
+def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
+    """Plan a BatchNorm wherever a norm stands or stood; what `where` and `like` ask for is done elsewhere.
+
+    Args:
+        ghost_batch: in training so many samples share their statistics (Hoffer et al. 2017, arXiv:1705.08741,
+            algorithm 1).
+    """
+    ghost = {"ghost": ghost_batch} if ghost_batch else {}
+
+    def keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+        same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
+        if same and not affine.is_frozen(module) and not affine.is_registered(module):
+            builder.settle(path, Outcome("kept", "kept"))
+        else:
+            builder.replace(path, "SiteNorm", **ghost)
+            sentence = f"statistics over {ghost_batch or 'all'} samples"
+            builder.settle(path, Outcome("statistics over some samples", sentence))
+
+    return insert_norms(anatomy, "SiteNorm", keep, **ghost)
+
+
+def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a norm whose statistics, gamma and beta are constants wherever a norm stands or stood.
+
+    torchvision's `FrozenBatchNorm2d`, or timm's `FrozenBatchNormAct2d` where the norm carries an activation.
+    """
+    return insert_norms(anatomy, "FrozenNorm", _freeze)
+
+
+def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    if affine.is_frozen(module):
+        builder.settle(path, Outcome("frozen", "frozen already"))
+    elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
+        builder.refusals[path] = (
+            f"there is no frozen {type(module).__name__}; `{spelled('to', 'tune')}` keeps its statistics"
+        )
+    else:
+        builder.replace(path, "FrozenNorm")
+        builder.settle(path, Outcome("frozen", "frozen"))
+
+
+def plan_affine(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode.
+
+    Raises:
+        RefusedError: there is no BatchNorm, and no record of one.
+    """
+    return insert_norms(anatomy, ChannelAffine.__name__, _keep_the_map)
+
+
+def _keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    builder.replace(path, ChannelAffine.__name__)
+    builder.settle(path, left_affine("its own map"))
+
+
+Wish = Callable[[PlanBuilder, str, nn.Module], None]
+
+
+def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
+    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost.
+
+    Raises:
+        RefusedError: there is no BatchNorm, and no record of one.
+    """
+    modules = anatomy.traced.modules
+    living = [
+        norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called and anatomy.takes_part(norm.path)
+    ]
+    held = {anatomy.original_path(norm.path) for norm in anatomy.norms}
+    lost = [path for path in anatomy.provenance.original_paths if path not in held and anatomy.takes_part(path)]
+    now = [anatomy.current_path(path) for path in lost]
+    builder = fold_norms(anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))])
+    refusals = {id(read.module): read.refusal for read in anatomy.maps}
+    for path in living:
+        why = refusals[id(modules[path])]
+        if why:
+            builder.refusals[path] = why
+        else:
+            keep(builder, path, modules[path])
+    if not living and not lost:
+        require_no_tokenwise_norms(anatomy, "no statistics are known")
+        raise RefusedError(
+            "no statistics are known",
+            "the network has no BatchNorm, and was not converted from one that had",
+            f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}' measures some, on images",
+        )
+    for path in lost:
+        _restore(builder, path, layer, args)
+    return builder
+
+
+def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
+    path = builder.anatomy.current_path(original)
+    old = builder.anatomy.traced.modules.get(path)
+    if old is None or (id(old) not in builder.anatomy.traced.calls and not isinstance(old, Vacant)):
+        builder.notes.append(f"{path}: there is no place for its norm any more")
+        return
+    removed = builder.is_removed(path, old)
+    if not removed and not _stands_for_a_norm(old):
+        builder.notes.append(f"{path} stays a {type(old).__name__}: {builder.outcomes.get(path, 'it is in use')}")
+        return
+    if affine.holds_statistics(old) and not removed:
+        builder.replace(path, layer, **args)
+        builder.settle(path, KEEPS_STATISTICS)
+        return
+    mean, std = moments(builder.anatomy, original, at_input=not removed)
+    builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
+    builder.settle(path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept"))
+
+
+def _stands_for_a_norm(module: nn.Module | None) -> bool:
+    return isinstance(module, OwnLayer) and module.AFFINE and module.PER_CHANNEL
+
+
+def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel in the place of a norm that is gone."""
+    record = anatomy.provenance
+    mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
+    edits = (edit for step in record.plan.steps for edit in step.edits)
+    moved_on = any(
+        read == path and absorption.way is AbsorbMode.BEFORE for edit in edits for read, absorption in edit.absorbed
+    )
+    if at_input or moved_on:
+        return mean, var.sqrt()
+    beta, gamma = anatomy.kept_moments(path)
+    assert beta is not None
+    assert gamma is not None
+    return beta, gamma
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """Six digits are enough: the norm is the same map whatever its statistics are."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,0 +1,118 @@
+"""What `--for` adds after a scheme: the needs of private or federated training, as one more step. Nothing else changes.
+
+`opacus`, differentially private SGD by gradients per sample (Abadi et al. 2016, arXiv:1607.00133; Opacus 1.6): no
+statistics of the batch; no buffers in a layer that learns, which Opacus refuses (`GradSampleModule.validate`); nothing
+written in place to what a layer that learns returns, as its backward hooks forbid. `federated`, averaging of clients'
+states (McMahan et al. 2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes, so that
+the parameters are all there is to average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from normswap.folding.overwriting import overwrites, shares
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph.inspection import Anatomy
+from normswap.graph.tracing import Traced, inputs
+from normswap.layers import affine
+from normswap.layers.channelwise import ChannelBias
+from normswap.layers.placeholders import Copy
+from normswap.plan import Edit, Outcome, Then
+
+
+def plan_federated(anatomy: Anatomy) -> PlanBuilder:
+    """A learnable scale for every fixed sign; refused: whatever holds statistics."""
+    builder = PlanBuilder(anatomy)
+    for path, module in anatomy.traced.modules.items():
+        _refuse_statistics(builder, path, module)
+        if isinstance(module, ChannelBias) and module.sign is not None:
+            _learn_sign(builder, path)
+    return builder
+
+
+def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
+    """The same, and nothing written in place."""
+    builder = plan_federated(anatomy)
+    traced = anatomy.traced
+    for path, module in traced.modules.items():
+        if getattr(module, "inplace", False) is True:
+            _write_out_of_place(builder, path)
+        if path not in builder.refusals and path not in builder.replacements:
+            _refuse_buffers(builder, path, module)
+    for node in traced.nodes:
+        if overwrites(traced, node):
+            _copy_before(builder, node)
+    for path, why in traced.opaque.items():
+        builder.notes.append(f"{path} cannot be looked into ({why}): whether it writes in place is not known")
+    return builder
+
+
+def _learn_sign(builder: PlanBuilder, path: str) -> None:
+    builder.replace(path, "ChannelAffine")
+    builder.settle(path, Outcome("learn", "learns", "its signs become a scale"))
+
+
+def _write_out_of_place(builder: PlanBuilder, path: str) -> None:
+    outer = next((parent for parent in builder.replacements if path.startswith(f"{parent}.")), None)
+    if outer is None:
+        builder.replace(path, "OutOfPlace")
+    else:
+        builder.replacements[outer] = replace(builder.replacements[outer], out_of_place=True)
+
+
+def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    remedy = "groupnorm, skipinit and frozen-bn do not"
+    if affine.is_batchnorm(module) and not affine.is_frozen(module):
+        builder.refusals[path] = f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
+    elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        builder.refusals[path] = f"a {type(module).__name__} keeps running statistics; {remedy}"
+    elif isinstance(module, parametrizations._SpectralNorm):
+        builder.refusals[path] = "spectral normalization keeps buffers that training changes; weightnorm has none"
+
+
+def learns(module: nn.Module) -> bool:
+    """Whether the module has parameters of its own that learn: what Opacus hooks."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    held = [name for name, _ in module.named_buffers()] if learns(module) else []
+    if held:
+        what = f"a {type(module).__name__} learns and holds buffers ({', '.join(held[:3])}), which Opacus refuses"
+        builder.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
+    elif parametrize.is_parametrized(module) and not learns(module):
+        builder.replace(path, "WithBias")  # else Opacus would hook the parametrization, which sees no samples
+        builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
+
+
+def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
+    """Let what a layer that learns returns be copied before `node` writes into it."""
+    traced = builder.anatomy.traced
+    value = inputs(node)[0]
+    while not _owners(traced, value) and shares(traced, value) and inputs(value):
+        value = inputs(value)[0]
+    owners = _owners(traced, value)
+    if not owners or _writer_is_gone(builder, node):
+        return
+    if any(isinstance(traced.modules[path], Copy) for path in traced.outputs[value]):
+        return
+    path = owners[-1]
+    if path in builder.replacements:
+        edit = builder.replacements[path]
+        builder.replacements[path] = replace(edit, then=(*edit.then, Then("Copy")))
+    else:
+        builder.replacements[path] = Edit(path, "Copy", keep=True)
+
+
+def _owners(traced: Traced, node: fx.Node) -> list[str]:
+    """The modules with parameters of their own that return the value of `node`, innermost first."""
+    return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]
+
+
+def _writer_is_gone(builder: PlanBuilder, node: fx.Node) -> bool:
+    edit = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
+    return edit is not None and edit.layer == "OutOfPlace"
