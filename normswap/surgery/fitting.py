@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from normswap.calibration.fit_task import FitTask
+from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
 from normswap.models.calling import Example
 from normswap.plan import Step
@@ -25,19 +26,21 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """The images that the values of a step are fitted to; None where nothing in it is fitted, or there are no images.
 
     Raises:
-        OptionError: the scheme needs data and there are none.
+        OptionError: the scheme needs data and there are none, or they are synthetic and it measures statistics of them.
     """
     if not chosen.fits:
         return None
-    if network.calibrate is None and chosen.measures:
-        remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
-        raise OptionError(f"{chosen.scheme.name} measures statistics on images", "there are none", remedy)
-    if network.calibrate is None and chosen.requires_data:
-        remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
+    images = network.images
+    remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
+    if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
+        why = "there are none" if images is None else "those of synthetic images are not what training would begin from"
+        raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
+    if images is None and chosen.requires_data:
+        remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
         if chosen.exact_instead is not None:
             remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
-    return network.calibrate
+    return images
 
 
 def require_use(chosen: Chosen, network: Network) -> None:
@@ -85,19 +88,22 @@ def fit(
     """Let the step's scheme set the values of `result`, in place.
 
     Returns:
-        What the user should know, and the images as they were dealt; None without images, and where the result is not
-        fitted to a target of its own but measures all images.
+        What the user should know, and the images as they were dealt; None without images, of synthetic ones, and
+        where the result is not fitted to a target of its own but measures all images.
 
     Raises:
         SourceError: unusable or too few images.
     """
     dealt: Dealt | None = None
+    notes: tuple[str, ...] = ()
     batches = None if images is None else calls_of(images, network)
-    if batches is not None and scheme.fitting_target is not None:
+    if isinstance(images, SyntheticImages):
+        notes = (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
+    elif batches is not None and scheme.fitting_target is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     source = network.module
     if scheme.fitting_target is not None:  # what the result is fitted to: the source with the result's rescaling
         source = applying.apply_step(source, scheme.fitting_target(step))
     assert scheme.fit is not None
     task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
-    return tuple(scheme.fit(task) or ()), dealt
+    return (*notes, *(scheme.fit(task) or ())), dealt

@@ -27,7 +27,7 @@ class EveryOption(TypedDict, total=False):
     inputs: Inputs
     input_size: Sequence[int] | None
     seed: int | None
-    calibrate: Batches | None
+    calibrate: Batches | str | None
     progress: Progress | None
     only: str | Sequence[str]
     skip: str | Sequence[str]
