@@ -1,4 +1,4 @@
-"""How data enter a conversion: whether a step wants them, and the call to its scheme's `fit`.
+"""DO: how data enter a conversion: whether a step wants them, and the call to its scheme's `fit`.
 
 A plan's structure never depends on data; a scheme with a `fit` sets values of the converted network afterwards.
 """
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from normswap.calibration.fit_task import FitTask
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
+from normswap.images import stem_statistics
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen, Scheme
 from normswap.surgery import applying
-from normswap.surgery.held_out import Dealt
+from normswap.surgery.held_out import COPIES, TOO_FEW, HeldOutSplit
 from normswap.surgery.network import Batches, Network
 
 
@@ -54,6 +55,21 @@ def require_use(chosen: Chosen, network: Network) -> None:
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """The outcome of a fit.
+
+    Args:
+        held: calls that nothing was fitted to.
+        unmeasured: why there are none.
+        notes: what the user should know.
+    """
+
+    held: tuple[Example, ...] = ()
+    unmeasured: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class _Calls:
     """Batches of any form, as calls of the network, as often as they are read."""
 
@@ -82,28 +98,30 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
     return iter(calls) if isinstance(calls.batches, Iterator) else calls
 
 
-def fit(
-    scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None
-) -> tuple[tuple[str, ...], Dealt | None]:
-    """Let the step's scheme set the values of `result`, in place.
-
-    Returns:
-        What the user should know, and the images as they were dealt; None without images, of synthetic ones, and
-        where the result is not fitted to a target of its own but measures all images.
+def fit(scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
+    """Let the step's scheme set the values of `result`, in place; without images, those that need none.
 
     Raises:
         SourceError: unusable or too few images.
     """
-    dealt: Dealt | None = None
-    notes: tuple[str, ...] = ()
     batches = None if images is None else calls_of(images, network)
-    if isinstance(images, SyntheticImages):
-        notes = (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
-    elif batches is not None and scheme.fitting_target is not None:
-        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     source = network.module
-    if scheme.fitting_target is not None:  # what the result is fitted to: the source with the result's rescaling
+    split: HeldOutSplit | None = None
+    if scheme.fitting_target is not None:
+        # The result is fitted to the source with the rescaling that the result has.
         source = applying.apply_step(source, scheme.fitting_target(step))
+        if batches is not None and not isinstance(images, SyntheticImages):
+            batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert scheme.fit is not None
     task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
-    return (*notes, *(scheme.fit(task) or ())), dealt
+    notes = tuple(scheme.fit(task) or ())
+    if isinstance(images, SyntheticImages):
+        notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
+    if split is None:
+        return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
+    if split.held and split.copies:
+        notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
+    if split.first is not None:
+        notes += tuple(stem_statistics.doubt(network.module, split.first.images))
+    why = "" if split.held else (COPIES if split.copies else TOO_FEW)
+    return Fitted(tuple(split.held), why, notes)

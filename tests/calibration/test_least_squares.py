@@ -31,7 +31,7 @@ from normswap.calibration.least_squares import Folds, Moments
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms
+from normswap.schemes import groupnorm
 from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -321,10 +321,10 @@ def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
 
 def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     model = narrow("resnetv2_18")
-    done = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32), stem="fit")
+    done = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32), stem="fit")
     convs = [m for m in done.model.modules() if isinstance(m, nn.Conv2d)]
     assert sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1  # the classifier is none
-    kept = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32)).model
+    kept = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32)).model
     assert [type(m) is ScaledStdConv2d for m in kept.modules() if isinstance(m, nn.Conv2d)] == [
         False, *[True] * (len(convs) - 2), False
     ]  # fmt: skip
@@ -368,7 +368,7 @@ def test_progress_batches_with_labels_and_functions() -> None:
     model, told = narrow(), []
     data = [(x, torch.zeros(len(x), dtype=torch.long)) for x in images()]
     conversion.convert(
-        model, "layernorm", size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
+        model, "layernorm", input_size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
     )
     assert told == [(i + 1, len(told)) for i in range(len(told))]
     assert len(told) == 27
@@ -437,7 +437,7 @@ def with_nan() -> list[Tensor]:
 )
 def test_bad_data_are_named(data: list[Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
+        conversion.convert(narrow(), "groupnorm", input_size=(3, 32, 32), calibrate=data)
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "nf"])
@@ -447,14 +447,14 @@ def test_a_layer_whose_numbers_overflow_is_named(to: str) -> None:
     with torch.no_grad():
         model.bn1.weight *= 1e20
     with pytest.raises(SourceError, match=r"layer1\.0\.conv1 cannot be fitted: .* overflows"):
-        conversion.convert(model, to, size=(3, 32, 32), calibrate=images())
+        conversion.convert(model, to, input_size=(3, 32, 32), calibrate=images())
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "nf", "centered-weightnorm"])
 def test_images_of_other_channels_do_not_fit(to: str) -> None:
     given = {"mean": "fit"} if to == "centered-weightnorm" else {}
     with pytest.raises(SourceError, match="the calibration images do not fit the network"):
-        conversion.convert(narrow(), to, size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
+        conversion.convert(narrow(), to, input_size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_images_of_other_channels_do_not_fit(to: str) -> None:
 def test_options_are_checked(to: str, options: dict[str, Any], message: str) -> None:
     model = net(lambda m, x: m.bn(m.conv(x)) + x, **ONE)().eval()
     with pytest.raises(OptionError, match=message):
-        conversion.convert(model, to, size=(C, 9, 9), **options)
+        conversion.convert(model, to, input_size=(C, 9, 9), **options)
 
 
 def test_rows_of_features_are_fitted_to_as_images_are() -> None:
@@ -509,7 +509,7 @@ def test_groups_are_explained_or_refused() -> None:
         conversion.plan_step(inspection.inspect(single), "groupnorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
         conversion.plan_step(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
-    assert [per_sample_norms.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+    assert [groupnorm.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
 
 
 def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
@@ -549,9 +549,9 @@ def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert "lead" not in args["stages.0.blocks.0.norm2"]
     assert str(builder.outcomes["norm"]).endswith("behind a scale and shift")
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    recentred = applying.apply_step(model, groupnorm.fitting_target(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
-    edits = tuple(edit for edit in per_sample_norms.recentred(step).edits if edit.layer != "Steadied")
+    edits = tuple(edit for edit in groupnorm.fitting_target(step).edits if edit.layer != "Steadied")
     broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
@@ -564,7 +564,7 @@ def test_transposed_convolutions_absorb_the_rescaling(groups: int) -> None:
     step, _ = conversion.plan_step(inspection.inspect(net), "layernorm")
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
+    assert distance(run(net, x), run(applying.apply_step(net, groupnorm.fitting_target(step)), x)) < 1e-12
 
 
 # which convolutions rescale the channels of the norm after them; a scale and shift in front of it does, where none can
@@ -596,7 +596,7 @@ def test_who_can_absorbs_the_rescaling_and_the_function_stays(name: str) -> None
     assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
     leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
     assert len(leads) == len(holders) + sum(leads.values())
-    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    recentred = applying.apply_step(model, groupnorm.fitting_target(step))
     assert distance(outputs(model, x), outputs(recentred, x)) < 1e-12
 
 
