@@ -201,16 +201,6 @@ def test_in_a_narrow_pipe_paths_are_whole_and_lines_have_no_blanks_at_their_end(
     assert [line for line in lines if line != line.rstrip()] == []
 
 
-def test_a_dry_run_leaves_the_letters_of_channels_to_json(capfd: Capture) -> None:
-    assert main(["convert", MODEL, "--to", "groupnorm", "--dry-run"]) == 0
-    out = capfd.readouterr().out
-    assert "groups 1, eps " in out
-    assert max(map(len, out.split())) < 100
-    assert not any(sign in out for sign in ("-++", "+--"))
-    (edit, *_) = run_json(capfd, "convert", MODEL, "--to", "groupnorm", "--dry-run")["steps"][0]["edits"]
-    assert {"flips", "factors"} < edit["args"].keys()
-
-
 # --- convert ----------------------------------------------------------------------------------------------------------
 
 

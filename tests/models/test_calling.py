@@ -143,7 +143,6 @@ def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> No
     fitted, recalibrated = of_plain_images()
     same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data).model)
     same(recalibrated, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
-    assert normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate="noise").report.passed
 
 
 def test_a_detector_is_fitted() -> None:
@@ -181,8 +180,6 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
     (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2],)], "do not fit the network: .*grey"),
     (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2], X[:, 2:]), (X[:, :2], X[:, 1:])], "batch 1 has images of size"),
     (Listed, (list(X),), [list(X), list(X[:5])], "take another way through the network: .*how many"),
-    (Unpacked, (X[:, :2], X[:, 2:]), "noise", "takes more than images: only those can be made up.*calibrate="),
-    (Unpacked, (X[:, :2], X[:, 2:]), "synthetic", "takes more than images: only those can be made up.*calibrate="),
 ]  # fmt: skip
 
 

@@ -12,10 +12,10 @@ import torch
 from lived import distance, lived_in, run
 from torch import Tensor, nn
 
+from normswap.calibration import zero_sum_fit, zero_sum_rescaling
+from normswap.calibration.zero_sum_rescaling import Loss
 from normswap.folding.channel_factors import HELD
 from normswap.layers.standardized import computed
-from normswap.schemes.parts import zero_sum_filters, zero_sum_rescaling
-from normswap.schemes.parts.zero_sum_rescaling import Loss
 from normswap.surgery import conversion
 
 
@@ -163,7 +163,7 @@ def test_zero_sum_filters_lose_less_when_rescaled(to: str, monkeypatch: pytest.M
     data = list(pictures(256, 3).split(32))
     found = []
     for rescale in (zero_sum_rescaling.rescale, lambda *_: {}):
-        monkeypatch.setattr(zero_sum_filters, "rescale", rescale)
+        monkeypatch.setattr(zero_sum_fit, "rescale", rescale)
         done = conversion.convert(model, to, inputs=x, calibrate=iter(data), seed=3)
         found.append(distance(run(model, x), run(done.model, x)))
     assert found[0] < 0.7 * found[1]

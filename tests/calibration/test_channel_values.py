@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from normswap.calibration import channel_values
 from normswap.calibration.natural_noise import leaves
-from normswap.graph.inspection import inspect
-from normswap.schemes.parts import channels_seen
+from normswap.models.calling import Example
 
 
 def network() -> Any:
@@ -20,10 +20,16 @@ def network() -> Any:
     return model
 
 
+def on_leaves(model: Any, size: tuple[int, ...] = (3, 32, 32)) -> dict[str, channel_values.Moments]:
+    example = Example((torch.randn(2, *size),))
+    watched = channel_values.watched_on_leaves(model, example, {"1": model[1]}, channel_values.watching_moments)
+    return channel_values.joined(watched)
+
+
 def test_moments_are_those_of_each_image_about_the_running_mean() -> None:
     norm, x = nn.BatchNorm2d(4).double().eval(), torch.randn(5, 4, 3, 3).double()
     nn.init.normal_(norm.running_mean)
-    with channels_seen.watching({"norm": norm}) as seen:
+    with channel_values.watching_moments({"norm": norm}) as seen:
         norm(x)
     ((mean, square),) = seen["norm"]
     about = x - norm.running_mean.view(-1, 1, 1)
@@ -33,7 +39,7 @@ def test_moments_are_those_of_each_image_about_the_running_mean() -> None:
 
 def test_norms_that_saw_what_is_not_finite_are_left_out() -> None:
     good, bad = torch.ones(2, 3), torch.tensor([[1.0, float("inf"), 1.0]])
-    seen = channels_seen.joined({"good": [(good, good), (good, good)], "bad": [(good, good), (bad, bad)]})
+    seen = channel_values.joined({"good": [(good, good), (good, good)], "bad": [(good, good), (bad, bad)]})
     assert [*seen] == ["good"]
     assert seen["good"][0].shape == (4, 3)
 
@@ -42,7 +48,7 @@ def test_leaves_are_as_loud_as_the_first_norm_expects() -> None:
     model = network()
     norm = model[1]
     norm.running_var.copy_(9 * model[0](leaves(64, (3, 32, 32), 0)).square().mean((0, 2, 3)).detach())
-    seen = channels_seen.seen_on_leaves(inspect(model).traced, {"1": norm})
+    seen = on_leaves(model)
     share = float(seen["1"][1].mean(0).sum() / norm.running_var.double().sum())
     assert 0.5 < share < 2
 
@@ -54,11 +60,11 @@ def test_no_image_of_leaves_is_shown_twice(monkeypatch: pytest.MonkeyPatch) -> N
         shown.append(leaves(count, size, seed))
         return shown[-1]
 
-    monkeypatch.setattr(channels_seen, "leaves", noted)
+    monkeypatch.setattr(channel_values, "leaves", noted)
     model = network()
-    channels_seen.seen_on_leaves(inspect(model).traced, {"1": model[1]})
-    images = torch.cat([batch for batch in shown if len(batch) == channels_seen.BATCH])
-    assert len(images.flatten(1).unique(dim=0)) == channels_seen.COUNT
+    on_leaves(model)
+    images = torch.cat([batch for batch in shown if len(batch) == channel_values.BATCH])
+    assert len(images.flatten(1).unique(dim=0)) == channel_values.COUNT
 
 
 @pytest.mark.parametrize("size", [(3, 64, 64), (3, 24, 40)])
@@ -68,11 +74,11 @@ def test_leaves_are_as_large_as_the_images_that_are_given(
     """A record at the smaller size of two is no wish: the network's own size is taken then."""
     shown: list[list[int]] = []
     monkeypatch.setattr(
-        channels_seen, "leaves", lambda count, size, seed: shown.append([*size]) or leaves(count, size, seed)
+        channel_values, "leaves", lambda count, size, seed: shown.append([*size]) or leaves(count, size, seed)
     )
     model = network()
     model.pretrained_cfg = {"input_size": (3, 100, 100)}
-    channels_seen.seen_on_leaves(inspect(model, torch.randn(2, *size)).traced, {"1": model[1]})
+    on_leaves(model, size)
     assert {*map(tuple, shown)} == {(3, 100, 100) if size == (3, 64, 64) else size}
 
 
@@ -89,11 +95,11 @@ def test_on_a_cpu_leaves_run_through_half_precision_in_float32(dtype: torch.dtyp
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Conv2d, "forward", noted)
-        batches = [torch.zeros(2, 3, 32, 32)]
-        seen = channels_seen.watched_on_leaves_of(model, {"1": model[1]}, batches, channels_seen.watching, 64)
+        batch = Example((torch.zeros(2, 3, 32, 32),))
+        seen = channel_values.watched_on_leaves(model, batch, {"1": model[1]}, channel_values.watching_moments, 64)
     assert {*dtypes} == {torch.float32}
     assert model[0].weight.dtype == dtype
-    expected = channels_seen.watched_on_leaves_of(whole, {"1": whole[1]}, batches, channels_seen.watching, 64)
+    expected = channel_values.watched_on_leaves(whole, batch, {"1": whole[1]}, channel_values.watching_moments, 64)
     for one, two in zip(seen["1"][0], expected["1"][0], strict=True):
         assert torch.allclose(one, two, rtol=0.02, atol=0.02 * float(two.abs().max()))
 
@@ -103,7 +109,7 @@ def test_the_size_of_the_first_batch_is_enough() -> None:
     model = network()
     calls: list[int] = []
     model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
-    batches = [torch.zeros(2, 3, 24, 40)]
-    seen = channels_seen.watched_on_leaves_of(model, {"1": model[1]}, batches, channels_seen.watching, 64)
+    batch = Example((torch.zeros(2, 3, 24, 40),))
+    seen = channel_values.watched_on_leaves(model, batch, {"1": model[1]}, channel_values.watching_moments, 64)
     assert len(seen["1"][0][0]) == 64
     assert calls == [4, 64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -11,10 +12,16 @@ from lived import distance, run
 from test_dyt import network, pictures
 from torch import Tensor
 
+from normswap.calibration import tanh_factors
+from normswap.calibration.fit_task import FitTask
 from normswap.graph import inspection
+from normswap.models.calling import Example
 from normswap.schemes.dyt import fitting_target
-from normswap.schemes.parts import tails
 from normswap.surgery import applying, conversion
+
+
+def calls(*batches: Tensor) -> list[Example]:
+    return [Example((batch,)) for batch in batches]
 
 
 def channels() -> Tensor:
@@ -35,7 +42,7 @@ def residual(x: np.ndarray, alpha: float) -> float:  # type: ignore[type-arg]
 @pytest.mark.parametrize("alpha", [0.25, 1.0])
 def test_factors_are_the_largest_with_which_no_more_is_lost(alpha: float) -> None:
     x = channels()
-    found = tails.factors(x, alpha)
+    found = tanh_factors.factors(x, alpha)
     normal = np.random.default_rng(0).standard_normal(400_000)
     most = residual(normal, alpha)
     steps = (-4 * found.log2()).round()
@@ -51,30 +58,32 @@ def test_factors_are_the_largest_with_which_no_more_is_lost(alpha: float) -> Non
 def test_channels_that_are_not_finite_keep_their_size() -> None:
     x = channels()
     x[2, 0] = math.inf
-    assert tails.factors(x, 0.25)[2] == 1
+    assert tanh_factors.factors(x, 0.25)[2] == 1
 
 
 @pytest.mark.parametrize("arch", ["mobilenetv2_035", "resnetv2_18"])
 def test_other_factors_keep_the_target(arch: str) -> None:
-    """Images choose others than leaves do; the target computes what it did, and the result comes nearer."""
+    """The target computes what it did, on leaves and on images, and images come nearer."""
     source, x = network(arch), pictures(8, 3)
     step, _ = conversion.plan_step(inspection.inspect(source, x), "dyt", bend=0.7)
     target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
-    before = [module.weight.clone() for module in result.modules() if hasattr(module, "alpha")]
-    errors = [distance(run(source, x), run(result, x))]
-    tails.choose_factors(target, result, step, [x, 3 * pictures(8, 4)])
-    errors.append(distance(run(source, x), run(result, x)))
-    after = [module.weight for module in result.modules() if hasattr(module, "alpha")]
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert distance(run(source, x), run(target, x)) < 1e-12
-    assert errors[1] < errors[0]
+    found = []
+    for batches in (None, calls(x, 3 * pictures(8, 4))):
+        pattern, bent = copy.deepcopy(target), copy.deepcopy(result)
+        tanh_factors.choose_factors(FitTask(pattern, bent, step, batches, Example((x,))))
+        assert distance(run(source, x), run(pattern, x)) < 1e-12
+        found.append((distance(run(source, x), run(bent, x)), bent.state_dict()))
+    (on_leaves, one), (on_images, two) = found
+    assert any(not torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert on_images < on_leaves
 
 
-def test_few_values_choose_no_factors() -> None:
+def test_few_values_do_not_choose_factors() -> None:
     """Of one image less than 16 there are 240 values of a channel."""
     source, x = network("mobilenetv2_035"), pictures(15, 3)
     step, _ = conversion.plan_step(inspection.inspect(source, x[:2]), "dyt", bend=0.7)
     target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
-    before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
-    tails.choose_factors(target, result, step, [x])
-    assert all(tensor.equal(before[name]) for name, tensor in result.state_dict().items())
+    on_leaves = copy.deepcopy(result)
+    tanh_factors.choose_factors(FitTask(copy.deepcopy(target), on_leaves, step, None, Example((x,))))
+    tanh_factors.choose_factors(FitTask(target, result, step, calls(x), Example((x,))))
+    assert all(tensor.equal(on_leaves.state_dict()[name]) for name, tensor in result.state_dict().items())

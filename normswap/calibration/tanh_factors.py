@@ -7,24 +7,27 @@ largest, at most 1, with which it loses no more than N(0, 1) does without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from normswap.graph.tracing import Traced
-from normswap.layers.dynamic_tanh import gains
-from normswap.layers.per_sample import STEPS, before, last, move, numbers_of
+from normswap.calibration.channel_values import watched_on_images, watched_on_leaves
+from normswap.calibration.fit_task import FitTask
+from normswap.layers.dynamic_tanh import gain, gains
+from normswap.layers.per_sample import before, last, move
 from normswap.models.modes import hooked
-from normswap.plan import Step
-from normswap.schemes.parts.channels_seen import watched_on_images, watched_on_leaves
 
-PLACES = 16  # of each image, at most
-ENOUGH = 256  # values
-OCTAVES = 5  # that a channel is brought down by, at most
-NORMAL = 2**14  # quantiles that stand for N(0, 1)
+# Values of each image and channel, at most.
+PLACES = 16
+# Values of a channel, from which on the user's images count.
+ENOUGH = 256
+# Factors go down in quarters of an octave, at most so many octaves.
+STEPS, OCTAVES = 4, 5
+# Quantiles that stand for N(0, 1).
+NORMAL = 2**14
 
 
 @contextmanager
@@ -45,40 +48,37 @@ def sampling(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]
         yield seen
 
 
-def factors_on_leaves(traced: Traced, norms: Mapping[str, nn.Module], alpha: float) -> dict[str, Tensor]:
-    """By path, the factors (C,) of the channels that reach each norm; none where the network takes no images."""
-    seen = watched_on_leaves(traced, norms, sampling)
-    return {path: factors(_standardized(torch.cat(parts, 1)), alpha) for path, parts in seen.items()}
-
-
 @torch.no_grad()
-def choose_factors(target: nn.Module, result: nn.Module, step: Step, batches: Iterable[object]) -> None:
-    """Give target and result, in place, the factors that images ask for; the target computes the same.
+def choose_factors(task: FitTask) -> None:
+    """Give source and result, in place, the largest factors with which no channel is bent too much.
+
+    Where the user's images give too few values, images of dead leaves do. The source computes the same.
 
     Args:
-        target: the source without tanhs, with the factors of `step` (`dyt.fitting_target`).
-        result: with the tanhs in place.
-        batches: what they take (`Example.read`); channels of which they give fewer than `ENOUGH` values keep theirs.
+        task: its source has straight layers in place of the tanhs (`dyt.fitting_target`), its result has the tanhs.
     """
-    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
-    tanhs = {edit.path: edit.args for edit in step.edits if edit.layer == "DynamicTanh"}
-    seen = watched_on_images(target, {path: last(target.get_submodule(path)) for path in tanhs}, batches, sampling)
-    for path, parts in seen.items():
-        x, alpha = torch.cat(parts, 1), tanhs[path]["alpha"]
-        if x.shape[1] < ENOUGH:
-            continue
-        straight, bent = last(target.get_submodule(path)), last(result.get_submodule(path))
-        old = torch.tensor(numbers_of(tanhs[path].get("factors", "")) or [1.0] * len(x), dtype=torch.float64)
-        new = factors(x / old[:, None].float(), alpha).double()
-        ratio = (new / old).to(straight.weight.device)
-        for network in (target, result):
-            move(before(network, path, holders), ratio)
-        straight.weight.copy_(straight.weight.double() / ratio)
-        bent.weight.copy_(bent.weight.double() * (gains(alpha, new) / gains(alpha, old)).to(ratio))
+    holders = {edit.reads[0]: edit.path for edit in task.step.edits if edit.layer == "Whitened"}
+    alphas = {edit.path: edit.args["alpha"] for edit in task.step.edits if edit.layer == "DynamicTanh"}
+    layers = {path: last(task.source.get_submodule(path)) for path in alphas}
+    values: dict[str, Tensor] = {}
+    if task.batches is not None:
+        parts = watched_on_images(task.source, layers, task.batches, sampling)
+        values = {path: x for path, part in parts.items() if (x := torch.cat(part, 1)).shape[1] >= ENOUGH}
+    if len(values) < len(layers):
+        made = watched_on_leaves(task.source, task.example, layers, sampling)
+        # Their deviation says nothing: the network was not trained on dead leaves.
+        values = {path: _standardized(torch.cat(part, 1)) for path, part in made.items()} | values
+    for path, x in values.items():
+        alpha, straight, bent = alphas[path], layers[path], last(task.result.get_submodule(path))
+        factor = factors(x, alpha).double().to(straight.weight.device)
+        for network in (task.source, task.result):
+            move(before(network, path, holders), factor)
+        straight.weight.copy_(straight.weight.double() / factor)
+        bent.weight.copy_(bent.weight.double() * gains(alpha, factor) / gain(alpha))
 
 
 def _standardized(x: Tensor) -> Tensor:
-    """With deviation 1: leaves are not what the network was trained on, and how loud they are says nothing."""
+    """With deviation 1."""
     return x / x.std(1, keepdim=True).clamp_min(1e-30)
 
 

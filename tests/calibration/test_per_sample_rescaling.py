@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo_networks
-from lived import distance, lived_in, run
+from lived import distance, run
 from torch import Tensor, nn
 
 from normswap import demo_files
+from normswap.calibration import channel_values, per_sample_rescaling
+from normswap.calibration.fit_task import FitTask
 from normswap.calibration.natural_noise import leaves
+from normswap.calibration.per_sample_rescaling import NormInputs
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
-from normswap.layers import per_sample
-from normswap.plan import Step
-from normswap.schemes.parts import channels_seen, per_sample_norms, per_sample_rescaling, steady_signs
-from normswap.schemes.parts.steady_signs import Site
+from normswap.models.calling import Example
+from normswap.schemes.parts import per_sample_norms
 from normswap.surgery import applying, conversion
 
 CHANNELS, GROUPS, EPS = 12, 2, 1e-2
@@ -36,10 +36,10 @@ def maps(count: int = 40) -> Tensor:
     return x - x.mean((0, 2), keepdim=True)
 
 
-def site(x: Tensor, effect: Tensor, eps: float = EPS) -> Site:
+def site(x: Tensor, effect: Tensor, eps: float = EPS) -> NormInputs:
     norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
     norm.running_var.copy_(x.square().mean((0, 2)))
-    return Site.of(x.mean(2), x.square().mean(2), norm, GROUPS, eps, effect)
+    return NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, eps, effect)
 
 
 def leveled(scale: Tensor, var: Tensor) -> Tensor:
@@ -63,10 +63,10 @@ def cost(x: Tensor, effect: Tensor, scale: Tensor, eps: float) -> float:
 @pytest.mark.parametrize("eps", [EPS, 1.0, 100.0])
 def test_the_loss_is_what_a_groupnorm_gets_wrong(monkeypatch: pytest.MonkeyPatch, eps: float) -> None:
     """One eps for groups of which one is a hundred times as loud as the other."""
-    monkeypatch.setattr(steady_signs, "CHANCE", 0.0)
+    monkeypatch.setattr(per_sample_rescaling, "CHANCE", 0.0)
     x, effect = maps(), torch.rand(CHANNELS, generator=torch.Generator().manual_seed(1)).double()
     place = site(x, effect, eps)
-    scale = place.quieted()
+    scale = place.least_costly()
     for one in (scale, scale.abs(), torch.ones_like(scale)):
         parts = place.loss(one.float().view(GROUPS, -1))
         assert float(parts.sum() * effect.max()) == pytest.approx(cost(x, effect, one, eps), rel=1e-3)
@@ -77,7 +77,7 @@ def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(eps: fl
     """A group's mean variance stays."""
     x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
     place = site(x, effect, eps)
-    scale = place.quieted()
+    scale = place.least_costly()
     var = x.square().mean((0, 2))
     kept = (scale.square() * var).view(GROUPS, -1).mean(1)
     assert torch.allclose(kept, var.view(GROUPS, -1).mean(1), rtol=1e-4)
@@ -100,8 +100,8 @@ def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
     norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
     norm.running_var.copy_(x.square().mean((0, 2)))
     moved = x + apart.view(-1, 1)
-    one = Site.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS, effect)
-    two = Site.of(moved.mean(2), moved.square().mean(2), norm, GROUPS, EPS, 1e50 * effect)
+    one = NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS, effect)
+    two = NormInputs.of(moved.mean(2), moved.square().mean(2), norm, GROUPS, EPS, 1e50 * effect)
     for part in ("means", "squares", "var", "effect"):
         assert torch.allclose(getattr(one, part), getattr(two, part), rtol=1e-4, atol=1e-4), part
 
@@ -109,7 +109,7 @@ def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
 def test_squares_that_rounding_put_below_zero_are_zero() -> None:
     norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
     means = torch.full((3, CHANNELS), 1e3, dtype=torch.float64)
-    site_ = Site.of(means, means.square() - 1e-9, norm, GROUPS, EPS)
+    site_ = NormInputs.of(means, means.square() - 1e-9, norm, GROUPS, EPS)
     assert bool((site_.squares == 0).all())
 
 
@@ -121,25 +121,27 @@ def test_a_channel_that_is_constant_on_these_images_is_as_loud_as_the_norm_says(
     means, squares = x.mean(2), x.square().mean(2)
     means[:, 3] = 1e3 + torch.linspace(-1e-5, 1e-5, len(x), dtype=torch.float64)
     squares[:, 3] = means[:, 3].square() - 1e-6
-    found = Site.of(means, squares, norm, GROUPS, EPS)
+    found = NormInputs.of(means, squares, norm, GROUPS, EPS)
     assert bool((found.means.square().mean(1) <= 1.0001 * found.var).all())
-    assert bool(torch.isfinite(found.quieted()).all())
+    assert bool(torch.isfinite(found.least_costly()).all())
 
 
 def test_factors_go_as_far_down_as_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it costs less and less, half of the channels end at either bound, e^1.5 from where they started."""
     wanted = torch.tensor([5.0, -5.0] * (CHANNELS // 2)).view(GROUPS, -1)
-    monkeypatch.setattr(Site, "loss", lambda self, scale: (scale.abs().log() - wanted).square().sum(1))
+    monkeypatch.setattr(NormInputs, "loss", lambda self, scale: (scale.abs().log() - wanted).square().sum(1))
     x = torch.ones(4, CHANNELS, 1).double() * torch.tensor([1.0, -1, 1, -1]).view(-1, 1, 1)
     scale = site(x, torch.ones(CHANNELS).double()).descended(torch.ones(GROUPS, CHANNELS // GROUPS))
     apart = scale.log().view(-1, 2)
-    assert torch.allclose(apart[:, 0] - apart[:, 1], torch.tensor(2 * steady_signs.FARTHEST), atol=1e-3)
+    assert torch.allclose(apart[:, 0] - apart[:, 1], torch.tensor(2 * per_sample_rescaling.FARTHEST), atol=1e-3)
 
 
 def test_independent_channels_get_the_fourth_root_of_what_they_cost() -> None:
     """Of two numbers phi, with sum(phi^2) sum(a / phi^2): by hand phi^4 = a."""
     var, effect = torch.tensor([1.0, 4.0, 100.0, 0.25]), torch.tensor([1.0, 4.0, 0.16, 1.0])
-    level = Site(torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), var[None], effect[None], torch.ones(1, 1))._level()[0]
+    level = NormInputs(
+        torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), var[None], effect[None], torch.ones(1, 1)
+    )._by_cost()[0]
     wanted = (var * effect) ** 0.25
     assert torch.allclose(level * var.sqrt(), wanted)
     tried = torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -153,8 +155,8 @@ def test_channels_that_are_dead_or_cost_nothing_get_finite_scales(dead: float) -
     x[:, :3] *= dead
     effect[2:5] = dead
     for part in (x, dead * x):
-        assert bool(torch.isfinite(site(part, effect).quieted()).all())
-    assert bool((site(x, effect).quieted() != 0).all())
+        assert bool(torch.isfinite(site(part, effect).least_costly()).all())
+    assert bool((site(x, effect).least_costly() != 0).all())
 
 
 def test_a_channel_that_these_images_never_show_is_not_made_loud() -> None:
@@ -163,34 +165,9 @@ def test_a_channel_that_these_images_never_show_is_not_made_loud() -> None:
     norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
     norm.running_var.copy_(x.square().mean((0, 2)))
     x[:, 3] *= 1e-3
-    scale = Site.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS).quieted()
+    scale = NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS).least_costly()
     level = (scale.abs() * norm.running_var.sqrt()).view(GROUPS, -1)
     assert level[0, 3] < 4 * level[0].median()
-
-
-def test_letters_hold_a_number_to_an_eighth_of_an_octave() -> None:
-    numbers = torch.tensor([1.0, 0.011, 93.0, 2**0.5, 1e-9, 1e9], dtype=torch.float64)
-    letters = per_sample.letters_of(numbers)
-    read = per_sample._signed("+-+-+-", letters).abs()
-    assert float((read / numbers).log2()[:4].abs().max()) <= 0.125 + 1e-9
-    assert read[4:].tolist() == [float(2 ** (-31 / 4)), float(2 ** (30 / 4))]
-    assert per_sample._signed("+-", "").tolist() == [1.0, -1.0]
-
-
-def test_plans_without_factors_keep_their_meaning() -> None:
-    """As plans were saved when constants were what is steady: of one size, and no factors."""
-    torch.manual_seed(0)
-    net = lived_in(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)), torch.randn(4, 3, 9, 9))
-    step, _ = conversion.plan_step(inspect(net, torch.randn(2, 3, 9, 9).double()), "layernorm")
-    old = {"groups": 1, "steady": 0.5, "flips": "++-+--", "leans": "+-+-++"}
-    step = Step(step.scheme, step.options, tuple(replace(edit, args=dict(old)) for edit in step.edits))
-    made: Any = applying.apply_step(net, step)
-    norm: Any = net[1]
-    sign = torch.tensor([1.0, 1, -1, 1, -1, -1], dtype=torch.float64)
-    lean = torch.tensor([1.0, -1, 1, -1, 1, 1], dtype=torch.float64) - 1 / 3
-    offset = norm.running_var.mean().sqrt() * lean - sign * norm.running_mean
-    assert torch.allclose(made[0].bias, sign * net[0].bias + offset)
-    assert torch.allclose(made[0].weight, sign.view(-1, 1, 1, 1) * net[0].weight)
 
 
 @pytest.fixture(scope="module")
@@ -208,17 +185,16 @@ def test_chosen_on_leaves_it_keeps_more_than_none_of_it(
     model = zoo_networks.trained(kind)
 
     def wrong() -> float:
-        step, _ = conversion.plan_step(inspect(model, pictures[:2]), to)
-        return distance(run(model, pictures), run(applying.apply_step(model, step), pictures))
+        return distance(run(model, pictures), run(conversion.convert(model, to, inputs=pictures[:2]).model, pictures))
 
     ours = wrong()
-    monkeypatch.setattr(Site, "quieted", lambda site: torch.ones(site.var.numel()).double())
+    monkeypatch.setattr(NormInputs, "least_costly", lambda site: torch.ones(site.var.numel()).double())
     assert ours < 0.7 * wrong()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None:
-    """Each channel's factor is given back, in float32 and float64, whatever is chosen on leaves or on images."""
+    """Each channel's factor is given back, in float32 and float64, whatever is chosen."""
     torch.manual_seed(0)
     model = zoo_networks.trained("depthwise").double()
     x = leaves(32, (3, 32, 32), 5).double()
@@ -228,31 +204,10 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
         wanted = model(x)
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     before = copy.deepcopy(result.state_dict())
-    per_sample_rescaling.choose_rescaling(pattern, result, step, [x])
+    per_sample_rescaling.choose_rescaling(FitTask(pattern, result, step, None, Example((x,))))
     with torch.inference_mode():
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())
-
-
-@pytest.mark.parametrize(("given", "taken"), [(8, []), (20, [192, 192]), (200, [200, 200])])
-def test_made_images_fill_up_few(given: int, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images that a rescaling is chosen on; fewer than 16 change nothing."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
-    x = torch.randn(given, 3, 32, 32).double()
-    model = lived_in(model, x)
-    step, _ = conversion.plan_step(inspect(model, x[:2]), "groupnorm")
-    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
-    seen: list[int] = []
-    chosen = Site.quieted
-
-    def noted(site: Site) -> Tensor:
-        seen.append(site.means.shape[1])
-        return chosen(site)
-
-    monkeypatch.setattr(Site, "quieted", noted)
-    per_sample_rescaling.choose_rescaling(pattern, result, step, [x])
-    assert seen == taken
 
 
 @pytest.mark.parametrize(("own", "seen"), [(32, 32), (80, 80), (224, 128)])
@@ -268,8 +223,8 @@ def test_leaves_are_as_large_as_the_network_is_made_for_up_to_a_bound(
         sizes.add(tuple(size))
         return leaves(count, size, seed)
 
-    monkeypatch.setattr(channels_seen, "leaves", noted)
-    conversion.plan_step(inspect(model), "groupnorm")
+    monkeypatch.setattr(channel_values, "leaves", noted)
+    conversion.convert(model, "groupnorm")
     assert sizes == {(3, seen, seen)}
 
 
