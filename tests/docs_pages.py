@@ -3,7 +3,7 @@
 What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
 shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the page's slow blocks are skipped). A `text`
 block is what the block before it prints, `...` for what varies. Behind `<!-- from FILE -->` stand the tables of that
-file, which a script wrote, each below its heading; with `<!-- from FILE: PATTERN -->` the rows that the pattern fits. The
+file, which a script wrote, each below its heading; `<!-- from FILE: PATTERN -->` takes the rows that it fits. The
 table behind `<!-- options -->` has the options of all schemes, from their records.
 """
 
