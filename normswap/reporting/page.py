@@ -15,7 +15,6 @@ from markupsafe import Markup, escape
 from normswap.reporting import charts, figures
 from normswap.reporting.records import COLOURS, OUTCOMES, Facts
 from normswap.reporting.tables import MINUS, kinds, share, small
-from normswap.surgery.held_out import accuracy_text
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
@@ -79,12 +78,10 @@ def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
         yield "same answers", share(min(shares)), f"on {report.inputs}"
     kept = report.kept
     if kept and kept.agreement is not None:
-        yield "same answers", share(kept.agreement), f"on {kept.count} held-out {kept.of}"
-    if kept and (accuracy := accuracy_text(kept.right, kept.right_least)):
-        on = f"expected, by the source's own probabilities on {kept.count} held-out {kept.of}"
-        yield "accuracy kept", accuracy, on
+        on = f"at least {kept.least:.0%}, on {kept.count} held-out calibration images"
+        yield "same answers", share(kept.agreement), on
     if not report.exact and not kept and not known:
-        yield "accuracy kept", "?", report.unmeasured or "not measured: give images"
+        yield "same answers", "?", report.unmeasured or "not measured: give images"
 
 
 def _provenance(facts: Facts) -> list[tuple[str, str]]:

@@ -17,7 +17,6 @@ from normswap.cli.tables import line, next_step
 from normswap.errors import require_packages
 from normswap.plan import Body
 from normswap.reporting import page_file
-from normswap.storage import network_folder
 
 KEYS = (
     "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
@@ -49,7 +48,6 @@ def run(
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
     page_file.check_writable(file, force=force)
-    network_folder.check_directory(directory)
     with progress.stages() as say:
         say("starting")
         from normswap.reporting import report

@@ -17,7 +17,7 @@ from normswap.calibration.fit_task import FitTask
 from normswap.errors import RefusedError, VerificationError, spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.layers import measured_norm
+from normswap.layers import site_norm
 from normswap.layers.known_norms import BatchNorm
 from normswap.layers.placeholders import Chain
 from normswap.layers.site_norm import SiteNorm
@@ -73,7 +73,7 @@ def fit(task: FitTask) -> tuple[str, ...]:
 def settle(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Let every norm undo its statistics, in the precision that `result` has."""
     for path, conv, norm in _parts(result, step):
-        measured_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
+        site_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
 def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:

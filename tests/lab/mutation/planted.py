@@ -114,7 +114,6 @@ ALGEBRA = (
     Planted("a fit has no bias", "calibration.least_squares:_bias", gives(lambda bias: 0 * bias), REGRESSION),
     Planted("the ridge is always 1", "calibration.least_squares:_best_ridge", answers(1.0), REGRESSION),
     Planted("a scale passes through anything", "folding.propagation:propagates_scale", answers(True), FOLDING + PROGRAMS),
-    Planted("every value is a plain map of channels", "folding.propagation:is_flat", answers(True), FOLDING + PROGRAMS),
     Planted("any layer takes up a norm", "folding.propagation:check_linear", NOTHING, FOLDING + PROGRAMS),
     Planted("convolutions of any stride and size join", "folding.branches:_fits", answers(True), BRANCHES),
     Planted("any pooling joins a convolution", "folding.branches:_fits_pool", answers(True), BRANCHES),
@@ -124,9 +123,9 @@ ALGEBRA = (
     Planted("what is before a norm needs no proof", "folding.producers:_prove", NOTHING, FOLDING + PROGRAMS),
     Planted("a value that others read takes up a norm", "folding.producers:_only_user", NOTHING, FOLDING + PROGRAMS),
     Planted("factors of channels are not applied", "folding.channel_factors:scale", NOTHING, FACTORS),
-    Planted("no scale leaves its branch", "folding.canonical_form:_escapes", answers(False), FOLDING + PROGRAMS),
-    Planted("every axis is that of the channels", "graph.channel_axes:Axes.get",
-            lambda f: lambda self, node: f(self, node) or next(iter(self.of.values()), None),
+    Planted("no scale leaves its branch", "folding.rescaling:_escapes", answers(False), FOLDING + PROGRAMS),
+    Planted("channels are always in dimension 1", "graph.channel_axes:_axis",
+            gives(lambda axis: type(axis)(axis.size, 1, True, True)),
             ("tests/graph/test_channel_axes.py", *PROGRAMS)),
 )  # fmt: skip
 PROOF = (
@@ -154,8 +153,7 @@ PROOF = (
     Planted("files may be off by anything", "exporting.checks:_allowed", answers(float("inf")), WRONG),
 )  # fmt: skip
 STORAGE = (
-    Planted("a folder is not exchanged", "storage.atomic_write:swap", NOTHING, WRITTEN),
-    Planted("an exchange that was stopped is not ended", "storage.atomic_write:finish", NOTHING, WRITTEN),
+    Planted("a folder is not exchanged", "storage.atomic_write:_exchange", NOTHING, WRITTEN),
     Planted("anything may be written over", "storage.atomic_write:check_writable", NOTHING, WRITTEN + STORED),
     Planted("links are written through", "storage.atomic_write:check_link", NOTHING, ("tests/cli/test_mistakes.py",)),
     Planted("a header may have any fields", "storage.header_record:_check_fields", NOTHING, STORED),
