@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from normswap.storage.checkpoint import save as save
     from normswap.surgery.carrying_out import Conversion as Conversion
     from normswap.surgery.comparison import verify as verify
-    from normswap.surgery.made_images import Synthetic as Synthetic
     from normswap.surgery.network import Network as Network
     from normswap.surgery.report import Report as Report
     from normswap.surgery.typed_convert import convert as convert
@@ -55,7 +54,6 @@ __all__ = [
     "Report",
     "Result",
     "Scheme",
-    "Synthetic",
     "__version__",
     "convert",
     "diagnose",
@@ -86,7 +84,6 @@ _HOMES = {
     "Recipe": "training.recipe",
     "Report": "surgery.report",
     "Result": "training.progress_records",
-    "Synthetic": "surgery.made_images",
     "convert": "surgery.conversion",
     "diagnose": "diagnosis.doctor",
     "export": "exporting.exporter",

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -18,15 +17,12 @@ from normswap.exporting import formats
 _OURS = ["normswap", "timm", "torchvision", "safetensors"]
 _BLOCKED = {
     "onnx": [*_OURS, "torch", "onnx", "onnxscript"],
-    "onnx-data": [*_OURS, "torch", "onnx", "onnxscript"],
     "openvino": [*_OURS, "torch", "onnx", "onnxscript", "onnxruntime", "nncf"],
     "pt2": [*_OURS, "onnx", "onnxruntime"],
     "pt2 in int8": [*_OURS, "onnx", "onnxruntime", "torchao"],
-    "torchscript": [*_OURS, "onnx", "onnxruntime"],
     "executorch": [*_OURS, "onnx", "onnxruntime"],
     "litert": [*_OURS, "torch", "onnx", "onnxruntime", "litert_torch", "jax"],
     "ncnn": [*_OURS, "torch", "onnx", "onnxruntime", "pnnx"],
-    "safetensors": ["onnx", "onnxruntime"],  # its runtime is normswap
 }
 _PT2 = "m = torch.export.load(file).module()\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()"
 _ONNX = """import onnxruntime as ort
@@ -34,13 +30,11 @@ session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])
 run = lambda x: session.run(['{output}'], {{'images': x}})[0]"""
 _RUN = {
     "onnx": _ONNX,
-    "onnx-data": _ONNX,
     "openvino": "import openvino as ov\n"
     "m = ov.Core().compile_model(file, 'CPU', {{'INFERENCE_PRECISION_HINT': 'f32'}})\n"
     "run = lambda x: m(x)['{output}'].copy()",
     "pt2": f"import torch\n{_PT2}",
     "pt2 in int8": f"import torch\nimport torch.ao.quantization.fx._decomposed\n{_PT2}",
-    "torchscript": "import torch\nm = torch.jit.load(file)\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()",
     "executorch": "import torch\nfrom executorch.runtime import Runtime\n"
     "m = Runtime.get().load_program(file).load_method('forward')\n"
     "run = lambda x: m.execute([torch.from_numpy(x)])[0].numpy().copy()",
@@ -51,8 +45,6 @@ _RUN = {
     "assert net.load_param(file) == 0 and net.load_model(file[:-6] + '.bin') == 0\n"
     "def run(x):\n    e = net.create_extractor()\n    e.input('images', ncnn.Mat(x[0]).clone())\n"
     "    return np.array(e.extract('{output}')[1])[None]",
-    "safetensors": "import torch, normswap\nm = normswap.load(file)\nd = next(m.parameters()).dtype\n"
-    "run = lambda x: m(torch.from_numpy(x).to(d)).detach().float().numpy()",
 }
 _PROGRAM = """
 import sys, warnings
@@ -76,8 +68,7 @@ sys.exit(f"{{present}} were imported" if present else 0)
 
 def skip_without(form: str) -> None:
     """Skip the test where a package is not installed that the format needs."""
-    module = cast(formats.Format, formats._module(formats._FORMATS[form].module))
-    for package in module.NEEDS:
+    for package in formats._FORMATS[form].needs:
         pytest.importorskip(package)
 
 

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from normswap.benchmarking.forms import Making, of_model
-from normswap.benchmarking.runtimes import Settings
-from normswap.exporting import exporter, sidecar
+import normswap
 from normswap.models.weight_files import quiet
 
 
@@ -33,10 +31,16 @@ class Compared(NamedTuple):
 
 def compared(name: str, model: nn.Module, folder: Path, *, batch: int, side: int) -> Iterator[Compared]:
     """In each of COMPILED, on `batch` images of `side` pixels; a batch of more than one is a free one."""
-    making = Making(folder, Settings(), [batch], exporter.export, sidecar.read)
-    forms = of_model(name, model, making, side).forms
-    for runtime, (kind, operators) in COMPILED.items():
-        yield Compared(runtime, *(operators(forms[which].make[kind]()) for which in (0, -1)))
+    dynamic = batch > 1
+    example, shapes = torch.zeros(1 + dynamic, 3, side, side), ({0: torch.export.Dim("batch", min=1)},)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, ours = folder / f"{name}.onnx", folder / f"{name}_folded.onnx"
+    with quiet(), torch.no_grad():
+        dynamic_shapes = shapes if dynamic else None
+        torch.onnx.export(model.eval(), (example,), plain, dynamo=True, verbose=False, dynamic_shapes=dynamic_shapes)
+    normswap.export(model, ours, dynamic_batch=dynamic, input_size=(3, side, side), force=True)
+    for runtime, operators in COMPILED.items():
+        yield Compared(runtime, operators(plain), operators(ours))
 
 
 def onnxruntime(file: Path) -> Counter[Operator]:
@@ -72,16 +76,5 @@ def openvino(file: Path) -> Counter[Operator]:
     return Counter(described(node) for node in model.get_ordered_ops() if node.get_output_size())
 
 
-def torchscript(file: Path) -> Counter[Operator]:
-    """Of a frozen graph, optimized for inference."""
-    with quiet():
-        model = torch.jit.optimize_for_inference(torch.jit.load(file))
-    return Counter(Operator(node.kind()) for node in model.inlined_graph.nodes())
-
-
-COMPILED: Mapping[str, tuple[str, Callable[[Path], Counter[Operator]]]] = {
-    "onnxruntime": ("onnx", onnxruntime),
-    "openvino": ("onnx", openvino),
-    "torchscript": ("torchscript", torchscript),
-}
-"""By runtime: the kind of file it opens, and what it makes of it."""
+COMPILED: Mapping[str, Callable[[Path], Counter[Operator]]] = {"onnxruntime": onnxruntime, "openvino": openvino}
+"""By runtime: what it makes of an ONNX file."""

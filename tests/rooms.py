@@ -5,7 +5,7 @@ from __future__ import annotations
 ORDER = (
     ("errors", "copying", "version", "shipped", "demo_files"), ("plan", "plugins"), ("provenance",),
     ("layers",), ("models",),
-    ("graph",), ("images",), ("calibration",), ("folding",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
+    ("graph",), ("images",), ("folding",), ("calibration",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
     ("diagnosis",),
     ("training", "exporting", "benchmarking", "reporting"), ("cli",),
 )  # fmt: skip

@@ -62,8 +62,8 @@ def advise(
     for scheme, why in _wishes(network.module, batch_size, private, deploy):
         try:
             if scheme != "batchnorm":
-                purpose, glance = "opacus" if private else None, schemes.get(scheme).at_a_glance
-                list(plan_steps(network, scheme, measured=_fitted(scheme), purpose=purpose, **glance))
+                purpose = "opacus" if private else None
+                list(plan_steps(network, scheme, measured=_fitted(scheme), purpose=purpose))
         except RefusedError as error:
             refused[scheme] = str(error)
         else:

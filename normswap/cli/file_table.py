@@ -53,17 +53,9 @@ def described(body: Body) -> None:
         ("made from", " ".join(noted[key] for key in ("architecture", "source") if noted.get(key))),
         ("by", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("checked", _checked(beside.get("checked"))),
-        ("TensorRT", _built(beside.get("tensorrt"))),
         ("int8", _quantized(beside.get("quantization"))),
         ("note", None if beside else "`normswap export` did not write it: nothing says how images are prepared for it"),
     )
-
-
-def _built(tool: Body | None) -> str | None:
-    """The command line of a tool that builds on the file."""
-    if tool is None:
-        return None
-    return f"{tool['command']} ({tool['checked']})" if tool["command"] else f"no command: {tool['reason']}"
 
 
 def _put(beside: Body, name: str) -> Sequence[Body]:

@@ -1,9 +1,9 @@
-"""The images that values are fitted to, as options of `convert`: the user's images, or what is made in their place."""
+"""The images that values are fitted to, as options of `convert`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
@@ -14,8 +14,7 @@ from normswap.cli.options import Device
 if TYPE_CHECKING:
     from torch import nn
 
-    from normswap.surgery.made_images import Batches
-    from normswap.surgery.network import Network
+    from normswap.surgery.network import Batches, Network
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,13 @@ class Fitting:
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA|synthetic|noise",
-            help="Fit values to these images (as --data elsewhere), or to some made from the network's statistics.",
+            metavar="DATA",
+            help="Fit values to these images (as --data elsewhere); no labels are needed.",
         ),
     ] = None
-    samples: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000; synthetic: 128].")
-    ] = None
+    samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
+        None
+    )
     seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
     device: Device = "cpu"
 
@@ -45,11 +44,6 @@ class Fitting:
     def _images(self, model: nn.Module) -> Batches | None:
         if self.calibrate is None:
             return None
-        from normswap.surgery.made_images import WORDS
-
-        if self.calibrate in WORDS:
-            made = WORDS[self.calibrate]
-            return made if self.samples is None else replace(made, count=self.samples)
         from normswap.images.datasets import make_loader
 
         count = 1000 if self.samples is None else self.samples

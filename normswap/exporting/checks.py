@@ -26,7 +26,7 @@ from normswap.surgery import comparison, running
 
 _STRAYING = 4  # times what float32 costs the source, as in `comparison`
 _ROUNDED = 16  # samples that rounding is measured on
-_INT8 = 1.0  # what int8 may cost is the user's to say (`--max-drop`); zeros are off by 1
+_INT8 = 1.0  # what int8 costs is told, and the user's to judge; zeros are off by 1
 # images (N, C, H, W), or all that goes in, and labels (N,) if there are any
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,22 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import Runs, reason
-from normswap.exporting.signature import Signature, alone
-from normswap.exporting.silence import silent
+from normswap.exporting.formats import Runs, counted, reason, silent
+from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
 
 if TYPE_CHECKING:
     from coremltools.models import MLModel
     from coremltools.proto.Model_pb2 import Model
 
-NAME = "coreml"
-NEEDS = ("coremltools",)
-GRAPH = True
-PARTS = ()
-NOTES: Mapping[str, str] = {}
 _ENDING = ".mlpackage"
 _OWNER = "com.apple.CoreML"
 _GRAPH, _WEIGHTS = "model.mlmodel", "weights"
@@ -42,18 +35,13 @@ _TOOL = "com.github.apple.coremltools."  # what it notes by itself, the date amo
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
-    network = contents.network
     if file.suffix != _ENDING:
         raise RefusedError(f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}")
-    if network.stored == torch.bfloat16:
-        raise RefusedError("Core ML is not written in bf16", remedy="Its packages are fp32 or fp16")
-    contents.require_one_image("a Core ML package")
-    contents.require_floats("a Core ML package")
-    whole, half = contents.in_float32, network.dtype == torch.float16
+    whole, half = contents.in_float32, contents.network.dtype == torch.float16
     made = or_simpler(whole, lambda network: _converted(network, whole, half=half))
     try:
         spec = made.get_spec()
-        _require_names(spec, network.signature)
+        _require_names(spec, contents.network.signature)
         _write(spec, Path(made.weights_dir), contents.metadata, file)
     finally:
         shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
@@ -71,10 +59,10 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
     """
     signature = contents.network.signature
     try:
-        with silent(), torch.no_grad():
+        with silent():
             import coremltools as ct
 
-            made = ct.convert(
+            return ct.convert(
                 torch.jit.trace(network, contents.example, check_trace=False),
                 inputs=[
                     ct.TensorType(name=name, shape=x.shape)
@@ -90,7 +78,6 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
         if _DISK in str(error):
             raise OSError(reason(error)) from None
         raise RefusedError("Core ML cannot express the network", reason(error)) from None
-    return made
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
@@ -129,19 +116,16 @@ def _write(spec: Model, weights: Path, metadata: Mapping[str, str], file: Path) 
 
 def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU of macOS."""
-    try:
-        with silent():
-            import coremltools as ct
+    with silent():
+        import coremltools as ct
 
-            model = ct.models.MLModel(str(file), compute_units=ct.ComputeUnit.CPU_ONLY)
-            interface = model.get_spec().description
-    except Exception as error:  # its own exceptions derive from nothing else
-        raise VerificationError("Core ML cannot run it", first_line(error)) from None
+        model = ct.models.MLModel(str(file), compute_units=ct.ComputeUnit.CPU_ONLY)
+        interface = model.get_spec().description
     inputs, outputs = ([one.name for one in side] for side in (interface.input, interface.output))
 
-    def runs(*tensors: Tensor) -> object:
+    def runs(*tensors: Tensor) -> list[Tensor]:
         answers = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})
-        return alone(torch.from_numpy(answers[name]) for name in outputs)
+        return [torch.from_numpy(answers[name]) for name in outputs]
 
     return runs
 
@@ -150,7 +134,7 @@ def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`; constants are not counted."""
     main = _spec(file).mlProgram.functions["main"]
     kinds = (one.type for one in main.block_specializations[main.opset].operations)
-    return dict(Counter(kind for kind in kinds if kind != "const").most_common())
+    return counted(kind for kind in kinds if kind != "const")
 
 
 def metadata(file: Path) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""An exported file as a MODEL: found by its ending, opened in its runtime, called as a network is, held to another.
-
-safetensors files are not among them: those hold tensors, and open as networks do (`checkpoint.open_model`).
-"""
+"""An exported file as a MODEL: found by its ending, opened in its runtime, called as a network is, held to another."""
 
 from __future__ import annotations
 
@@ -57,11 +54,11 @@ class ExportedFile:
         atomic_write.finish(file)
         if not source_names.exported(file):
             return None
-        form = formats.of_file(file)
+        form = formats.choose(file, None)
         try:
             metadata = form.metadata(file)
         except Exception as error:  # every format has its own
-            raise SourceError(f"{file} is no readable {form.NAME} file", first_line(error)) from None
+            raise SourceError(f"{file} is no readable {form.name} file", first_line(error)) from None
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
 
     @property
@@ -72,7 +69,7 @@ class ExportedFile:
     def described(self) -> Body:
         """The file as plain records, read without running it."""
         return {
-            "source": str(self.file), "format": self.form.NAME, "bytes": formats.size(self.file, self.form),
+            "source": str(self.file), "format": self.form.name, "bytes": self.form.size(self.file),
             "nodes": self.form.nodes(self.file), "metadata": dict(self.metadata), "sidecar": self.body,
         }  # fmt: skip
 
@@ -102,8 +99,8 @@ class ExportedFile:
         Raises:
             OptionError: this system has no such runtime; VerificationError: it does not take the file.
         """
-        if not formats.runs_here(self.form.NAME):
-            raise OptionError(f"{self.file} does not run here", f"{self.form.NAME} has no runtime on {sys.platform}")
+        if not self.form.runs_here:
+            raise OptionError(f"{self.file} does not run here", f"{self.form.name} has no runtime on {sys.platform}")
         return self.form.open(self.file)
 
     @property
@@ -129,7 +126,7 @@ class ExportedFile:
         """
         batch, size = self.shape
         settings = FileSettings(
-            format=self.form.NAME, dtype=self.precision or "fp32", dynamic_batch=batch is None,
+            format=self.form.name, dtype=self.precision or "fp32", dynamic_batch=batch is None,
             input_size=size, normalize=self.body["normalize"] is None,
             softmax=self.body.get("output", {}).get("name") == "probabilities",
         )  # fmt: skip
@@ -155,7 +152,8 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     runs = exported.opened()
     request, _ = exported.request(model).answered()
     dtype = request.settings.dtype
-    rounded = None if dtype in ("fp32", "int8") else exporter.rounded(exporter.folded(request)[0], dtype)
+    half = exporter.HALVES.get(dtype)
+    rounded = half and exporter.folded(request).rounded(half)
     batches, described = request.batches(images)
     return checks.check(request.reference(rounded), runs, batches, dtype=dtype, described=described, refuse=False)
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import RefusedError, spelled
 from normswap.exporting.signature import Signature
+from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
 
@@ -33,7 +33,7 @@ class Shipped(nn.Module):
         softmax: answer with probabilities.
 
     Attributes:
-        dtype: what it computes in; stored: bfloat16 for weights that it holds exactly to be stored in it.
+        dtype: what it computes in; stored: what its weights are to be stored in, which hold them exactly.
     """
 
     mean: Tensor | None
@@ -59,11 +59,31 @@ class Shipped(nn.Module):
         """The same, with another network inside, in float32."""
         return Shipped(network, self.signature, normalization=self.normalization, softmax=self.softmax)
 
-    def half(self) -> Shipped:
-        """The same network, which computes in float16 from now on."""
-        self.network.half()
-        self.dtype = self.stored = torch.float16
+    def in_half(self, dtype: torch.dtype) -> Shipped:
+        """The same network in half precision: float16, or bfloat16 for weights alone, with arithmetic in float32."""
+        self.stored = dtype
+        if dtype == torch.float16:
+            self.network.half()
+            self.dtype = dtype
+            return self
+        for module in self.network.modules():
+            if isinstance(module, LINEAR):
+                module.weight.copy_(module.weight.bfloat16())
         return self
+
+    @torch.no_grad()
+    def rounded(self, dtype: torch.dtype) -> Shipped:
+        """A copy that computes in float32, its numbers rounded to `dtype`, and of float16 what its layers give, too.
+
+        This is what the precision costs by itself, to hold a file to.
+        """
+        twin = copy.deepcopy(self.network)
+        for tensor in twin.parameters():
+            tensor.copy_(tensor.to(dtype))
+        for module in twin.modules():
+            if dtype == torch.float16 and not list(module.children()):
+                module.register_forward_hook(lambda _module, _args, output: _halved(output))
+        return self.around(twin)
 
     def prepared(self, images: Tensor) -> Tensor:
         """The network's input, in float32."""
@@ -80,6 +100,10 @@ class Shipped(nn.Module):
         if self.dtype == torch.float32:  # a cast to what it is would be a node all the same
             return values
         return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
+
+
+def _halved(output: object) -> object:
+    return output.half().float() if isinstance(output, Tensor) and output.is_floating_point() else output
 
 
 @dataclass(frozen=True)
@@ -102,29 +126,6 @@ class FileContents:
         """The same with weights in float32, for a tool that halves them by itself."""
         half = self.network.dtype == torch.float16
         return replace(self, network=self.network.around(self.network.network.float())) if half else self
-
-    def require_one_image(self, file: str) -> None:
-        """Check that one sample at a time is enough.
-
-        Args:
-            file: what is written.
-
-        Raises:
-            RefusedError: any number of them is asked for.
-        """
-        if self.dynamic:
-            raise RefusedError(
-                f"{file} takes one image at a time", remedy=f"Leave out {spelled('dynamic_batch', True)}"
-            )
-
-    def require_floats(self, file: str) -> None:
-        """Check that all that goes in is float32.
-
-        Raises:
-            RefusedError: something is not.
-        """
-        if any(tensor.dtype != torch.float32 for tensor in self.example):
-            raise RefusedError(f"{file} takes floating-point inputs", remedy="Try onnx")
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:

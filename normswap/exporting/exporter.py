@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
+import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError, OutputError
-from normswap.exporting import (
-    checks,
-    export_folding,
-    file_check,
-    formats,
-    quantizing,
-    rounding,
-    sidecar,
-)
+from normswap import schemes
+from normswap.errors import OptionError, OutputError, TraceError
+from normswap.exporting import checks, formats, quantizing, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.quantizing import Calibration, Equalized, Quantized
+from normswap.exporting.quantizing import Calibration, Quantized
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileOptions, FileSettings, Int8Settings
-from normswap.exporting.signature import together
-from normswap.graph import inspection
-from normswap.graph.anatomy import Anatomy
+from normswap.layers import affine, reparametrized
 from normswap.models.calling import Inputs
 from normswap.models.modes import full_precision
 from normswap.models.preprocessing import assumption
-from normswap.plan import Body
+from normswap.plan import Body, Step
 from normswap.storage import atomic_write
+from normswap.surgery import carrying_out, conversion
 from normswap.surgery.carrying_out import Conversion
+from normswap.surgery.network import Network
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_STORED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
-_BF16 = "weights are stored in bf16, but for stem, projections and classifier; the arithmetic is fp32"
+_BF16 = "weights are stored in bf16; the arithmetic is fp32"
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Exported:
         input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
             at a time is free.
         figures: how far the file, in its runtime, is from the source; None where this system has no such runtime.
-        nodes: its operators, counted by kind; plain_nodes: those of an export without folding, if asked for.
+        nodes: its operators, counted by kind.
         bytes: its size, with its parts.
         notes: what the user should know.
         seconds: what it all took.
@@ -73,7 +65,6 @@ class Exported:
     dynamic_batch: bool
     figures: Figures | None
     nodes: dict[str, int]
-    plain_nodes: dict[str, int] | None
     bytes: int
     notes: tuple[str, ...]
     seconds: float
@@ -107,10 +98,10 @@ def export(
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
             default smooth noise. The cost of int8 is measured on them, so there they have to be given. With `inputs`:
             batches of such inputs, by default those.
-        calibrate: for int8: other batches, which set ranges, equalization and biases.
+        calibrate: for int8: other batches, which set ranges and equalization.
         int8: for int8: how it is quantized.
         log: called with what is going on.
-        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, force, count_plain.
+        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, force.
 
     Returns:
         The file, its sidecar, and how far it is from the source.
@@ -119,61 +110,56 @@ def export(
         OptionError: an unknown format, a missing package, a size that the network rejects, ...
         OutputError: the file exists, or cannot be written.
         TraceError, RefusedError: the network cannot be folded, or the format cannot express it.
-        VerificationError: the file computes something else than `model`, or loses more than it may. Nothing was
-            written.
+        VerificationError: the file computes something else than `model`. Nothing was written.
     """
     if unknown := sorted(options.keys() - FileOptions.__annotations__.keys()):
         raise OptionError(
             f"export has no option {', '.join(unknown)}", f"there are {', '.join(FileOptions.__annotations__)}"
         )
-    start, settings = time.perf_counter(), FileSettings(**options)
-    request = ExportRequest.of(model, Path(path), inputs, settings)
-    check_writable(request.file, settings)
+    start, settings, file = time.perf_counter(), FileSettings(**options), Path(path)
+    check_writable(file, settings)
+    request = ExportRequest.of(model, file, inputs, settings)
+    form, dtype = request.form, settings.dtype
     calibration = Calibration.of(request, calibrate, images, int8)
     request, answers = request.answered()
     log("folding")
-    runs = formats.runs_here(request.form.NAME)
-    prepared = _prepared(request, calibration, None if runs else images, log)
+    network, quantized, rounded = folded(request), None, None
+    proof_images = None if form.runs_here else images
+    if calibration:
+        log("choosing the equalization")
+        network, quantized = quantizing.equalized(network, calibration)
+        proof_images = calibration.images
+    if dtype != "fp32" or not form.runs_here:  # others are held to the same themselves
+        batches, described = request.batches(proof_images)
+        checks.check(request.reference(), network, batches, described=described, what="the folded network")
+    if dtype in HALVES:
+        rounded = network.rounded(HALVES[dtype])
+        network = network.in_half(HALVES[dtype])
+    notes = (_BF16 if dtype == "bf16" else "", form.notes.get(dtype, ""), assumption(request.source))
+    notes = tuple(filter(None, notes))
     body = _body(request, answers)
-    metadata = sidecar.metadata(request.source, body, settings.dtype)
-    contents = FileContents(prepared.network, request.traced_on, request.settings.dynamic_batch, metadata)
-    form, file, parts = request.form, request.file, _parts(request.file, request.form)
-    beside, quantized = sidecar.place(file), None
+    metadata = sidecar.metadata(request.source, body, dtype)
+    contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
+    figures, parts, beside = None, form.files(file)[1:], sidecar.place(file)
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
-        log(f"exporting to {form.NAME}")
-        if calibration and prepared.equalized:
-            quantized = quantizing.write(contents, aside, prepared.equalized, calibration, log)
-        else:
-            form.write(contents, aside)
-        figures = _run(aside, request, prepared, images, log) if runs else None
-        if calibration and quantized and figures:
-            lost = quantizing.check_drop(figures, calibration.settings.max_drop)
-            measured = {**asdict(figures), "lost": lost}
-            body["quantization"] = {**asdict(quantized), "measured": measured, "notes": prepared.notes}
+        log(f"exporting to {form.name}")
+        form.write(contents, aside, calibration and calibration.quantization(dynamic=contents.dynamic))
+        if form.runs_here:
+            log("checking")
+            batches, described = request.batches(images)
+            reference = request.reference(rounded)
+            figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described)
+        if quantized and figures:
+            measured = {**asdict(figures), "lost": quantizing.points_lost(figures)}
+            body["quantization"] = {**asdict(quantized), "measured": measured, "notes": notes}
         noise_only = request.on_noise(images)
-        for tool, builder in formats.builders(form.NAME).items():
-            body[tool] = builder.build(file, contents, settings.dtype)
         body["checked"] = {**asdict(figures), "noise_only": noise_only} if figures else formats.NOT_RUN
         nodes = form.nodes(aside)
         sidecar.write(aside, body)
-    plain = _plain_nodes(request, log) if settings.count_plain else None
     return Exported(
-        file, parts, beside, form.NAME, settings.dtype, request.size, contents.dynamic, figures, nodes, plain,
-        formats.size(file, form), prepared.notes, time.perf_counter() - start, quantized, noise_only,
+        file, parts, beside, form.name, dtype, request.size, contents.dynamic, figures, nodes, form.size(file), notes,
+        time.perf_counter() - start, quantized, noise_only,
     )  # fmt: skip
-
-
-def _run(
-    file: Path, request: ExportRequest, prepared: _Prepared, images: Batches | None, log: Callable[[str], None]
-) -> Figures:
-    """Run the file in its runtime against the source.
-
-    Raises:
-        VerificationError: it computes something else.
-    """
-    batches, described = request.batches(images)
-    reference, batches = request.reference(prepared.rounded), _announced(batches, images, log)
-    return checks.check(reference, request.form.open(file), batches, dtype=request.settings.dtype, described=described)
 
 
 def check_writable(file: Path, settings: FileSettings) -> None:
@@ -181,95 +167,55 @@ def check_writable(file: Path, settings: FileSettings) -> None:
 
     Raises:
         OptionError: the format or dtype is not known or do not go together, or a package is not installed.
-        OutputError: the file, or its sidecar, exists, or its folder does not; or a part belongs to another file.
+        OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to another file.
     """
-    file_check.check(file, settings)
+    formats.check(file, settings)
     form = formats.choose(file, settings.format)
-    if settings.dtype == "int8":
-        formats.quantizer(form.NAME)
-    for part in _parts(file, form):
+    for part in form.files(file)[1:]:
         if other := formats.owner(part, form):
             raise OutputError(f"{part} belongs to {other}", remedy=f"Give {file.name} another name")
-    for each in (*_parts(file, form), sidecar.place(file)):
+    for each in (*form.files(file), sidecar.place(file)):
         atomic_write.check_writable(each, force=settings.force)
 
 
-def _parts(file: Path, form: formats.Format) -> tuple[Path, ...]:
-    """Further files that belong to one of this format."""
-    return tuple(file.with_suffix(ending) for ending in form.PARTS)
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """The network that goes into the file.
-
-    Args:
-        network: of its precision, but for int8: as it is before it is quantized.
-        rounded: for half precision: what rounding alone makes of it.
-        equalized: for int8: how it became what it is.
-        notes: what the user should know.
-    """
-
-    network: Shipped
-    rounded: Shipped | None
-    equalized: Equalized | None
-    notes: tuple[str, ...]
-
-
-def _prepared(
-    request: ExportRequest, calibration: Calibration | None, images: Batches | None, log: Callable[[str], None]
-) -> _Prepared:
-    """The network that goes into the file.
-
-    All that is to leave its function as it is comes before the proof; after it numbers are rounded, and nothing else is
-    done.
-
-    Args:
-        images: that the proof is on, if there are any, where the file itself cannot be run.
-    """
-    dtype = request.settings.dtype
-    network, anatomy = folded(request)
-    equalized = None
-    if calibration is not None:
-        log("choosing the equalization")
-        equalized = Equalized.of(network, calibration)
-        network, images = equalized.network, calibration.images
-    if dtype != "fp32" or not formats.runs_here(request.form.NAME):  # others are held to the same themselves
-        batches, described = request.batches(images)
-        checks.check(request.reference(), network, batches, described=described, what="the folded network")
-    nearest = rounded(network, dtype) if dtype in ("fp16", "bf16") else None
-    if dtype == "fp16":
-        network = network.half()
-    if dtype == "bf16":
-        rounding.to_bfloat16_(network.network, anatomy)
-        network.stored = torch.bfloat16
-    assumed = assumption(request.source) if request.form.GRAPH else ""
-    notes = (_BF16 if dtype == "bf16" else "", request.form.NOTES.get(dtype, ""), assumed)
-    return _Prepared(network, nearest, equalized, tuple(filter(None, notes)))
-
-
-def rounded(network: Shipped, dtype: str) -> Shipped:
-    """A folded network whose numbers are rounded to half precision: what that costs by itself."""
-    return network.around(rounding.to_nearest(network.network, _STORED[dtype]))
-
-
-def folded(request: ExportRequest) -> tuple[Shipped, Callable[[], Anatomy]]:
-    """Fold the network, and put what the user wants before and after it, in float32.
-
-    Returns:
-        The network of the file, and how to look at the one inside.
-    """
+def folded(request: ExportRequest) -> Shipped:
+    """Fold the network, and put what the user wants before and after it, in float32."""
     settings = request.settings
-    inner = export_folding.fold_for_export(
-        request.source, request.size, features=not request.form.GRAPH, inputs=list(request.inputs) or None
-    )
-    anatomy = functools.cache(functools.partial(inspection.inspect, inner, [request.example]))
-    network = inner
-    if request.form.GRAPH:
-        arithmetic = _STORED[_ARITHMETIC[settings.dtype]]
-        network = export_folding.streamlined(inner, anatomy, request.source, request.example, arithmetic)
+    network = fold_for_export(request.source, request.size, list(request.inputs) or None)
     normalization = request.normalization if settings.normalize else None
-    return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax), anatomy
+    return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax)
+
+
+def fold_for_export(model: nn.Module, size: tuple[int, ...], inputs: Inputs = None) -> nn.Module:
+    """A folded copy, verified against `model` as every conversion is; just a copy where there is nothing to fold.
+
+    `convert --to folded` keeps the features that the classifier reads; an export need not, so here the last norm's
+    scale moves into the classifier.
+
+    Args:
+        size: (C, H, W) of the inputs to verify on.
+        inputs: as in `convert`, instead of noise of that size.
+
+    Raises:
+        TraceError, RefusedError: there is something to fold, and it cannot be.
+        VerificationError: it was folded and computes something else.
+    """
+    network = Network(model, inputs, size)
+    try:
+        anatomy = replace(network.anatomy, classifier=None)
+    except TraceError:
+        if any(affine.is_affine(module) or reparametrized.is_reparametrized(module) for module in model.modules()):
+            raise
+        return copy.deepcopy(model).eval()
+    builder = schemes.get("folded").plan(anatomy)
+    if not (builder.replacements or builder.linears or builder.refusals):
+        return copy.deepcopy(model).eval()
+    result = carrying_out.carry_out(network, conversion.plan_step(anatomy, "folded")[0])
+    merging = schemes.get("merged-branches")
+    if merging.plan(anatomy).replacements:
+        edits = merging.plan(result.network.anatomy).edits()
+        result = carrying_out.carry_out(result.network, Step(merging.name, {}, edits))
+    return result.model.eval()
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
@@ -283,33 +229,5 @@ def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
     if not request.inputs:
         return {**images, "precision": precision}
     plain = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
-    known = {name: images[name] for name in ("resize", "normalize")} if request.imaged else {}
-    return {**plain, **known, "precision": precision}
-
-
-def _announced(
-    batches: Iterable[checks.Batch], images: Batches | None, log: Callable[[str], None]
-) -> Iterator[checks.Batch]:
-    """The same; after the first of them the log says how long all will take, where their number is known."""
-    count, start = getattr(images, "count", None), time.perf_counter()
-    many = f" on {count} images" if isinstance(count, int) else ""
-    log(f"checking{many}")
-    seen = 0
-    for batch in batches:
-        if many and seen and isinstance(count, int):
-            seconds = (time.perf_counter() - start) / seen * count
-            log(f"checking{many}, about {seconds:.0f} s")
-            many = ""
-        seen += len(together(batch[0])[0])
-        yield batch
-
-
-def _plain_nodes(request: ExportRequest, log: Callable[[str], None]) -> dict[str, int] | None:
-    if not request.form.GRAPH:
-        return None
-    log("exporting without folding")
-    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        file = Path(folder) / f"plain{request.file.suffix}"
-        plain = Shipped(request.source, request.signature)
-        request.form.write(FileContents(plain, request.traced_on, request.settings.dynamic_batch), file)
-        return dict(request.form.nodes(file))
+    prepared = {name: images[name] for name in ("resize", "normalize")} if request.imaged else {}
+    return {**plain, **prepared, "precision": precision}

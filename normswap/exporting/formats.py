@@ -1,44 +1,133 @@
-"""The formats a network can be exported to, and which of them a file name means."""
+"""The formats that a network can be exported to: one record each, and what all of them do alike.
+
+A format's module has four functions, which raise whatever its tools raise:
+
+- `write(contents, file)`: write the file, and its part beside it
+- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one
+- `nodes(file)`: how many operators of each kind it has
+- `metadata(file)`: what `sidecar.metadata` gave it; of somebody else's file other notes, or none
+
+and, where the format is written in int8, `write_int8(contents, file, how)`.
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
+import io
+import os
 import sys
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from normswap.errors import OptionError, first_line, require_packages, spelled
+from normswap.errors import (
+    NormswapError,
+    OptionError,
+    RefusedError,
+    VerificationError,
+    called,
+    first_line,
+    require_packages,
+    spelled,
+)
+from normswap.exporting.settings import DTYPES, WHOLE_BITS, FileSettings, Quantization
+from normswap.models import source_names
+from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
-    from torch import nn
+    from torch import Tensor
 
     from normswap.exporting.exported_module import FileContents
-    from normswap.exporting.settings import Quantization
-    from normswap.plan import Body
 
 Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
-NOT_RUN = "not run here"  # of what a tool makes of the network that another system has to run
-FP16 = "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32"
+NOT_RUN = "not run here"  # of a file that another system has to run
+_HALF_WEIGHTS = "weights only: {} computes in what the device is fast in, and here it was checked in fp32"
 
 
-class Format(Protocol):
-    """The functions of a format's module."""
+@dataclass(frozen=True)
+class Format:
+    """A format of exported files.
 
-    NAME: str
-    NEEDS: tuple[str, ...]  # packages
-    GRAPH: bool  # it holds operators, not only tensors
-    NOTES: Mapping[str, str]  # what a user should know of a dtype in it
-    PARTS: tuple[str, ...]  # endings of further files that lie beside it
+    Args:
+        module: in this package, with its functions.
+        ending: of its files; part: of a file that lies beside each.
+        tool: what writes it, in messages; runtime: what runs it.
+        needs: packages; extra: of normswap, which brings them.
+        dtypes: that it is written in.
+        notes: what a user should know of a dtype in it.
+        any_count: any number of images may go in at a time.
+        any_input: other tensors than float32 may go in.
+        quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
+            whole_bits: it knows weights of 8 bits only.
+        system: the `sys.platform` that alone has its runtime.
+    """
 
-    def write(self, contents: FileContents, file: Path) -> None:
-        """Write the file, and its further parts beside it.
+    name: str
+    module: str
+    ending: str
+    tool: str
+    runtime: str
+    needs: tuple[str, ...] = ()
+    extra: str = "export"
+    part: str = ""
+    dtypes: tuple[str, ...] = ("fp32", "fp16")
+    notes: Mapping[str, str] = field(default_factory=dict)
+    any_count: bool = True
+    any_input: bool = True
+    quantizer: str = ""
+    quantizer_needs: tuple[str, ...] = ()
+    quantizer_extra: str = "quantize"
+    whole_bits: bool = False
+    system: str = ""
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this system has its runtime."""
+        return self.system in ("", sys.platform)
+
+    @property
+    def functions(self) -> ModuleType:
+        """Its module."""
+        return importlib.import_module(f"normswap.exporting.{self.module}")
+
+    def files(self, file: Path) -> tuple[Path, ...]:
+        """A file of this format, and its part beside it."""
+        return (file, file.with_suffix(self.part)) if self.part else (file,)
+
+    def size(self, file: Path) -> int:
+        """Bytes of a file with its part, or of all that is in it where it is a directory."""
+        inside = (one for place in self.files(file) for one in (place, *place.rglob("*")) if one.is_file())
+        return sum(one.stat().st_size for one in inside)
+
+    def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
+        """Write the file, and its part beside it.
+
+        Args:
+            how: it is quantized, for int8.
 
         Raises:
             RefusedError: the format cannot hold it; says what.
         """
+        self._require_writable(contents, how)
+        what = f"{self.quantizer} cannot quantize it" if how else f"{self.tool} cannot express the network"
+        with _refusing(what):
+            if how:
+                self.functions.write_int8(contents, file, how)
+            else:
+                self.functions.write(contents, file)
+
+    def _require_writable(self, contents: FileContents, how: Quantization | None) -> None:
+        if contents.dynamic and not self.any_count:
+            remedy = f"Leave out {spelled('dynamic_batch', True)}"
+            raise RefusedError(f"{self.name} files take one image at a time", remedy=remedy)
+        if not self.any_input and any(str(tensor.dtype) != "torch.float32" for tensor in contents.example):
+            raise RefusedError(f"{self.name} files take floating-point inputs", remedy="Try onnx")
+        if how and self.whole_bits and how.settings.weight_bits != WHOLE_BITS:
+            remedy = f"Give {spelled('weight_bits', WHOLE_BITS)}"
+            raise RefusedError(f"{self.quantizer}'s weights have {WHOLE_BITS} bits", "no CPU needs fewer of it", remedy)
 
     def open(self, file: Path) -> Runs:
         """The file in its own runtime: from what goes in to what the network computes.
@@ -46,60 +135,76 @@ class Format(Protocol):
         Raises:
             VerificationError: the runtime does not take it.
         """
+        from normswap.exporting.signature import alone, together
+
+        try:
+            with quietly():
+                runs = self.functions.open(file)
+        except Exception as error:  # every runtime has its own
+            why = str(error) if isinstance(error, NormswapError) else first_line(error)
+            raise VerificationError(f"{self.runtime} cannot run it", why) from None
+
+        def answers(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+            return alone(together(runs(*tensors)))
+
+        return answers
 
     def nodes(self, file: Path) -> dict[str, int]:
         """How many operators of each kind the file has, the most frequent first."""
+        return dict(self.functions.nodes(file))
 
     def metadata(self, file: Path) -> dict[str, str]:
-        """The metadata that `sidecar.metadata` gave it; of a file of somebody else's, other ones or none."""
+        """What `sidecar.metadata` gave it; of a file of somebody else's, other notes or none."""
+        return dict(self.functions.metadata(file))
 
 
-class Quantizer(Protocol):
-    """The functions of a module that writes a format in int8."""
-
-    NEEDS: tuple[str, ...]  # packages
-    LAYERS: tuple[type[nn.Module], ...]  # what it quantizes of `graph.node_reader.LINEAR`
-
-    def levels(self, layer: nn.Module, bits: int) -> float:
-        """How many steps from 0 the file puts the largest weight that a step is made for."""
-
-    def write_int8(self, contents: FileContents, file: Path, how: Quantization) -> None:
-        """Write the network in int8.
-
-        Raises:
-            RefusedError: the runtime's tool cannot quantize it.
-        """
-
-
-class EngineBuilder(Protocol):
-    """The functions of a module that says how another tool builds its own file from one that was exported."""
-
-    def build(self, file: Path, contents: FileContents, dtype: str) -> Body:
-        """The command line, or the reason why there is none."""
-
-
-class _Row(NamedTuple):
-    module: str
-    endings: tuple[str, ...]
-    int8: str = ""  # the module that quantizes, if one does
-    builders: tuple[str, ...] = ()  # modules of further tools that build on such a file
-    extra: str = "export"  # of normswap, which brings its packages
-    system: str = ""  # the `sys.platform` that alone has its runtime
-
-
-_FORMATS = {
-    "onnx": _Row("onnx_file", (".onnx",), "onnx_int8", ("tensorrt",)),
-    "onnx-data": _Row("onnx_data_file", (".onnx",), builders=("tensorrt",)),
-    "openvino": _Row("openvino_file", (".xml",), "openvino_int8"),
-    "pt2": _Row("pt2", (".pt2",), "pt2_int8"),
-    "torchscript": _Row("torchscript", (".torchscript", ".ts")),
-    "ncnn": _Row("ncnn_file", (".param",), extra="ncnn"),
-    "executorch": _Row("executorch_file", (".pte",), "executorch_int8", extra="executorch"),
-    "litert": _Row("litert_file", (".tflite",), "litert_int8", extra="litert"),
-    "coreml": _Row("coreml_file", (".mlpackage",), extra="coreml", system="darwin"),
-    "safetensors": _Row("safetensors_file", (".safetensors",)),
+_PT2_NOTES = {
+    "fp16": "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32",
+    "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
+    "int8": "import torch.ao.quantization.fx._decomposed before torch.export.load: it defines the operators. The file "
+    "rounds to int8 and computes in fp32, unless the graph is compiled: the file is smaller, not faster",
 }
-_ENDINGS = {ending: name for name, row in reversed(_FORMATS.items()) for ending in row.endings}  # the first has it
+_FORMATS = {
+    one.name: one
+    for one in (
+        Format(
+            "onnx", "onnx_file", ".onnx", "ONNX", "ONNX Runtime",
+            needs=("onnx", "onnxscript", "onnxruntime"), dtypes=DTYPES,
+            quantizer="onnxruntime.quantization", quantizer_needs=("onnxruntime", "onnx"),
+        ),
+        Format(
+            "openvino", "openvino_file", ".xml", "OpenVINO", "OpenVINO",
+            needs=("openvino", "onnx", "onnxscript"), part=".bin", dtypes=("fp32", "fp16", "int8"),
+            notes={"fp16": _HALF_WEIGHTS.format("OpenVINO")}, quantizer="NNCF", quantizer_needs=("nncf", "openvino"),
+        ),
+        Format(
+            "pt2", "pt2", ".pt2", "torch.export", "torch.export.load",
+            dtypes=DTYPES, notes=_PT2_NOTES, quantizer="torchao", quantizer_needs=("torchao",),
+        ),
+        Format(
+            "ncnn", "ncnn_file", ".param", "pnnx", "ncnn",
+            needs=("ncnn", "pnnx"), extra="ncnn", part=".bin", notes={"fp16": _HALF_WEIGHTS.format("ncnn")},
+            any_count=False, any_input=False,
+        ),
+        Format(
+            "executorch", "executorch_file", ".pte", "ExecuTorch", "ExecuTorch",
+            needs=("executorch",), extra="executorch", dtypes=("fp32", "int8"), any_count=False,
+            quantizer="ExecuTorch", quantizer_needs=("executorch", "torchao"), quantizer_extra="executorch",
+            whole_bits=True,
+        ),
+        Format(
+            "litert", "litert_file", ".tflite", "LiteRT", "LiteRT",
+            needs=("litert_torch", "ai_edge_litert"), extra="litert", dtypes=("fp32", "fp16", "int8"),
+            notes={"fp16": _HALF_WEIGHTS.format("LiteRT")}, any_count=False, any_input=False,
+            quantizer="ai-edge-quantizer", quantizer_needs=("ai_edge_quantizer",), quantizer_extra="litert",
+            whole_bits=True,
+        ),
+        Format(
+            "coreml", "coreml_file", ".mlpackage", "Core ML", "Core ML",
+            needs=("coremltools",), extra="coreml", any_count=False, any_input=False, system="darwin",
+        ),
+    )
+}  # fmt: skip
 
 
 def names() -> list[str]:
@@ -108,56 +213,16 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Format:
-    """The module of a format.
+    """A format.
 
     Raises:
         OptionError: there is none of that name, or a package it needs is not installed.
     """
-    form = cast(Format, _module(_FORMATS[_known(name)].module))
-    require_packages(name, form.NEEDS, _FORMATS[name].extra)
-    return form
-
-
-def _known(name: str) -> str:
     if name not in _FORMATS:
         raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
-    return name
-
-
-def _module(name: str) -> object:
-    return importlib.import_module(f"normswap.exporting.{name}")
-
-
-def runs_here(name: str) -> bool:
-    """Whether this system has the runtime of a format."""
-    return _FORMATS[name].system in ("", sys.platform)
-
-
-def size(file: Path, form: Format) -> int:
-    """Bytes of a file with its further parts, or of all that is in it where it is a directory."""
-    places = (file, *(file.with_suffix(ending) for ending in form.PARTS))
-    files = (one for place in places for one in (place, *place.rglob("*")) if one.is_file())
-    return sum(one.stat().st_size for one in files)
-
-
-def builders(name: str) -> dict[str, EngineBuilder]:
-    """The further tools that build on a file of a format, by name."""
-    return {tool: cast(EngineBuilder, _module(tool)) for tool in _FORMATS[name].builders}
-
-
-def quantizer(name: str) -> Quantizer:
-    """The writer of a format in int8.
-
-    Raises:
-        OptionError: nothing does, or a package it needs is not installed.
-    """
-    if not _FORMATS[name].int8:
-        able = ", ".join(other for other, row in _FORMATS.items() if row.int8)
-        raise OptionError(f"{name} is not written in int8", f"there are {able}")
-    module = cast(Quantizer, _module(_FORMATS[name].int8))
-    extra = _FORMATS[name].extra
-    require_packages(f"{name} in int8", module.NEEDS, "quantize" if extra == "export" else extra)
-    return module
+    form = _FORMATS[name]
+    require_packages(name, form.needs, form.extra)
+    return form
 
 
 def choose(file: Path, name: str | None) -> Format:
@@ -173,67 +238,87 @@ def name_of(file: Path, name: str | None) -> str:
     """The name of the format of `file`: the one that is given, or the one that its ending says.
 
     Raises:
-        OptionError: the ending says nothing, or something else than the name; or there is no such format.
+        OptionError: the ending says nothing, or something else than the name.
     """
-    meant = _ENDINGS.get(file.suffix.lower())
+    meant = next((other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None)
     if name is None and meant is None:
-        known = ", ".join(f"{ending} ({of})" for of, row in _FORMATS.items() for ending in row.endings)
+        known = ", ".join(f"{form.ending} ({other})" for other, form in _FORMATS.items())
         what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
-        raise OptionError(
-            f"{what} says no format", remedy=f"Known: {known}; or name it: {spelled('format', metavar='NAME')}"
-        )
-    if name in _FORMATS and meant is not None and file.suffix.lower() not in _FORMATS[name].endings:
+        remedy = f"Known: {known}; or name it: {spelled('format', metavar='NAME')}"
+        raise OptionError(f"{what} says no format", remedy=remedy)
+    if name in _FORMATS and meant not in (None, name):
         raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
-    return _known(name or str(meant))
+    return name or str(meant)
 
 
-def of_file(file: Path) -> Format:
-    """The format of a file that is there: of those with its ending, the one whose further parts lie beside it.
+def check(file: Path, settings: FileSettings) -> None:
+    """Check, before torch is imported, that there are such files, and that this one may be written.
 
     Raises:
-        OptionError: no format has the ending, or a package it needs is not installed.
+        OptionError: the format or dtype is not known, or they do not go together.
+        OutputError: the file exists, or its folder does not.
     """
-    alike = [name for name, row in _FORMATS.items() if file.suffix.lower() in row.endings]
-    forms = [get(name) for name in alike] or [choose(file, None)]
-    whole = (form for form in forms if form.PARTS and all(file.with_suffix(part).is_file() for part in form.PARTS))
-    return next(whole, forms[0])
+    name = name_of(file, settings.format)
+    if settings.dtype not in DTYPES:
+        raise OptionError(f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(DTYPES)}")
+    form = _FORMATS.get(name)
+    if form and settings.dtype not in form.dtypes:
+        able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
+        remedy = f"Its files are {' or '.join(form.dtypes)}"
+        raise OptionError(f"{name} is not written in {settings.dtype}", f"there are {able}", remedy)
+    if settings.dtype == "int8" and form:
+        require_packages(f"{name} in int8", form.quantizer_needs, form.quantizer_extra)
+    atomic_write.check_writable(file, force=settings.force, folder_with=source_names.FOLDERS.get(file.suffix.lower()))
 
 
 def owner(part: Path, form: Format) -> Path | None:
     """The file of another format that has `part` already, which a file of this format would have, if there is one."""
-    for row in _FORMATS.values() if part.is_file() else ():
-        other = cast(Format, _module(row.module))
-        if other.NAME == form.NAME or not any(part.name.endswith(ending) for ending in other.PARTS):
-            continue
-        if file := next(filter(Path.is_file, map(part.with_suffix, row.endings)), None):
-            return file
-    return None
+    others = (part.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == part.suffix)
+    return next(filter(Path.is_file, others), None) if part.is_file() else None
 
 
-def described(
-    read: Callable[[Path], tuple[dict[str, int], dict[str, str]]],
-) -> tuple[Callable[[Path], dict[str, int]], Callable[[Path], dict[str, str]]]:
-    """`Format.nodes` and `Format.metadata` of a format that finds both in one reading.
-
-    A file is read again only when it has changed.
-    """
-
-    @functools.lru_cache(maxsize=4)
-    def kept(file: Path, _written: int, _size: int) -> tuple[dict[str, int], dict[str, str]]:
-        return read(file)
-
-    def current(file: Path) -> tuple[dict[str, int], dict[str, str]]:
-        status = file.stat()
-        return kept(file, status.st_mtime_ns, status.st_size)
-
-    return lambda file: dict(current(file)[0]), lambda file: dict(current(file)[1])
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Say in a line that a tool, whatever it raises, cannot do it."""
+    try:
+        with quietly():
+            yield
+    except (NormswapError, OSError):
+        raise
+    except Exception as error:
+        raise RefusedError(what, reason(error)) from None
 
 
-def extra_files(file: Path) -> dict[str, str]:
-    """See `Format.metadata`, for the archives of torch."""
-    with zipfile.ZipFile(file) as archive:
-        inside = {name.partition("/extra/")[2]: name for name in archive.namelist() if "/extra/" in name}
-        return {key: archive.read(name).decode() for key, name in inside.items()}
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep the words of torch and other libraries off the terminal, and compute no gradients."""
+    import torch
+
+    from normswap.models.weight_files import quiet
+
+    with quiet(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keep off the terminal also what is printed in Python, and what C++ writes to the error stream."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with quietly(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def counted(kinds: Iterable[str]) -> dict[str, int]:
+    """How many there are of each, the most frequent first."""
+    from collections import Counter
+
+    return dict(Counter(kinds).most_common())
 
 
 def reason(error: BaseException) -> str:

@@ -2,71 +2,53 @@
 
 Its convolutions want channels last: the first operator turns the images round. The metadata are one entry of the
 file's own, called `normswap`.
+
+ai-edge-quantizer makes fp16 and int8 of the file in fp32. Weights of int8 have 8 bits: LiteRT multiplies bytes exactly
+on every CPU. Images come in and answers go out in fp32.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normswap.errors import RefusedError, VerificationError, first_line
-from normswap.exporting import constants
+from normswap.exporting import simpler_graph
 from normswap.exporting.exported_module import FileContents, as_convolutions
-from normswap.exporting.formats import Runs, described, reason
-from normswap.exporting.signature import Signature, alone
-from normswap.exporting.silence import silent
+from normswap.exporting.formats import Runs, counted, silent
+from normswap.exporting.settings import WHOLE_BITS, Quantization
 
 if TYPE_CHECKING:
-    from ai_edge_litert.schema_py_generated import BufferT
+    from ai_edge_litert.schema_py_generated import BufferT, ModelT
+    from ai_edge_quantizer.quantizer import Quantizer
     from flatbuffers import Builder
 
-NAME = "litert"
-NEEDS = ("litert_torch", "ai_edge_litert")
-GRAPH = True
-PARTS = ()
-NOTES: Mapping[str, str] = {
-    "fp16": "weights only: LiteRT computes in what the device is fast in, and here it was checked in fp32"
-}
+Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"  # of each tensor of the file, by name
 _METADATA = "normswap"
 _ALIGNED = 16  # bytes, as the schema asks of every buffer; the writer in Python leaves that out
 
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
-    network = contents.network
-    if network.stored == torch.bfloat16:
-        raise RefusedError("LiteRT is not written in bf16", remedy="Its files are fp32, fp16 or int8")
-    contents.require_one_image("a LiteRT file")  # XNNPACK takes a transposed convolution for one number only
-    contents.require_floats("a LiteRT file")
-    content = converted(contents.in_float32)
-    if network.dtype == torch.float16:
+    content = _converted(contents.in_float32)
+    if contents.network.dtype == torch.float16:
         content = _halved(content)
-    file.write_bytes(finished(content, network.signature, contents.metadata))
+    file.write_bytes(_finished(content, contents))
 
 
-def converted(contents: FileContents) -> bytes:
-    """The file that litert-torch makes of a network in float32.
+def _converted(contents: FileContents) -> bytes:
+    """The file that litert-torch makes of a network in float32."""
+    with silent():
+        import litert_torch
 
-    Raises:
-        RefusedError: it cannot read the network.
-    """
-    try:
-        with silent(), torch.no_grad():
-            import litert_torch
-
-            network = constants.with_constants(contents, as_convolutions(contents.network))
-            made = litert_torch.convert(network, contents.example)
-            return bytes(made.model_content())
-    except Exception as error:  # whatever it and torch meet on their way
-        raise RefusedError("LiteRT cannot express the network", reason(error)) from None
+        network = simpler_graph.with_constants(contents, as_convolutions(contents.network))
+        return bytes(litert_torch.convert(network, contents.example).model_content())
 
 
 def _halved(content: bytes) -> bytes:
@@ -84,11 +66,44 @@ def _halved(content: bytes) -> bytes:
         return bytes(halving.quantize().quantized_model)
 
 
-def finished(content: bytes, signature: Signature, metadata: Mapping[str, str]) -> bytes:
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
+    """Write the network in int8; the quantizer takes every layer that it knows."""
+    content = _converted(contents)
+    with silent():
+        from ai_edge_quantizer import qtyping, quantizer
+
+        tool = quantizer.Quantizer(bytearray(content))
+        grains = qtyping.QuantGranularity
+        tool.add_static_config(
+            ".*", qtyping.TFLOperationName.ALL_SUPPORTED, activation_num_bits=8, weight_num_bits=WHOLE_BITS,
+            weight_granularity=grains.CHANNELWISE if how.settings.per_channel else grains.TENSORWISE,
+        )  # fmt: skip
+        for end in ("INPUT", "OUTPUT"):
+            tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
+        rounded = bytes(tool.quantize(_extremes(tool, how.images)).quantized_model)
+    file.write_bytes(_finished(rounded, contents))
+
+
+def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
+    """The smallest and largest number of each tensor over all images; the tool itself would average them."""
+    total: Extremes = {}
+    for x in images:
+        for name, values in tool.calibrate({"serving_default": [{"args_0": x.numpy()}]}).items():
+            before = total.setdefault(name, values)
+            total[name] = {
+                **values,
+                "min": np.minimum(before["min"], values["min"]),
+                "max": np.maximum(before["max"], values["max"]),
+            }
+    return total
+
+
+def _finished(content: bytes, contents: FileContents) -> bytes:
     """The same file, whose inputs and outputs have the signature's names and order, with the metadata."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
+    signature = contents.network.signature
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
     graph, called = model.subgraphs[0], model.signatureDefs[0]
     for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
@@ -99,7 +114,7 @@ def finished(content: bytes, signature: Signature, metadata: Mapping[str, str]) 
     graph.outputs = [one.tensorIndex for one in called.outputs]
     noted = schema.MetadataT(name=_METADATA, buffer=len(model.buffers))
     model.metadata = [*(model.metadata or []), noted]
-    text = json.dumps(dict(metadata)).encode()
+    text = json.dumps(dict(contents.metadata)).encode()
     model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
     for buffer in model.buffers:
         if buffer.offset:  # the quantizer puts large ones behind the graph
@@ -120,43 +135,48 @@ def _aligned(buffer: BufferT, builder: Builder) -> int:
 
 def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator."""
-    try:
-        with silent():
-            from ai_edge_litert.interpreter import Interpreter
+    with silent():
+        from ai_edge_litert.interpreter import Interpreter
 
-            engine = Interpreter(str(file), num_threads=torch.get_num_threads())
-            engine.allocate_tensors()
-    except Exception as error:  # its own exceptions derive from nothing else
-        raise VerificationError("LiteRT cannot run it", first_line(error)) from None
+        engine = Interpreter(str(file), num_threads=torch.get_num_threads())
+        engine.allocate_tensors()
     inputs, outputs = (
         [one["index"] for one in ends] for ends in (engine.get_input_details(), engine.get_output_details())
     )
 
-    def runs(*tensors: Tensor) -> object:
+    def runs(*tensors: Tensor) -> list[Tensor]:
         for place, x in zip(inputs, tensors, strict=True):
             engine.set_tensor(place, x.numpy())
         engine.invoke()
-        return alone(torch.from_numpy(engine.get_tensor(place)) for place in outputs)
+        return [torch.from_numpy(engine.get_tensor(place)) for place in outputs]
 
     return runs
 
 
-def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """The operators and the metadata of a file."""
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
     from ai_edge_litert import schema_py_generated as schema
 
-    content = file.read_bytes()
-    if content[4:8] != b"TFL3":
-        raise ValueError("it does not begin as such files do")
-    model = schema.ModelT.InitFromPackedBuf(bytearray(content))
+    model = _model(file)
     kinds = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
     called = [
         one.customCode.decode() if one.customCode else kinds[max(one.builtinCode, one.deprecatedBuiltinCode)]
         for one in model.operatorCodes
     ]
-    counted = Counter(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators)
+    return counted(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators)
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    model = _model(file)
     noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
-    return dict(counted.most_common()), json.loads(bytes(next(noted, b"{}")))
+    return dict(json.loads(bytes(next(noted, b"{}"))))
 
 
-nodes, metadata = described(_described)
+def _model(file: Path) -> ModelT:
+    from ai_edge_litert import schema_py_generated as schema
+
+    content = file.read_bytes()
+    if content[4:8] != b"TFL3":
+        raise ValueError("it does not begin as such files do")
+    return schema.ModelT.InitFromPackedBuf(bytearray(content))

@@ -11,47 +11,32 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import RefusedError, VerificationError
+from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import Runs, reason
-from normswap.exporting.signature import Signature, alone
+from normswap.exporting.formats import Runs, counted, reason
+from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
-from normswap.models.weight_files import quiet
 
-NAME = "ncnn"
-NEEDS = ("ncnn", "pnnx")
-GRAPH = True
-PARTS = (".bin",)
-NOTES: Mapping[str, str] = {
-    "fp16": "weights only: ncnn computes in what the device is fast in, and here it was checked in fp32"
-}
 _MARK = "# normswap."
 _BOOKKEEPING = ("Input", "Split", "MemoryData")
 
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
-    network = contents.network
-    if network.stored == torch.bfloat16:
-        raise RefusedError("ncnn is not written in bf16", remedy="Its files are fp32 or fp16")
-    contents.require_one_image("an ncnn file")
-    contents.require_floats("an ncnn file")
-    half = network.dtype == torch.float16
+    signature, half = contents.network.signature, contents.network.dtype == torch.float16
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         place = Path(folder) / "network.ncnn.param"
         whole = contents.in_float32
         or_simpler(whole, lambda network: _convert(network, whole.example, place, half=half))
-        layers = _named(place.read_text(encoding="utf-8"), network.signature)
-        shutil.copyfile(place.with_suffix(PARTS[0]), file.with_suffix(PARTS[0]))
-    order = {"inputs": " ".join(network.signature.inputs), "outputs": " ".join(network.signature.outputs)}
+        layers = _named(place.read_text(encoding="utf-8"), signature)
+        shutil.copyfile(place.with_suffix(".bin"), file.with_suffix(".bin"))
+    order = {"inputs": " ".join(signature.inputs), "outputs": " ".join(signature.outputs)}
     noted = [f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()]
     file.write_text("\n".join([*layers, *noted, ""]), encoding="utf-8")
 
@@ -67,14 +52,13 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
     traced, folder = place.with_name("network.pt"), place.parent
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
     try:
-        with quiet(), torch.no_grad():
-            torch.jit.save(torch.jit.trace(network, example, check_trace=False), held)
+        torch.jit.save(torch.jit.trace(network, example, check_trace=False), held)
     except Exception as error:  # whatever tracing meets on its way
         raise RefusedError("TorchScript cannot express the network", reason(error)) from None
     traced.write_bytes(held.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode or not (place.is_file() and place.with_suffix(PARTS[0]).is_file()):
+    if done.returncode or not (place.is_file() and place.with_suffix(".bin").is_file()):
         lines = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
         raise RefusedError("pnnx cannot express the network", lines[-1])
     if missing := _missing(place):
@@ -110,20 +94,19 @@ def open(file: Path) -> Runs:
     net = ncnn.Net()
     net.opt.num_threads = torch.get_num_threads()
     net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False
-    if net.load_param(str(file)) or net.load_model(str(file.with_suffix(PARTS[0]))):
-        why = _missing(file) or f"it does not read {file.name} and what lies beside it"
-        raise VerificationError("ncnn cannot run it", why)
+    if net.load_param(str(file)) or net.load_model(str(file.with_suffix(".bin"))):
+        raise ValueError(_missing(file) or f"it does not read {file.name} and what lies beside it")
     noted = metadata(file)
     inputs = noted["inputs"].split() if "inputs" in noted else net.input_names()
     outputs = noted["outputs"].split() if "outputs" in noted else net.output_names()
 
-    def runs(*tensors: Tensor) -> object:
+    def runs(*tensors: Tensor) -> list[Tensor]:
         if len(tensors[0]) != 1:
             raise ValueError(f"ncnn takes one image at a time, not {len(tensors[0])}")
         extractor = net.create_extractor()
         for name, x in zip(inputs, tensors, strict=True):
             extractor.input(name, ncnn.Mat(np.ascontiguousarray(x[0].numpy())).clone())
-        return alone(torch.from_numpy(np.array(extractor.extract(name)[1])[None]) for name in outputs)
+        return [torch.from_numpy(np.array(extractor.extract(name)[1])[None]) for name in outputs]
 
     return runs
 
@@ -132,7 +115,7 @@ def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`; constants, copies and the ends of the graph are not counted."""
     lines = file.read_text(encoding="utf-8").splitlines()[2:]
     kinds = (line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
-    return dict(Counter(kind for kind in kinds if kind not in _BOOKKEEPING).most_common())
+    return counted(kind for kind in kinds if kind not in _BOOKKEEPING)
 
 
 def metadata(file: Path) -> dict[str, str]:

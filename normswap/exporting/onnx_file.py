@@ -1,105 +1,87 @@
 """ONNX: the graph that torch.export sees, in torch's current opset, for ONNX Runtime and whatever else reads it.
 
 torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/lab/benchmarks/export.md).
+
+int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime
+multiplies such pairs by an instruction that saturates at 16 bits; weights of 7 bits cannot reach that, and are the same
+on every CPU; those of 8 bits are finer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from normswap.errors import RefusedError, VerificationError, first_line, spelled
-from normswap.exporting import rounding
+from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting.exported_module import FileContents, as_convolutions
-from normswap.exporting.formats import Runs, described, reason
-from normswap.exporting.signature import alone
-from normswap.models.weight_files import quiet
+from normswap.exporting.formats import Runs, counted
+from normswap.exporting.settings import SAFE_BITS, Quantization
+from normswap.exporting.signature import INPUT
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx
 
-NAME = "onnx"
-NEEDS = ("onnx", "onnxscript", "onnxruntime")
-GRAPH = True
-PARTS = ()
-NOTES: Mapping[str, str] = {}
 _LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
+# a classifier's answers stay as they come out of its products; what another layer reads is rounded there
+_UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The file is complete: nothing lies beside it."""
-    tensors = (*contents.network.parameters(), *contents.network.buffers())
-    size = sum(t.numel() * t.element_size() for t in tensors)
-    if size > _LIMIT:
-        raise RefusedError(
-            f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}",
-            remedy=f"Try {spelled('format', 'onnx-data')}, which puts them beside it",
-        )
     model = graph(contents)
-    check(model)
-    file.write_bytes(model.SerializeToString())
+    if contents.network.stored != contents.network.dtype:
+        _store_bf16(model.graph)
+    _save(model, contents, file)
 
 
 def graph(contents: FileContents) -> onnx.ModelProto:
-    """The model in the file, its weights in it.
+    """The model in fp32 or fp16, without what torch notes on each node: the user's file names and lines.
 
     Raises:
-        RefusedError: ONNX cannot express the network.
+        RefusedError: it is too large.
     """
-    import onnx
-
-    model = _exported(contents)
-    _strip(model.graph)
-    if contents.network.stored != contents.network.dtype:
-        _store_bf16(model.graph)
-    onnx.helper.set_model_props(model, dict(contents.metadata))
-    model.producer_name = "normswap"
+    tensors = (*contents.network.parameters(), *contents.network.buffers())
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    if size > _LIMIT:
+        raise RefusedError(f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2")
+    network = as_convolutions(contents.network)
+    program = torch.onnx.export(
+        network, contents.example, dynamo=True, verbose=False, dynamic_shapes=contents.dynamic_shapes,
+        input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
+    )  # fmt: skip
+    assert program is not None
+    model = program.model_proto
+    for item in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output,
+                 *model.graph.initializer, model.graph):  # fmt: skip
+        del item.metadata_props[:]
+    for node in model.graph.node:
+        node.doc_string = ""
     return model
 
 
-def check(model: onnx.ModelProto | Path) -> None:
-    """See what `onnx.checker` has against a model, or a file that holds one.
-
-    Raises:
-        VerificationError: it rejects the model.
-    """
+def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
+    """Write a model with its metadata, if `onnx.checker` has nothing against it."""
     import onnx
 
+    onnx.helper.set_model_props(model, dict(contents.metadata))
+    model.producer_name = "normswap"
     try:
         onnx.checker.check_model(model, full_check=True)
     except onnx.checker.ValidationError as error:
         raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
-
-
-def _exported(contents: FileContents) -> onnx.ModelProto:
-    network = as_convolutions(contents.network)
-    try:
-        with quiet(), torch.no_grad():
-            program = torch.onnx.export(
-                network, contents.example, dynamo=True, verbose=False, dynamic_shapes=contents.dynamic_shapes,
-                input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
-            )  # fmt: skip
-    except Exception as error:  # torch's exporter raises whatever it meets on its way
-        raise RefusedError("ONNX cannot express the network", reason(error)) from None
-    assert program is not None
-    return program.model_proto
-
-
-def _strip(graph: onnx.GraphProto) -> None:
-    """Take out what torch notes on each node: the user's file names and lines, twice the size of the graph."""
-    for item in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer, graph):
-        del item.metadata_props[:]
-    for node in graph.node:
-        node.doc_string = ""
+    file.write_bytes(model.SerializeToString())
 
 
 def _store_bf16(graph: onnx.GraphProto) -> None:
-    """Store every weight that bfloat16 holds exactly in it, and let the graph cast it; runtimes do so once, on loading.
+    """Store every weight in bfloat16 that holds it exactly, and let the graph cast it; runtimes do so once, on loading.
 
     Biases and what else is small stay as they are.
     """
@@ -107,10 +89,10 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
 
     casts = []
     for tensor in graph.initializer:
-        if tensor.data_type != onnx.TensorProto.FLOAT:
+        if tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) < 2:
             continue
         value = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
-        if not rounding.is_bfloat16(value):
+        if not torch.equal(value.bfloat16().float(), value):
             continue
         name = tensor.name
         data = value.bfloat16().view(torch.int16).numpy().tobytes()
@@ -122,6 +104,47 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
     graph.node.extend([*casts, *rest])
 
 
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
+    """Write the network in int8."""
+    import onnx
+
+    from normswap.exporting import onnx_arranging
+
+    model = graph(contents)
+    onnx_arranging.arrange(model)
+    quantize(model, file, how)
+    _save(onnx.load(file), contents, file)
+
+
+def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
+    """Write a model in fp32 to `file` in int8."""
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+    root = logging.getLogger()  # onnxruntime's tool warns there that the model was not preprocessed: it is folded
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            quantize_static(
+                model, file, _CalibrationReader(how), quant_format=QuantFormat.QDQ,
+                per_channel=how.settings.per_channel, reduce_range=how.settings.weight_bits == SAFE_BITS,
+                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+                calibrate_method=CalibrationMethod.MinMax, extra_options=_UNROUNDED,
+            )  # fmt: skip
+    finally:
+        root.setLevel(level)
+
+
+class _CalibrationReader:
+    """Images, as onnxruntime asks for them."""
+
+    def __init__(self, how: Quantization) -> None:
+        self.left: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self.left, None)
+
+
 def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU."""
     import onnxruntime as ort
@@ -129,26 +152,27 @@ def open(file: Path) -> Runs:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
-    try:
-        session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its own exceptions derive from nothing else
-        raise VerificationError(f"ONNX Runtime {ort.__version__} cannot run it", first_line(error)) from None
+    session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
-    def runs(*tensors: Tensor) -> object:
+    def runs(*tensors: Tensor) -> list[Tensor]:
         outputs = session.run(None, {name: x.numpy() for name, x in zip(names, tensors, strict=True)})
-        return alone(torch.from_numpy(value) for value in outputs)
+        return [torch.from_numpy(value) for value in outputs]
 
     return runs
 
 
-def _described(file: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """The operators and the metadata of a file."""
+def nodes(file: Path) -> dict[str, int]:
+    """See `formats.Format.nodes`."""
+    return counted(node.op_type for node in _loaded(file).graph.node)
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    return {entry.key: entry.value for entry in _loaded(file).metadata_props}
+
+
+def _loaded(file: Path) -> onnx.ModelProto:
     import onnx
 
-    model = onnx.load(file, load_external_data=False)
-    kinds = Counter(node.op_type for node in model.graph.node)
-    return dict(kinds.most_common()), {entry.key: entry.value for entry in model.metadata_props}
-
-
-nodes, metadata = described(_described)
+    return onnx.load(file, load_external_data=False)

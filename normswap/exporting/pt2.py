@@ -2,14 +2,18 @@
 
 It needs torch alone: `torch.export.load(file).module()(images)`; in int8 after `import
 torch.ao.quantization.fx._decomposed`, which defines its operators.
+
+int8 is torchao's PT2E, on the graph that torch.export makes in fp32. Activations are unsigned, weights signed. The file
+rounds both and multiplies in fp32, the same on every CPU. Compiled with torchao's passes it multiplies bytes, which
+saturates on x64 without VNNI; weights of 7 bits cannot reach that.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-from collections import Counter
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,33 +21,22 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 
-from normswap.errors import RefusedError, VerificationError, first_line
-from normswap.exporting import rounding
+from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.formats import FP16, Runs, extra_files, reason
+from normswap.exporting.formats import Runs, counted, quietly, reason
+from normswap.exporting.settings import Quantization
 from normswap.graph.node_reader import LINEAR
-from normswap.models.weight_files import quiet
 
-NAME = "pt2"
-NEEDS = ()
-GRAPH = True
-PARTS = ()
-metadata = extra_files
-_HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
 _ATEN = torch.ops.aten
+_HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
 _NEUTRAL = {_ATEN.mul.Tensor: 1, _ATEN.add.Tensor: 0, _ATEN.add_.Tensor: 0}  # the number with which it changes nothing
-NOTES = {
-    "fp16": FP16,
-    "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
-    "int8": "import torch.ao.quantization.fx._decomposed before torch.export.load: it defines the operators. The file "
-    "rounds to int8 and computes in fp32, unless the graph is compiled: the file is smaller, not faster",
-}
+_KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
     network = contents.network
-    save(traced(contents, _with_bf16(network) if network.stored != network.dtype else network), file, contents.metadata)
+    save(traced(contents, _with_bf16(network) if network.stored != network.dtype else network), contents, file)
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
@@ -53,7 +46,7 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
         RefusedError: it cannot.
     """
     try:
-        with quiet(), torch.no_grad():
+        with quietly():
             program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
     except Exception as error:  # torch's exporter raises whatever it meets on its way
         raise RefusedError("torch.export cannot express the network", reason(error)) from None
@@ -61,16 +54,15 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
+        if node.target is _ATEN._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
             program.graph.erase_node(node)
     return program
 
 
-def save(program: ExportedProgram, file: Path, metadata: Mapping[str, str]) -> None:
+def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
     """Write it, with the metadata as extra files of the archive."""
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
-    with quiet():
-        torch.export.save(program, held, extra_files=dict(metadata))
+    torch.export.save(program, held, extra_files=dict(contents.metadata))
     file.write_bytes(held.getbuffer())
 
 
@@ -80,12 +72,11 @@ class _Cast(nn.Module):
 
 
 def _with_bf16(network: Shipped) -> Shipped:
-    """A copy that holds every weight in bfloat16 that it is exact in, and casts it."""
+    """A copy that holds the weights in bfloat16, and casts them."""
     twin = copy.deepcopy(network)
-    for module in list(twin.modules()):
-        if isinstance(module, LINEAR) and rounding.is_bfloat16(module.weight):
-            module.weight.data = module.weight.data.bfloat16()
-            parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
+    for module in [module for module in twin.modules() if isinstance(module, LINEAR)]:
+        module.weight.data = module.weight.data.bfloat16()
+        parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
     return twin
 
 
@@ -113,18 +104,71 @@ def _writes(node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target).split(".")[-2].endswith("_")
 
 
+def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
+    """Write the network in int8."""
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
+
+    module = traced(contents, contents.network).module()
+    assert isinstance(module, fx.GraphModule)
+    # torchao goes by the class of the module that an operator comes from, passes over subclasses (timm's Conv2dSame)
+    # and gives up where a module is called twice
+    for node in module.graph.nodes:
+        if node.target in _KINDS:
+            node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
+    settings = quantization_config(torch.uint8, how.settings.levels, per_channel=how.settings.per_channel)
+    rounded = calibrated(module, X86InductorQuantizer().set_global(settings), how.images)
+    # torchao leaves the weights in fp32 beside those in int8
+    read = {node.target for node in rounded.graph.nodes if node.op == "get_attr"}
+    for name in dict(rounded.named_parameters(remove_duplicate=False)):
+        if name not in read:
+            owner, _, last = name.rpartition(".")
+            delattr(rounded.get_submodule(owner), last)
+    save(traced(contents, rounded), contents, file)
+
+
+def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -> fx.GraphModule:
+    """An exported module in int8, its ranges read off images."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    watched = prepare_pt2e(module, quantizer)
+    for batch in images:
+        watched(batch)
+    rounded: fx.GraphModule = convert_pt2e(watched)
+    return rounded
+
+
+def quantization_config(activations: torch.dtype, levels: int, *, per_channel: bool) -> object:
+    """As the quantizers' own settings, but for ranges of all images, the weights' levels and steps as small as numbers.
+
+    Their least step, 2^-12, would leave nothing of a channel that equalization has made small.
+
+    Args:
+        activations: bytes with a sign or without.
+        levels: of weights, on either side of 0.
+    """
+    from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
+    from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
+
+    room = torch.iinfo(activations)
+    between = QuantizationSpec(
+        activations, MinMaxObserver, quant_min=room.min, quant_max=room.max, qscheme=torch.per_tensor_affine
+    )
+    observer, scheme, axis = MinMaxObserver, torch.per_tensor_symmetric, None
+    if per_channel:
+        observer, scheme, axis = PerChannelMinMaxObserver, torch.per_channel_symmetric, 0
+    fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
+    weights = QuantizationSpec(torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=scheme, ch_axis=axis)
+    return QuantizationConfig(between, between, weights, None)
+
+
 def open(file: Path) -> Runs:
     """See `formats.Format.open`."""
-    try:
-        with quiet():
-            return torch.no_grad()(load(file).module())
-    except Exception as error:
-        raise VerificationError("torch.export.load does not take it", first_line(error)) from None
+    return torch.no_grad()(load(file).module())
 
 
 def load(file: Path) -> ExportedProgram:
     """The program of a file, whatever its precision. Raises what torch raises."""
-    with quiet():
+    with quietly():
         import torch.ao.quantization.fx._decomposed  # defines the operators of int8
 
         return torch.export.load(file)
@@ -132,5 +176,12 @@ def load(file: Path) -> ExportedProgram:
 
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
-    called = (str(node.target).removeprefix("aten.") for node in load(file).graph.nodes if node.op == "call_function")
-    return dict(Counter(called).most_common())
+    return counted(str(node.target).removeprefix("aten.") for node in load(file).graph.nodes
+                   if node.op == "call_function")  # fmt: skip
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """See `formats.Format.metadata`."""
+    with zipfile.ZipFile(file) as archive:
+        inside = {name.partition("/extra/")[2]: name for name in archive.namelist() if "/extra/" in name}
+        return {key: archive.read(name).decode() for key, name in inside.items()}

@@ -1,32 +1,32 @@
-"""int8: the equalization, the runtime's own quantizer, and what came of it, measured where nothing was set by it.
+"""int8: equalize the folded network, and let the runtime's own quantizer round it.
 
-The equalization is the one in which rounding costs the network least, in PyTorch, on calibration images.
+The equalization is the one under which rounding costs the network least, in PyTorch, on calibration images. What the
+file costs is measured on images that were not used to calibrate.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from normswap.errors import OptionError, VerificationError, spelled
-from normswap.exporting import bias_correction, formats, sensitivity, weight_rounding
+from normswap.errors import OptionError, spelled
 from normswap.exporting.checks import Figures
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, equalizations
-from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.formats import Quantizer
+from normswap.exporting.exported_module import Shipped
 from normswap.exporting.request import Batches, ExportRequest, labelled
 from normswap.exporting.settings import LEVELS, Int8Settings, Quantization
-from normswap.exporting.weight_grid import WeightGrid
+from normswap.graph.node_reader import LINEAR
+from normswap.models.network_input import answer
 
-_WORTH = 0.9  # of the error as folded: what is estimated as nearer than that may be none in the file
-_BATCH = 64  # images at a time, and those on which layers are rounded
-Log = Callable[[str], None]
+# Of the error as folded: what is estimated as nearer than that may be no gain in the file.
+_WORTH = 0.9
+# Images at a time, and those on which equalizations are compared.
+_BATCH = 64
+# Of the activations, whose bytes are unsigned.
+_STEPS = 255
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,14 @@ class Quantized:
 
     Args:
         calibrated_on: images.
-        gauge: the equalization that was chosen; per_channel, weight_bits: of the weights.
-        fp32: paths of the layers that stayed in fp32, and what each would have cost alone (relative L2).
+        gauge: the equalization that was chosen.
+        per_channel, weight_bits: of the weights.
     """
 
     calibrated_on: int
     gauge: str
     per_channel: bool
     weight_bits: int
-    fp32: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,11 @@ class Calibration:
 
     Args:
         images: (N, C, H, W), as the source takes them; fed: as the file does.
-        tool: what quantizes.
     """
 
     images: Tensor
     fed: Tensor
     settings: Int8Settings
-    tool: Quantizer
 
     @classmethod
     def of(
@@ -96,106 +93,61 @@ class Calibration:
             what, remedy = f"images to calibrate on are {shown}", "Resize them, or give input_size"
             raise OptionError(what, f"the file takes {taken}", remedy)
         every = torch.cat(batches)
-        return cls(every, request.raw(every), settings, formats.quantizer(request.form.NAME))
+        return cls(every, request.raw(every), settings)
 
-    @property
-    def grid(self) -> WeightGrid:
-        """The grid that the tool rounds weights to."""
-        levels = functools.partial(self.tool.levels, bits=self.settings.weight_bits)
-        return WeightGrid(levels, self.settings.per_channel)
-
-
-@dataclass(frozen=True)
-class Equalized:
-    """A network that computes what it did, equalized so that int8 costs little.
-
-    Args:
-        batches: what its inner network reads.
-        layers: paths of those that will be rounded; fp32: of those that will not, and what each would cost alone.
-    """
-
-    network: Shipped
-    gauge: str
-    batches: tuple[Tensor, ...]
-    layers: tuple[str, ...]
-    fp32: dict[str, float]
-
-    @classmethod
-    def of(cls, shipped: Shipped, calibration: Calibration) -> Equalized:
-        """The network under the equalization with which rounding all that is to be rounded costs least."""
-        settings, grid = calibration.settings, calibration.grid
-        batches = shipped.prepared(calibration.fed).split(_BATCH)
-        x = batches[0]
-        equalizer = Equalizer(shipped.network, batches, per_channel=settings.per_channel)
-        kinds = calibration.tool.LAYERS
-        able = [path for path, module in equalizer.network.named_modules() if isinstance(module, kinds)]
-        if settings.sensitive >= len(able):
-            what = f"{spelled('sensitive', settings.sensitive)} leaves nothing in int8"
-            raise OptionError(what, f"the network has {len(able)} layers to quantize", "Give a smaller number")
-        costs = sensitivity.costs(equalizer.network, x, able, grid) if settings.sensitive else {}
-        fp32 = dict([*costs.items()][: settings.sensitive])
-        layers = tuple(path for path in able if path not in fp32)
-        made = {
-            equalization: equalizer.equalized(equalization)
-            for equalization in equalizations(per_channel=settings.per_channel)
-        }
-        errors = {equalization: sensitivity.error(network, x, layers, grid) for equalization, network in made.items()}
-        best = min(errors, key=lambda equalization: errors[equalization])
-        equalization = best if errors[best] < _WORTH * errors[AS_FOLDED] else AS_FOLDED
-        equalizer.settle_(made[equalization])
-        return cls(shipped.around(made[equalization]), equalization.name, batches, layers, fp32)
+    def quantization(self, *, dynamic: bool) -> Quantization:
+        """What the runtime's quantizer is given: batches of one size, as the tools want them, or of one image."""
+        count = len(self.images)
+        even = next(size for size in range(min(_BATCH, count), 0, -1) if not count % size)
+        return Quantization(self.fed.split(even if dynamic else 1), self.settings)
 
 
-def write(contents: FileContents, file: Path, equalized: Equalized, calibration: Calibration, log: Log) -> Quantized:
-    """Write the file in int8.
-
-    Args:
-        contents: of the file in fp32.
-    """
-    settings, count = calibration.settings, len(calibration.images)
-    log("rounding")
-    contents = replace(contents, network=_rounded(equalized, calibration.grid))
-    images = calibration.fed.split(_even(count) if contents.dynamic else 1)
-    log("quantizing")
-    calibration.tool.write_int8(contents, file, Quantization(images, settings, tuple(equalized.fp32)))
-    return Quantized(count, equalized.gauge, settings.per_channel, settings.weight_bits, equalized.fp32)
-
-
-def _rounded(equalized: Equalized, grid: WeightGrid) -> Shipped:
-    """The network with weights that the file's tool will round to those that were chosen, and biases that fit these."""
-    network = copy.deepcopy(equalized.network.network)
-    rounded = weight_rounding.weights(network, equalized.batches, equalized.layers, grid)
-    bias_correction.correct(network, equalized.batches, {path: one.held for path, one in rounded.items()})
-    for path, one in rounded.items():
-        network.get_parameter(f"{path}.weight").data.copy_(one.given)
-    return equalized.network.around(network)
+def equalized(shipped: Shipped, calibration: Calibration) -> tuple[Shipped, Quantized]:
+    """The network under the equalization with which rounding costs least; it computes what it did."""
+    settings = calibration.settings
+    batches = shipped.prepared(calibration.fed).split(_BATCH)
+    equalizer = Equalizer(shipped.network, batches, per_channel=settings.per_channel)
+    choices = {one: equalizer.equalized(one) for one in equalizations(per_channel=settings.per_channel)}
+    errors = {one: rounding_error(network, batches[0], settings) for one, network in choices.items()}
+    best = min(errors, key=lambda one: errors[one])
+    best = best if errors[best] < _WORTH * errors[AS_FOLDED] else AS_FOLDED
+    equalizer.settle_(choices[best])
+    how = Quantized(len(calibration.images), best.name, settings.per_channel, settings.weight_bits)
+    return shipped.around(choices[best]), how
 
 
-def check_drop(figures: Figures, most: float | None) -> float | None:
-    """How many points the file loses: of top-1, or of agreement where there are no labels; None where there is neither.
+@torch.no_grad()
+def rounding_error(network: nn.Module, x: Tensor, settings: Int8Settings) -> float:
+    """Relative L2 error of the answers to x (N, C, H, W) with all layers rounded, weights and what they read."""
+    twin = copy.deepcopy(network)
+    for module in twin.modules():
+        if isinstance(module, LINEAR):
+            module.weight.copy_(rounded_weight(module, settings))
+            module.register_forward_pre_hook(_round_input)
+    expected = answer(network(x))
+    return float((answer(twin(x)) - expected).norm() / expected.norm())
 
-    Raises:
-        VerificationError: more than `most`, or nobody knows.
-    """
+
+def rounded_weight(layer: nn.Module, settings: Int8Settings) -> Tensor:
+    """The weights as integers times a step, one step for each output channel or one for all."""
+    weight = layer.get_parameter("weight").detach()
+    channel = 1 if getattr(layer, "transposed", False) else 0
+    largest = weight.abs().amax([axis for axis in range(weight.ndim) if axis != channel], keepdim=True)
+    largest = largest if settings.per_channel else largest.max()
+    step = (largest / settings.levels).clamp_min(torch.finfo(weight.dtype).tiny)
+    return (weight / step).round() * step
+
+
+def _round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """To 255 steps between the least value (or 0) and the largest."""
+    x = args[0]
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    step = ((high - low) / _STEPS).clamp_min(torch.finfo(x.dtype).tiny)
+    return (((x - low) / step).round() * step + low, *args[1:])
+
+
+def points_lost(figures: Figures) -> float | None:
+    """Points of top-1 that the file loses, or of agreement where there are no labels; None where there is neither."""
     if figures.top1 is not None and figures.source_top1 is not None:
-        what, lost = f"top-1 on {figures.count} images", figures.source_top1 - figures.top1
-    elif figures.agreement is not None:
-        what, lost = f"agreement on {figures.answers} {figures.unit}", 100 * (1 - figures.agreement)
-    elif most is None:
-        return None
-    else:
-        raise VerificationError(
-            "what int8 loses cannot be counted in points", "the network gives no scores of classes",
-            f"Nothing was written; without {spelled('max_drop')} the relative L2 stands beside the file",
-        )  # fmt: skip
-    if most is not None and not lost <= most:
-        raise VerificationError(
-            f"int8 loses {lost:.2f} points of {what}, allowed {most:g}",
-            remedy=f"Nothing was written; try {spelled('sensitive', 4)}, more images, or others",
-        )
-    return lost
-
-
-def _even(count: int) -> int:
-    """The largest batch by which `count` images come out even, as the runtimes' tools want them."""
-    return next(size for size in range(min(_BATCH, count), 0, -1) if not count % size)
+        return figures.source_top1 - figures.top1
+    return None if figures.agreement is None else 100 * (1 - figures.agreement)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,11 +53,7 @@ class ExportRequest:
         """
         form = formats.choose(file, settings.format)
         if inputs is not None:
-            _require_plain(form, settings)
-        if not form.GRAPH and (settings.normalize or settings.softmax):
-            option = "normalize" if settings.normalize else "softmax"
-            raise OptionError(f"{form.NAME} holds tensors, no operators", f"{option} would add some", "Try onnx or pt2")
-        settings = replace(settings, dynamic_batch=settings.dynamic_batch or not form.GRAPH)
+            _require_plain(settings)
         network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()
@@ -111,7 +107,7 @@ class ExportRequest:
             return self, self.signature.answers(self.source, self.traced_on)
         except NoAnswerError:
             special = settings.dtype == "int8" or settings.normalize or settings.softmax
-            if self.inputs or not self.form.GRAPH or special:
+            if self.inputs or special:
                 raise
         whole = _everything(self.source, self.example, settings.dynamic_batch)
         request = replace(self, signature=whole, inputs=(self.example,), imaged=True)
@@ -169,18 +165,13 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
     return whole
 
 
-def _require_plain(form: Format, settings: FileSettings) -> None:
-    """Check that only images go in and one answer comes out.
+def _require_plain(settings: FileSettings) -> None:
+    """Check that nothing is asked for that is only for images in and an answer out.
 
     Raises:
-        OptionError: what is only for images in and an answer out.
+        OptionError: something is.
     """
-    if settings.dtype == "int8":
-        raise OptionError("int8 is for images in and one answer out", "inputs= says something else", "Leave it out")
-    if not form.GRAPH:
-        remedy = "Convert to 'folded' and save that with `normswap.save`"
-        raise OptionError(f"{form.NAME} holds tensors, no inputs or outputs", remedy=remedy)
-    special: Mapping[str, object] = {name: getattr(settings, name) for name in ("input_size", "normalize", "softmax")}
-    for name, value in special.items():
-        if value:
-            raise OptionError(f"{name} is for images in and one answer out", "inputs= says what goes in, as it is")
+    special = ("input_size", "normalize", "softmax")
+    asked = ["int8"] if settings.dtype == "int8" else [name for name in special if getattr(settings, name)]
+    if asked:
+        raise OptionError(f"{asked[0]} is for images in and one answer out", "inputs= says what goes in, as it is")

@@ -1,24 +1,32 @@
-"""The same network in operators that more tools have, for one that refuses it as it is.
+"""The same network in operators that more tools have, for one that refuses it as it is, or computes what it need not.
 
-All that depends on no input is computed (`constants`); an adaptive pool to one number is a mean; and what a transformer
-cuts out of (N, L, 3 h d) by way of five dimensions is cut out of the last of three. None of them changes a sum.
+All that depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. An
+adaptive pool to one number is a mean; and what a transformer cuts out of (N, L, 3 h d) by way of five dimensions is cut
+out of the last of three. None of them changes a sum.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TypeVar, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from normswap.errors import RefusedError
-from normswap.exporting import constants, pt2
+from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, as_convolutions
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Argument)
 _ATEN = torch.ops.aten
+_FORM: dict[object, int] = {  # operators that read of one argument, the first or the second, its shape and dtype alone
+    _ATEN.type_as.default: 1, _ATEN.new_full.default: 0, _ATEN.new_zeros.default: 0, _ATEN.new_ones.default: 0,
+    _ATEN.zeros_like.default: 0, _ATEN.ones_like.default: 0, _ATEN.full_like.default: 0,
+}  # fmt: skip
 _POOLS: dict[object, int] = {
     _ATEN.adaptive_avg_pool1d.default: 1,
     _ATEN.adaptive_avg_pool2d.default: 2,
@@ -51,14 +59,102 @@ def simpler(contents: FileContents, network: nn.Module) -> fx.GraphModule:
     Raises:
         RefusedError: torch.export cannot express it.
     """
-    module = constants.without_checks(pt2.traced(contents, network))
-    constants.compute(module)
+    module = _module(contents, network)
+    compute(module)
     for node in list(module.graph.nodes):
         _as_mean(node)
         _as_slices(node)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _module(contents: FileContents, network: nn.Module) -> fx.GraphModule:
+    """The network as torch.export records it, without torch's own checks of the inputs.
+
+    Raises:
+        RefusedError: torch.export cannot express it.
+    """
+    module = pt2.traced(contents, network).module()
+    assert isinstance(module, fx.GraphModule)
+    for node in list(module.graph.nodes):
+        if node.op == "call_module":
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def with_constants(contents: FileContents, network: nn.Module) -> nn.Module:
+    """The network with the values of all that depends on no input; itself where all depends on one.
+
+    Raises:
+        RefusedError: torch.export cannot express it.
+    """
+    module = _module(contents, network)
+    return module if compute(module) else network
+
+
+def compute(module: fx.GraphModule) -> bool:
+    """Put into an exported graph, in place, the values of all that depends on no input.
+
+    A graph that writes into such a value stays as it is.
+
+    Returns:
+        Whether there was more than the module's own tensors.
+    """
+    known = _known(module)
+    used = {node: [user for user in node.users if user not in known] for node in known if node.op != "get_attr"}
+    used = {node: users for node, users in used.items() if users and isinstance(known[node], Tensor | int | float)}
+    for count, (node, users) in enumerate(used.items()):
+        value = known[node]
+        if isinstance(value, Tensor):
+            module.register_buffer(f"constant_{count}", value.clone(memory_format=torch.contiguous_format))
+            with module.graph.inserting_before(node):
+                held = module.graph.get_attr(f"constant_{count}")
+            held.meta["val"] = node.meta["val"]
+            value = held
+        for user in users:
+            user.args, user.kwargs = _with({node: value}, user.args), _with({node: value}, user.kwargs)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return bool(used)
+
+
+@torch.no_grad()
+def _known(module: fx.GraphModule) -> dict[fx.Node, Argument]:
+    """The values of the nodes that depend on no input; none where one of them is overwritten."""
+    known: dict[fx.Node, Argument] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(value := attrgetter(str(node.target))(module), Tensor):
+            known[node] = value
+        if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        form = _form(node)
+        read = [one for one in node.all_input_nodes if one not in form]
+        if _writes(node) and any(one in known for one in read):
+            return {}
+        if all(one in known for one in read):
+            values: dict[fx.Node, Argument] = {**form, **known}
+            known[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
+    return known
+
+
+def _writes(node: fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
+def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
+    """The argument of which a node reads no more than shape and dtype, as a tensor of those."""
+    place = _FORM.get(node.target)
+    one = None if place is None else node.args[place]
+    if not isinstance(one, fx.Node):
+        return {}
+    return {one: torch.empty(one.meta["val"].shape, dtype=one.meta["val"].dtype)}
+
+
+def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
+    """Arguments with these values in the places of nodes."""
+    return fx.node.map_arg(args, lambda one: values.get(one, one))
 
 
 def _as_mean(node: fx.Node) -> None:

@@ -20,7 +20,7 @@ from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import KINDS, NormKind, Statistics
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
-from normswap.layers.per_sample import led, numbers_of, rescaled
+from normswap.layers.per_sample import led, rescaled
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
@@ -44,17 +44,14 @@ class DynamicTanh(PlannedLayer, OwnLayer):
         return torch.tanh(self.alpha.to(x) * x)
 
     @classmethod
-    def replacing(
-        cls, old: nn.Module, *, like: Tensor, alpha: float, factors: str = "", lead: bool = False
-    ) -> nn.Module:
+    def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
         """The layer with the norm's gamma and beta.
 
         Args:
-            factors: a letter per channel (`per_sample.letters_of`), what it is multiplied by. Empty: 1.
             lead: a `ChannelAffine` in front absorbs the statistics; else the convolution before has, a `Whitened`.
         """
-        scale, offset, gamma, beta = _parts(old, factors)
-        gamma = gains(alpha, _tensor(factors, gamma)) * gamma
+        scale, offset, gamma, beta = _whitening(old)
+        gamma = gain(alpha) * gamma
         new = cls(gamma.to(like), beta.to(like), alpha, affine.copied_activation(old))
         return led(scale, offset, new) if lead else new
 
@@ -63,11 +60,11 @@ KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)
 
 
 class Whitened(PlannedLayer):
-    """The convolution before a norm, with the norm's statistics: each channel of mean 0 and deviation its factor."""
+    """The convolution before a norm, with the norm's statistics: each channel of mean 0 and deviation 1."""
 
     @classmethod
-    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor, factors: str = "") -> nn.Module:
-        scale, offset, _, _ = _parts(norm, factors)
+    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor) -> nn.Module:
+        scale, offset, _, _ = _whitening(norm)
         return rescaled(old, scale, offset)
 
 
@@ -78,11 +75,8 @@ class Straight(PlannedLayer):
     """
 
     @classmethod
-    def replacing(
-        cls, old: nn.Module, *, like: Tensor, alpha: float, factors: str = "", lead: bool = False
-    ) -> nn.Module:
-        scale, offset, gamma, beta = _parts(old, factors)
-        gamma = gamma / _tensor(factors, gamma)
+    def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
+        scale, offset, gamma, beta = _whitening(old)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
         return led(scale, offset, new) if lead else new
 
@@ -101,14 +95,9 @@ def gains(alpha: float, factors: Tensor) -> Tensor:
     return torch.tensor([known[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
 
 
-def _tensor(factors: str, like: Tensor) -> Tensor:
-    return torch.tensor(numbers_of(factors) or [1.0], dtype=torch.float64).to(like)
-
-
-def _parts(norm: nn.Module, factors: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale and offset to x^ times the factors, and gamma and beta, of a BatchNorm, (C,) float64."""
+def _whitening(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale and offset to x^, and gamma and beta, of a BatchNorm, (C,) float64."""
     slope, shift = affine.read(norm)
     mean, var = affine.statistics(norm)
     std = (var + affine.epsilon(norm)).sqrt()
-    factor = _tensor(factors, std)
-    return factor / std, -factor * mean / std, slope * std, shift + slope * mean
+    return 1 / std, -mean / std, slope * std, shift + slope * mean

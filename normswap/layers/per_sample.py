@@ -10,9 +10,7 @@ so that on an average sample, whose statistics are the population's, the output 
 from __future__ import annotations
 
 import copy
-import string
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,21 +37,19 @@ class GroupNorm(PlannedLayer):
         groups: int,
         eps: float | None = None,
         lead: bool = False,
-        **rescaling: Any,
     ) -> nn.Module:
         """The norm per sample that on an average sample computes what the BatchNorm does.
 
         Args:
             groups: a divisor of the number of channels.
-            eps: by default the BatchNorm's.
-            lead: a `ChannelAffine` in front of the norm brings the channels into the rescaling; else the convolution
-                before, a `Steadied`, does.
-            rescaling: see `ChannelRescaling`.
+            eps: by default the BatchNorm's; with another, all groups are brought to one variance before the norm.
+            lead: a `ChannelAffine` in front of the norm does that; else the convolution before, a `Steadied`.
         """
         mean, var = affine.statistics(old)
         scale, shift = affine.read(old)
         channels = mean.numel()
         act = affine.copied_activation(old)
+        scale_in, offset = leveled(old, groups) if eps is not None else (torch.ones_like(mean), torch.zeros_like(mean))
         eps = affine.epsilon(old) if eps is None else eps
         typed = site_norm.typed(old, like)
         settings: Any = {"eps": eps, "dtype": typed.dtype, "device": typed.device}
@@ -62,43 +58,42 @@ class GroupNorm(PlannedLayer):
         else:
             new = GroupNormAct(channels, groups, apply_act=False, **settings)
             new.act = act
-        into = ChannelRescaling.of(old, groups, **rescaling)
-        mean, var = into.scale * mean + into.offset, into.scale.square() * var
+        mean, var = scale_in * mean + offset, scale_in.square() * var
         m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean, var, groups))
-        scale = scale / into.scale
+        scale = scale / scale_in
         new.weight.copy_(scale * (v + eps).sqrt())
-        new.bias.copy_(shift + scale * (m - into.offset))
+        new.bias.copy_(shift + scale * (m - offset))
         for name in ("weight", "bias"):
             value = getattr(old, name, None)
             if isinstance(value, nn.Parameter):
                 getattr(new, name).requires_grad_(value.requires_grad)
-        return led(into.scale, into.offset, new) if lead else new
+        return led(scale_in, offset, new) if lead else new
 
 
 class Steadied(PlannedLayer):
-    """The convolution before a per-sample norm, whose output is brought into the norm's `ChannelRescaling`."""
+    """The convolution before a per-sample norm; all groups of its output channels have one mean variance."""
 
     @classmethod
-    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, **rescaling: Any) -> Any:
-        into = ChannelRescaling.of(norm, **rescaling)
-        return rescaled(old, into.scale, into.offset)
+    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, groups: int) -> Any:
+        return rescaled(old, *leveled(norm, groups))
 
 
 class Recentred(PlannedLayer):
     """The BatchNorm behind a `Steadied` convolution, or a lead, moved along: together they compute the same."""
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor, groups: int, lead: bool = False, **rest: Any) -> nn.Module:
+    def replacing(
+        cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
+    ) -> nn.Module:
         new = site_norm.as_batchnorm(old, like)
-        rest.pop("eps", None)  # that of the norm per sample
-        if not rest:
+        if eps is None:
             return cast(nn.Module, new)
-        rescaling = ChannelRescaling.of(old, groups, **rest)
+        scale, offset = leveled(old, groups)
         if new.weight is None:
             new.affine, ones = True, torch.ones_like(new.running_var)
             new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
-        moved(new, rescaling.scale, rescaling.offset)
-        return led(rescaling.scale, rescaling.offset, new) if lead else new
+        moved(new, scale, offset)
+        return led(scale, offset, new) if lead else new
 
 
 def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
@@ -111,68 +106,18 @@ def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
     norm.weight.mul_((norm.running_var.double() + eps).sqrt() / (scale * (var + eps).sqrt()))
 
 
-@dataclass(frozen=True)
-class ChannelRescaling:
-    """scale * x + offset, what a channel becomes before the norm: free, since what follows makes up for it.
+def leveled(norm: Any, groups: int) -> tuple[Tensor, Tensor]:
+    """Scale and offset (C,), float64, with which all groups have the mean variance of all channels, and means of 0.
 
-    The scale is a sign and a factor, with which all groups have the variance of the channels' mean, so that one eps is
-    as much to each. All means are taken off.
+    So one eps is as much to each group.
+
+    Args:
+        norm: the BatchNorm whose input is rescaled.
     """
-
-    scale: Tensor
-    offset: Tensor
-
-    @classmethod
-    def of(cls, norm: Any, groups: int, flips: str = "", factors: str = "", **constants: Any) -> ChannelRescaling:
-        """The rescaling before a norm of so many groups.
-
-        Args:
-            norm: the BatchNorm.
-            flips: a '+' or '-' per channel: its sign. Empty: as it is.
-            factors: a letter per channel (`letters_of`): its factor, but for one that its group has. Empty: 1.
-            constants: of plans that were saved when constants, and not eps, made a sample's deviation steady.
-        """
-        mean, var = affine.statistics(norm)
-        if not flips:
-            return cls(torch.ones_like(mean), torch.zeros_like(mean))
-        scale = _signed(flips, factors).to(mean)
-        variance = (scale.square() * var).view(groups, -1).mean(1, keepdim=True)
-        if constants:
-            return cls(scale, _constants(variance, **constants) - scale * mean)
-        level = torch.where(variance > 0, var.mean() / variance, 1.0).sqrt()
-        scale = (scale.view(groups, -1) * level).flatten()
-        return cls(scale, -scale * mean)
-
-
-def _constants(variance: Tensor, steady: float, leans: str, sizes: str = "") -> Tensor:
-    """The share `steady` of a group's variance, (G, 1) without them; the sign and size of each channel's."""
-    lean = _signed(leans, sizes).to(variance).view(len(variance), -1)
-    lean = lean - lean.mean(1, keepdim=True)
-    if sizes:
-        lean = lean / lean.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)  # 0 where the group is silent
-    return ((variance * steady / (1 - steady)).sqrt() * lean).flatten()
-
-
-LETTERS, STEPS = string.digits + string.ascii_uppercase + string.ascii_lowercase, 4  # to an octave
-_ONE = len(LETTERS) // 2
-
-
-def letters_of(numbers: Tensor) -> str:
-    """A letter for each positive number, in quarters of an octave; what is too far from 1 for that comes nearer."""
-    steps = (STEPS * numbers.log2()).round().clamp(-_ONE, len(LETTERS) - 1 - _ONE).long()
-    return "".join(LETTERS[_ONE + step] for step in steps.tolist())
-
-
-def numbers_of(letters: str) -> list[float]:
-    """The numbers that letters stand for (`letters_of`)."""
-    return [2 ** ((LETTERS.index(letter) - _ONE) / STEPS) for letter in letters]
-
-
-def _signed(signs: str, letters: str) -> Tensor:
-    """Numbers from a '+' or '-' for each, and their sizes' letters; without letters of size 1."""
-    sizes = numbers_of(letters) or [1.0] * len(signs)
-    signed = [size if sign == "+" else -size for sign, size in zip(signs, sizes, strict=True)]
-    return torch.tensor(signed, dtype=torch.float64)
+    mean, var = affine.statistics(norm)
+    group_var = var.view(groups, -1).mean(1)
+    scale = torch.where(group_var > 0, var.mean() / group_var, 1.0).sqrt().repeat_interleave(len(var) // groups)
+    return scale, -scale * mean
 
 
 def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:

@@ -7,8 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import nn
 
 from normswap.errors import SourceError, first_line
 from normswap.plan import Body
@@ -21,6 +23,7 @@ GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "int
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _STEM_AND_HEAD = ("first_conv", "classifier")
+_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 _RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
 
 
@@ -33,24 +36,36 @@ class Config:
     stated: Cfg
 
 
+def read_json(file: Path, origin: str) -> Cfg:
+    """Read a file that holds an object of JSON.
+
+    Raises:
+        SourceError: it is missing, cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "A model directory has config.json and model.safetensors; for weights alone name the file."
+        raise SourceError(f"{origin} has no {file.name}", remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{origin}: {file.name} cannot be read", first_line(error)) from None
+    if not isinstance(content, dict):
+        raise SourceError(f"{origin}: {file.name} holds no object")
+    return content
+
+
 def read_config(file: Path, origin: str) -> Config:
     """Read a config.json of timm's hub layout (also the old flat one, without `pretrained_cfg`).
 
     Raises:
         SourceError: missing, not JSON, or not that of a timm model.
     """
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        remedy = "A model directory has config.json and model.safetensors; for weights alone name the file."
-        raise SourceError(f"{origin} has no config.json", remedy=remedy) from None
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{origin}: config.json cannot be read", first_line(error)) from None
-    name = config.get("architecture") if isinstance(config, dict) else None
+    config = read_json(file, origin)
+    name = config.get("architecture")
     if not isinstance(name, str):
-        foreign = isinstance(config, dict) and "model_type" in config
-        remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}" if foreign else (
-            "Is it a timm model?")  # fmt: skip
+        remedy = "Is it a timm model?"
+        if "model_type" in config:
+            remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}"
         raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy=remedy)
     stated, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
     if not isinstance(stated, dict) or not isinstance(args, dict):
@@ -81,14 +96,14 @@ def crop_share(crop: int, resize: int) -> float:
     return share if math.floor(crop / share) == resize else math.nextafter(share, 0)
 
 
-def record(cfg: Cfg, kwargs: Body, classes: int) -> Cfg:
+def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     """Return the JSON-able preprocessing of a network, which may have another head and other channels than its source.
 
     Args:
         cfg: timm's record of the source's weights.
         kwargs: the arguments the network was built with.
-        classes: how many classes it tells apart.
     """
+    classes = getattr(model, "num_classes", cfg["num_classes"])
     kept = {key: cfg[key] for key in _RECORDED if cfg.get(key) is not None}
     if classes != kept.get("num_classes"):
         kept = {key: value for key, value in kept.items() if not key.startswith("label_")}
@@ -99,3 +114,50 @@ def record(cfg: Cfg, kwargs: Body, classes: int) -> Cfg:
     kept |= {key: per_channel(kept[key], chans) for key in ("mean", "std") if kept.get(key) is not None}
     plain: Cfg = json.loads(json.dumps(kept))
     return plain
+
+
+def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
+    """Return timm's record of the preprocessing of transformers, as far as it is stated.
+
+    Args:
+        stated: a preprocessor_config.json; empty where there is none.
+        model: a network of transformers.
+    """
+    config: Any = model.config
+    channels = getattr(config, "num_channels", 3)
+    crop = _sides(stated.get("crop_size")) if stated.get("do_center_crop", True) else None
+    size = _sides(stated.get("size")) if stated.get("do_resize", True) else None
+    final = crop or size or _sides(getattr(config, "image_size", None))
+    seen: Cfg = {} if final is None else {"input_size": [channels, *final]}
+    if size is not None and final is not None:
+        squashes = crop is None and isinstance(stated["size"], dict) and "height" in stated["size"]
+        share = crop_share(min(crop), min(size)) if crop else stated.get("crop_pct") or 1.0
+        seen |= {"crop_pct": share, "crop_mode": "squash" if squashes else "center"}
+    if stated.get("resample") in _INTERPOLATIONS:
+        seen["interpolation"] = _INTERPOLATIONS[stated["resample"]]
+    if stated.get("do_normalize") is False:
+        seen |= {"mean": [0.0] * channels, "std": [1.0] * channels}
+    for key, word in (("image_mean", "mean"), ("image_std", "std")):
+        values = stated.get(key)
+        if word not in seen and isinstance(values, list) and len(values) == channels:
+            seen[word] = [float(value) for value in values]
+    if type(model).__name__.endswith("ForImageClassification"):
+        names = [str(config.id2label[label]) for label in sorted(config.id2label)]
+        meaningful = len(set(names)) == len(names) and not all(name.startswith("LABEL_") for name in names)
+        seen |= {"num_classes": config.num_labels, **({"label_names": names} if meaningful else {})}
+    return seen
+
+
+def _sides(size: object) -> tuple[int, int] | None:
+    """Read (height, width) of a size, as the processors write it: a number, two, or by name."""
+    if isinstance(size, dict):
+        edge = size.get("shortest_edge")
+        size = (size.get("height", edge), size.get("width", edge))
+    sides = (size, size) if isinstance(size, int) else size
+    if (
+        isinstance(sides, list | tuple)
+        and len(sides) == 2
+        and all(isinstance(side, int) and side > 0 for side in sides)
+    ):
+        return sides[0], sides[1]
+    return None

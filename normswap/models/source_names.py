@@ -10,7 +10,7 @@ from normswap.models import kinds
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # files that run by themselves, by the endings of their names
 EXPORTED = {
-    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".torchscript": "torchscript", ".ts": "torchscript",
+    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2",
     ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
     ".mlpackage": "coreml",
 }  # fmt: skip

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import timm
 from timm.models import get_pretrained_cfg, is_model
@@ -44,18 +42,15 @@ def _check_known(name: str) -> None:
     base, _, tag = name.partition(".")
     if not is_model(base):
         shipped.register_networks()
-    if not _looks_like_path(name) and is_model(base):
-        try:
-            get_pretrained_cfg(name)
-        except RuntimeError:  # the tag is unknown
-            tags = [known.partition(".")[2] for known in timm.list_models(f"{base}.*", include_tags=True)]
-            known_tags = difflib.get_close_matches(tag, tags, n=3, cutoff=0.4) or tags[:3]
-            remedy = f"Try {' or '.join(f'{base}.{one}' for one in known_tags)}." if known_tags else ""
-            raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
-        return
-    names = timm.list_models() + timm.list_models(pretrained=True)
-    nowhere = "No file or folder is called that, and no network of timm's; timm.list_models() has the names"
-    raise SourceError(f"unknown model '{name}'", remedy=near(name, names, nowhere))
+    if _looks_like_path(name) or not is_model(base):
+        names = timm.list_models() + timm.list_models(pretrained=True)
+        nowhere = "No file or folder is called that, and no network of timm's; timm.list_models() has the names"
+        raise SourceError(f"unknown model '{name}'", remedy=near(name, names, nowhere))
+    try:
+        get_pretrained_cfg(name)
+    except RuntimeError:  # the tag is unknown
+        remedy = near(name, timm.list_models(f"{base}.*", include_tags=True))
+        raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
 
 
 def _registered(name: str) -> Cfg:
@@ -82,12 +77,10 @@ def build(name: str, wanted: BuildRequest) -> Built:
     prefix, _, rest = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
         return _from_hub(rest, wanted.given)
-    if prefix == "local-dir":
-        return _from_directory(Path(rest), wanted.given)
-    if not is_model(name) and Path(name).is_dir():
-        return _from_directory(Path(name), wanted.given)
     if name == demo_files.NAME:
         return replace(_from_directory(demo_files.FOLDER, wanted.given), source=name)
+    if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
+        return _from_directory(Path(name.removeprefix("local-dir:")), wanted.given)
     if _looks_like_path(name):
         remedy = "A network of another library is written package.module:factory" if ":" in name else ""
         if name.count("/") == 1:
@@ -101,7 +94,9 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     cfg = _own_cfg(model) or {**_USUAL, "architecture": name}  # somebody's own, registered without a record
     arch = _untagged(cfg, arguments)  # a deprecated name has become its current one here
     source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
-    return Built(model, arch, source, _seen(model, arch, cfg), lambda: _load_named(model, source, arguments, cfg))
+    return Built(
+        model, arch, source, record(cfg, arch.kwargs, model), lambda: _load_named(model, source, arguments, cfg)
+    )
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
@@ -119,25 +114,22 @@ def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
 
 
 def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.Module:
-    name = cfg["architecture"]
     if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
         repo, file = cfg["hf_hub_id"], cfg.get("hf_hub_filename")
         named = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
-        load_into(model, read(hub.fetch(repo, tuple(dict.fromkeys(named)), name)), repo, cfg)
+        load_into(model, read(hub.fetch(repo, named)), repo, cfg)
         return model
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
-        trained = timm.list_models(f"{name}.*", pretrained=True)
-        remedy = (
-            f"Try {' or '.join(trained[:3])}."
-            if trained
-            else f"Use '{spelled('weights', 'random')}' or a weights file of your own."
-        )
+        trained = timm.list_models(f"{cfg['architecture']}.*", pretrained=True)
+        remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
+        if trained:
+            remedy = f"Try {' or '.join(trained[:3])}."
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
     try:  # weights outside the hub, or in their authors' own format
         with quiet():
             model = timm.create_model(source, pretrained=True, **arguments).eval()
     except Exception as error:
-        remedy = f"Use '{spelled('weights', 'random')}', or a weights file on this disk with '{spelled('arch', name)}'."
+        remedy = f"Use '{spelled('weights', 'random')}', or a file with '{spelled('arch', cfg['architecture'])}'."
         raise SourceError(f"cannot get the weights of {source}", first_line(error), remedy) from None
     check_finite(model.state_dict(), source)
     return model
@@ -145,36 +137,32 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
 
 def _from_hub(repo: str, arguments: Cfg) -> Built:
     origin = f"hf-hub:{repo}"
-    config = hub.fetch(repo, ("config.json",))
-    return _from_layout(config, origin, origin, arguments, lambda name: (hub.fetch(repo, _FILES, name), origin))
+    return _from_layout(hub.fetch(repo, ("config.json",)), origin, arguments, lambda: hub.fetch(repo, _FILES))
 
 
 def _from_directory(folder: Path, arguments: Cfg) -> Built:
     if not folder.is_dir():
         raise SourceError(f"{folder} is not a directory" if folder.exists() else f"{folder} does not exist")
 
-    def weights(_name: str) -> tuple[Path, str]:
+    def weights() -> Path:
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
         if file is None:
             raise SourceError(f"{folder} has no weights", f"neither {' nor '.join(_FILES)}")
-        return file, str(file)
+        return file
 
-    return _from_layout(folder / "config.json", str(folder), f"local-dir:{folder.resolve()}", arguments, weights)
+    return _from_layout(folder / "config.json", f"local-dir:{folder.resolve()}", arguments, weights)
 
 
-def _from_layout(
-    config: Path, origin: str, source: str, arguments: Cfg, weights: Callable[[str], tuple[Path, str]]
-) -> Built:
-    """Build what a config.json describes; `weights`: from the architecture's name to a file and what errors call it."""
+def _from_layout(config: Path, origin: str, arguments: Cfg, weights: Callable[[], Path]) -> Built:
+    """Build what a config.json describes; `weights` finds the file that belongs to it."""
     arch, cfg = _configured(config, origin, arguments)
     model = create(arch)
 
     def pretrained() -> nn.Module:
-        file, named = weights(arch.name)
-        load_into(model, read(file), named, cfg)
+        load_into(model, read(weights()), origin, cfg)
         return model
 
-    return Built(model, arch, source, _seen(model, arch, cfg), pretrained)
+    return Built(model, arch, origin, record(cfg, arch.kwargs, model), pretrained)
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
@@ -188,12 +176,6 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     cfg["input_size"] = [config.model_args.get("in_chans", chans), *size]
     kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **config.model_args, **arguments}
     return Arch(name, kwargs), cfg
-
-
-def _seen(model: nn.Module, arch: Arch, cfg: Cfg) -> Cfg:
-    """Return the preprocessing that a network of the architecture sees."""
-    classes: Any = getattr(model, "num_classes", cfg["num_classes"])
-    return record(cfg, arch.kwargs, classes)
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:

@@ -1,13 +1,13 @@
 """torchvision's networks: `torchvision:BUILDER[@WEIGHTS]`, every builder of `torchvision.models.get_model`.
 
-Some builders build by the weights' name (frozen norms, auxiliary heads, another eps), and then load them. So the name
-of the weights is a part of the architecture, as the argument `weights`, and building is asked for with it, without the
-loading.
+Some builders build by the weights' name (frozen norms, auxiliary heads, another eps), and then load them. So that name
+is a part of the architecture, as the argument `weights`; the network is built with it and nothing is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 from pathlib import Path
@@ -26,7 +26,6 @@ from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
 
 _FORBIDDEN = ("weights_backbone", "progress", "quantize")
-_TAG = "weights"
 
 
 def build(name: str, wanted: BuildRequest) -> Built:
@@ -37,22 +36,27 @@ def build(name: str, wanted: BuildRequest) -> Built:
     """
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = wanted.named("num_classes", "in_chans")
-    tag = str(arguments.pop(_TAG, "") or tag)
+    tag = str(arguments.pop("weights", "") or tag)
     _check_known(called)
     member = _member(called, tag) if tag or wanted.trained else None
-    classes = _classes(member)
-    fresh = classes is not None and arguments.get("num_classes") not in (None, classes)
-    arch = Arch(called, arguments if member is None or fresh else {_TAG: member.name, **arguments}, "torchvision")
-    with seeded() if fresh else contextlib.nullcontext():
+    categories = member.meta.get("categories") if member is not None else None
+    classes = len(categories or ())
+    fresh_head = bool(classes) and arguments.get("num_classes") not in (None, classes)
+    named = {} if member is None or fresh_head else {"weights": member.name}
+    arch = Arch(called, {**named, **arguments}, "torchvision")
+    with seeded() if fresh_head else contextlib.nullcontext():
         model = create(arch)
-    source = f"torchvision:{called}" + (f"@{member.name}" if member else "")
+    source = f"torchvision:{called}@{member.name}" if member else f"torchvision:{called}"
 
     def pretrained() -> nn.Module:
+        assert member is not None
         state = _download(member, source)
-        load_into(model, _rehead(state, model, classes) if fresh else state, source, {})
+        load_into(model, _rehead(state, model, classes) if fresh_head else state, source, {})
         return model
 
-    seen = _preprocessing(member or _default(called), arguments.get("num_classes"))
+    seen = _preprocessing(member or getattr(models.get_model_weights(called), "DEFAULT", None))
+    if "num_classes" in seen and "num_classes" in arguments:
+        seen["num_classes"] = arguments["num_classes"]
     return Built(model, arch, source, seen, pretrained)
 
 
@@ -61,24 +65,15 @@ def create(arch: Arch) -> nn.Module:
     _check_known(arch.name)
     check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     kwargs = dict(arch.kwargs)
-    tag = kwargs.pop(_TAG, None)
+    tag = kwargs.pop("weights", None)
     member = _member(arch.name, tag) if tag else None
-
-    def builder(**kwargs: object) -> nn.Module:
-        takes = inspect.signature(models.get_model_builder(arch.name)).parameters
-        none = {"weights_backbone": None} if "weights_backbone" in takes else {}
-        with _unfilled():
-            return models.get_model(arch.name, weights=member, **none, **kwargs)
-
-    return make(f"torchvision:{arch.name}", builder, kwargs).eval()
-
-
-def _unfilled() -> contextlib.ExitStack:
-    """Let builders build for weights without having them."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(models.WeightsEnum, "get_state_dict", return_value={}))
-    stack.enter_context(mock.patch.object(nn.Module, "load_state_dict", return_value=None))
-    return stack
+    if "weights_backbone" in inspect.signature(models.get_model_builder(arch.name)).parameters:
+        kwargs["weights_backbone"] = None
+    no_tensors = mock.patch.object(models.WeightsEnum, "get_state_dict", return_value={})
+    no_loading = mock.patch.object(nn.Module, "load_state_dict", return_value=None)
+    with no_tensors, no_loading:
+        builder = functools.partial(models.get_model, arch.name, weights=member)
+        return make(f"torchvision:{arch.name}", builder, kwargs).eval()
 
 
 def _check_known(name: str) -> None:
@@ -88,33 +83,17 @@ def _check_known(name: str) -> None:
         raise SourceError(f"torchvision has no model '{name}'", remedy=remedy)
 
 
-def _default(name: str) -> models.WeightsEnum | None:
-    """Return the weights that torchvision takes by default, or None where it has none."""
-    return getattr(models.get_model_weights(name), "DEFAULT", None)
-
-
 def _member(name: str, tag: str) -> models.WeightsEnum:
-    """Return the weights of that name, or the default ones."""
-    known = [one.name for one in models.get_model_weights(name)]
-    if tag in ("", "DEFAULT"):
-        default = _default(name)
-        if default is None:
-            remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
-            raise SourceError(f"torchvision has no weights for {name}", remedy=remedy)
-        return default
-    if tag not in known:
-        remedy = near(tag, known, f"There are {', '.join(known)}." if known else "It has none.")
-        raise SourceError(f"torchvision has no weights '{tag}' for {name}", remedy=remedy)
-    return models.get_model_weights(name)[tag]
-
-
-def _classes(member: models.WeightsEnum | None) -> int | None:
-    return len(member.meta["categories"]) if member is not None and "categories" in member.meta else None
+    """Return the weights of that name; of no name, the default ones."""
+    known = models.get_model_weights(name).__members__
+    if (tag or "DEFAULT") in known:
+        return known[tag or "DEFAULT"]
+    what = f"torchvision has no weights '{tag}' for {name}" if tag else f"torchvision has no weights for {name}"
+    raise SourceError(what, remedy=near(tag, known, f"Use '{spelled('weights', 'random')}', or a weights file."))
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
     """Return the tensors, from torch's cache or from torchvision's server; nothing in the file is run."""
-    name = source.partition(":")[2]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # torch says there what it fetches
             state: State = torch.hub.load_state_dict_from_url(
@@ -122,43 +101,29 @@ def _download(member: models.WeightsEnum, source: str) -> State:
             )
     except Exception as error:  # urllib's, or the unpickler's
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
-        remedy = (
-            f"Ways on: '{spelled('weights', 'random')}' for the bare architecture; "
-            f"'{spelled('weights', metavar='FILE')}' with the weights of {name} on this disk; "
-            f"or put {member.url} at {file}."
-        )
+        random, own = spelled("weights", "random"), spelled("weights", metavar="FILE")
+        remedy = f"Ways on: '{random}'; '{own}' with weights on this disk; or put {member.url} at {file}."
         raise SourceError(f"no weights for {source}", f"{member.url}: {first_line(error)}", remedy) from None
     check_finite(state, source)
     return state
 
 
-def _rehead(state: State, model: nn.Module, classes: int | None) -> State:
-    """Return the weights but for the layers that give the classes: those keep their random values."""
+def _rehead(state: State, model: nn.Module, classes: int) -> State:
+    """Return the weights but for the layers with a row for each class: those keep their random values."""
     bare = model.state_dict()
-    return {
-        key: bare[key]
-        if key in bare and bare[key].shape[1:] == value.shape[1:] and value.shape[:1] == (classes,)
-        else value
-        for key, value in state.items()
-    }
+    heads = [name for name, value in state.items() if value.shape[:1] == (classes,) and name in bare]
+    return {**state, **{name: bare[name] for name in heads if bare[name].shape[1:] == state[name].shape[1:]}}
 
 
-def _preprocessing(member: models.WeightsEnum | None, classes: int | None) -> Cfg:
+def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
     """Return torchvision's preprocessing in timm's words, as far as it can be said in those."""
-    if member is None:
-        return {}
-    preset = member.transforms()
-    if not isinstance(preset, presets.ImageClassification):
-        stated = {key: list(getattr(preset, key)) for key in ("mean", "std") if hasattr(preset, key)}
-        inside = isinstance(preset, presets.ObjectDetection)  # then the network itself normalizes
-        return {"mean": [0.0] * 3, "std": [1.0] * 3} if inside else stated
+    preset = None if member is None else member.transforms()
+    if isinstance(preset, presets.ObjectDetection):  # the network itself normalizes
+        return {"mean": [0.0] * 3, "std": [1.0] * 3}
+    seen: Cfg = {name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)}
+    if member is None or not isinstance(preset, presets.ImageClassification):
+        return seen
     side = int(preset.crop_size[0])
-    return {
-        "input_size": [3, side, side],
-        "mean": list(preset.mean),
-        "std": list(preset.std),
-        "interpolation": preset.interpolation.value,
-        "crop_pct": crop_share(side, int(preset.resize_size[0])),
-        "crop_mode": "center",
-        "num_classes": classes or _classes(member),
-    }
+    size = {"input_size": [3, side, side], "crop_pct": crop_share(side, int(preset.resize_size[0]))}
+    classes = {"num_classes": len(member.meta["categories"])} if "categories" in member.meta else {}
+    return {**seen, **size, "crop_mode": "center", "interpolation": preset.interpolation.value, **classes}

@@ -6,11 +6,13 @@ import argparse
 import hashlib
 import inspect
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +22,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError
-from normswap.models import broken_statistics, unreadable_file
+from normswap.errors import SourceError, first_line
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
 from normswap.models.weights_fit import check_fit, check_plain, some
@@ -31,6 +32,7 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model
 _PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
 _LARGE = 2**17  # bytes
+_TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
 
@@ -68,36 +70,14 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
         begun = {name: pool.submit(_own_hash, state[name]) for name in large}
         for name in sorted(state):
             hashed = begun[name].result() if name in begun else _own_hash(state[name])
-            digest.update(_described(name, state[name]) + hashed)
+            digest.update(f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + hashed)
     return digest.hexdigest()
 
 
 def _own_hash(tensor: Tensor) -> bytes:
-    return hashlib.sha256(_raw(tensor)).digest()
-
-
-def has_hash(state: Mapping[str, Tensor], known: str) -> bool:
-    """Tell whether these are the tensors that had this hash, perhaps in a file of before."""
-    return any(known == made(state) for made in (hash_tensors, hash_in_a_row))
-
-
-def hash_in_a_row(state: Mapping[str, Tensor]) -> str:
-    """Hash as files of before do: the raw bytes in the place of each tensor's SHA-256."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(_described(name, state[name]))
-        digest.update(_raw(state[name]))
-    return digest.hexdigest()
-
-
-def _described(name: str, tensor: Tensor) -> bytes:
-    return f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode()
-
-
-def _raw(tensor: Tensor) -> bytes | memoryview:
-    """Return the bytes: numpy has no bfloat16."""
+    """Return the hash of the bytes, as numpy has no bfloat16."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").digest()
 
 
 def read(file: Path) -> State:
@@ -127,7 +107,9 @@ def _read_safetensors(file: Path) -> State:
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
-        raise unreadable_file.safetensors(file, error) from None
+        _refuse_other_file(file)
+        remedy = "It may be truncated: fetch or write it again."
+        raise SourceError(f"{file} is not a readable safetensors file", first_line(error), remedy) from None
 
 
 def _read_pickle(file: Path) -> object:
@@ -136,7 +118,39 @@ def _read_pickle(file: Path) -> object:
         with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
-        raise unreadable_file.pickle(file, error) from None
+        names = _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error))
+        if names or "TorchScript" in str(error) or _head(file).startswith(b"\x80"):  # how a pickle begins
+            what = f"{file} is a pickle of Python objects, and normswap never executes those"
+            why = f"it needs {some(names)}" if names else "it was not written by torch.save"
+            remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+            raise SourceError(what, why, remedy) from None
+        _refuse_other_file(file)
+        remedy = "It may be truncated, or something else under this name: fetch or write it again."
+        raise SourceError(f"{file} is not a readable torch file", remedy=remedy) from None
+
+
+def _refuse_other_file(file: Path) -> None:
+    """Raise SourceError for what lies under the name of a weights file though it never was one."""
+    head, what, remedy = _head(file), f"{file} is not a readable weights file", "Fetch or write it again."
+    if not head:
+        raise SourceError(what, "it is empty", remedy)
+    if head.startswith(b"version "):
+        raise SourceError(what, "it is a pointer of Git LFS to one", "`git lfs pull` fetches it.")
+    if head.lstrip().startswith(b"<"):
+        raise SourceError(what, "it is a page of text", remedy)
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(8)
+
+
+def _foreign_names(file: Path) -> list[str]:
+    """Return the classes and functions that an archive wants to import, read without importing them."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
+    except Exception:  # no archive of torch.save
+        return []
 
 
 def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str]]:
@@ -176,12 +190,23 @@ def _clean(state: Mapping[str, object], file: Path) -> tuple[State, list[str]]:
     return cleaned, prefixes
 
 
+@contextmanager
+def with_broken_statistics() -> Iterator[None]:
+    """Read running statistics that are not finite as they are, to look at them or to measure them anew."""
+    token = _TAKES_BROKEN_STATISTICS.set(True)
+    try:
+        yield
+    finally:
+        _TAKES_BROKEN_STATISTICS.reset(token)
+
+
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
     """Raises SourceError naming the tensors that hold NaN or inf."""
     bad = [name for name, tensor in state.items() if tensor.is_floating_point() and not is_finite(tensor)]
-    alone = broken_statistics.are_all(bad)
-    if bad and not (alone and broken_statistics.are_taken()):
-        remedy = "`normswap recalibrate` measures statistics anew" if alone else "These weights are broken."
+    statistics_only = all(name.endswith(("running_mean", "running_var")) for name in bad)
+    if bad and not (statistics_only and _TAKES_BROKEN_STATISTICS.get()):
+        measure = "`normswap recalibrate` measures statistics anew"
+        remedy = measure if statistics_only else "These weights are broken."
         raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy=remedy)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,21 +19,19 @@ def some(items: Iterable[str]) -> str:
     return ", ".join(listed[:_SHOWN]) + more
 
 
+def listed(misfits: Mapping[str, Sequence[str]]) -> str:
+    """Return how many names there are of each kind of misfit, and the first few of them."""
+    return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in misfits.items() if names)
+
+
 def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
     """Raises SourceError naming the tensors that are sparse, quantized or complex, which no weights here may be."""
-    for kind, is_kind in (("quantized", _is_quantized), ("sparse", _is_sparse), ("complex", torch.is_complex)):
-        named = [name for name, tensor in state.items() if is_kind(tensor)]
-        if named:
+    for name, tensor in state.items():
+        kinds = {"quantized": tensor.is_quantized, "sparse": tensor.layout is not torch.strided,
+                 "complex": torch.is_complex(tensor)}  # fmt: skip
+        for kind in (kind for kind, is_kind in kinds.items() if is_kind):
             remedy = "Save what it was made from: plain tensors of real numbers."
-            raise SourceError(f"{origin} holds {kind} tensors", some(named), remedy)
-
-
-def _is_quantized(tensor: Tensor) -> bool:
-    return tensor.is_quantized
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided
+            raise SourceError(f"{origin} holds {kind} tensors", name, remedy)
 
 
 def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:
@@ -56,22 +54,14 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
         for key in both
         if bare[key].is_floating_point() and not state[key].is_floating_point()
     ]
-    misfits = [
-        f"{len(keys)} {label}: {some(keys)}"
-        for label, keys in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of another shape", shapes),
-            ("of whole numbers, not real ones", whole),
-        )
-        if keys
-    ]
-    if misfits:
+    misfits = {"missing": missing, "unexpected": unexpected, "of another shape": shapes,
+               "of whole numbers, not real ones": whole}  # fmt: skip
+    if any(misfits.values()):
         prefix = _common_prefix(missing, unexpected)
         remedy = "Check the architecture, its arguments and the number of classes."
         if prefix:
             remedy = f"The missing ones are there, with '{prefix}' before their names: save them without it."
-        raise SourceError(f"{origin} does not fit {name}", "; ".join(misfits), remedy)
+        raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)
 
 
 def _common_prefix(missing: list[str], unexpected: list[str]) -> str:

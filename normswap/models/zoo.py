@@ -19,19 +19,8 @@ from normswap.models.weight_files import hash_tensors, load_into, read_wrapped
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = [
-    "check_trust",
-    "check_unasked",
-    "create",
-    "data_config",
-    "for_size",
-    "hash_tensors",
-    "identify",
-    "open_source",
-    "skeleton",
-]
-
-
+__all__ = ["check_trust", "check_unasked", "create", "data_config", "for_size", "hash_tensors", "identify",
+           "open_source", "skeleton"]  # fmt: skip
 _T = TypeVar("_T")
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 

@@ -12,9 +12,9 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from normswap import plugins
 from normswap.errors import OptionError, spelled
@@ -25,9 +25,8 @@ from normswap.schemes.parts.options import EVERY, OPTIONS, Option, check_given
 if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
     from torch import nn
 
+    from normswap.calibration.fit_task import FitTask
     from normswap.folding.plan_builder import PlanBuilder
-    from normswap.models.calling import Example
-    from normswap.models.modes import Progress
 
 Options: TypeAlias = dict[str, Any]
 _TARGETS, _PURPOSES, _STEPS = "normswap.schemes", "normswap.schemes.purposes", "normswap.schemes.steps"
@@ -37,20 +36,8 @@ Planner: TypeAlias = "Callable[..., PlanBuilder]"
 """plan(anatomy, *, options): a scheme names its options one by one, which no type but this says."""
 
 
-class FitFunction(Protocol):
-    """Sets values of the result from data, in place; gives what the user should know."""
-
-    def __call__(
-        self,
-        source: nn.Module,
-        result: nn.Module,
-        step: Step,
-        batches: Iterable[Example],
-        /,
-        *,
-        seed: int,
-        progress: Progress | None,
-    ) -> Iterable[str] | None: ...
+FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
+"""Sets values of the result from data, in place; returns what the user should know."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +48,10 @@ class Scheme:
         plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
         paper: where it is from.
         exact: whether the function is kept, if it depends on the options: said by them.
-        fit: fit(source, result, step, batches, *, seed, progress) sets values of the result from data, in place, and
-            may return what the user should know; a batch is a call, `batch.call(source)` (`calling.Example`).
-        needs_data: whether it cannot do without.
+        fit: fit(task) sets values of the result from data, in place, and may return what the user should know
+            (`FitTask`); a batch is a call, `batch.call(task.source)` (`calling.Example`).
+        fits_without_images: whether `fit` has something to do without the user's images, too.
+        needs_data: whether it cannot do without them.
         fitting_target: fitting_target(step): the step after which the source has the result's rescaling, to be fitted
             to.
         settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
@@ -75,7 +63,6 @@ class Scheme:
         decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
         options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
             `plan` with their defaults.
-        at_a_glance: values of options with which `plan` runs no network: enough to see whether it is possible.
         doc: its docstring.
         name: as the command line spells it.
     """
@@ -84,6 +71,7 @@ class Scheme:
     paper: str = ""
     exact: bool | Callable[[Options], bool] = True
     fit: FitFunction | None = None
+    fits_without_images: bool = False
     needs_data: bool | Callable[[Options], bool] = False
     fitting_target: Callable[[Step], Step] | None = None
     settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
@@ -92,7 +80,6 @@ class Scheme:
     may_do_nothing: bool = False
     decay: str = "kim2022"
     options: tuple[Option, ...] = ()
-    at_a_glance: Mapping[str, object] = field(default_factory=dict)
     doc: str | None = None
     name: str = ""
 

@@ -8,11 +8,11 @@ keep`, exact).
 
 from __future__ import annotations
 
+from normswap.calibration.zero_sum_fit import fit_zero_sum
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
-from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
 from normswap.schemes.parts.zero_sum_filters import kept as fitting_target
 from normswap.schemes.parts.zero_sum_filters import standardize
 
@@ -27,6 +27,6 @@ SCHEME = Scheme(
     paper="Huang et al. 2017, arXiv:1710.02338, section 3",
     exact=lambda options: bool(options["mean"] == "keep"),
     needs_data=lambda options: bool(options["mean"] != "keep"),
-    fit=fit,
+    fit=fit_zero_sum,
     fitting_target=fitting_target,
 )

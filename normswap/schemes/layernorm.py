@@ -26,4 +26,5 @@ SCHEME = Scheme(
     fit=fit,
     fitting_target=fitting_target,
     starts_from="batchnorm",
+    fits_without_images=True,
 )

@@ -12,12 +12,12 @@ brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--de
 
 from __future__ import annotations
 
+from normswap.calibration.zero_sum_fit import fit_zero_sum
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.schemes import Scheme
 from normswap.schemes.parts.branch_scale import scale_branches
-from normswap.schemes.parts.zero_sum_filters import fit_zero_sum as fit
 from normswap.schemes.parts.zero_sum_filters import kept as fitting_target
 from normswap.schemes.parts.zero_sum_filters import standardize
 
@@ -33,7 +33,7 @@ SCHEME = Scheme(
     paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
     exact=lambda options: bool(options["mean"] == "keep"),
     needs_data=lambda options: bool(options["mean"] != "keep"),
-    fit=fit,
+    fit=fit_zero_sum,
     fitting_target=fitting_target,
     on_branches=True,
 )

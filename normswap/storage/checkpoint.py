@@ -169,7 +169,7 @@ def load(
 
 
 def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Check that the files hold the tensors that plan and proof were written beside (older files do not say).
+    """Check that the files hold the tensors that plan and proof were written beside.
 
     Raises:
         SourceError: one does not.
@@ -177,7 +177,7 @@ def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str,
     for name, known in hashes.items():
         if name not in (WEIGHTS, *(path.name for path in folder.iterdir())):
             raise SourceError(f"{folder / name} is missing", "it was written with the rest", "Get the directory again")
-        if not weight_files.has_hash(states.get(name, {}), known):
+        if weight_files.hash_tensors(states.get(name, {})) != known:
             raise SourceError(
                 f"the tensors of {folder / name} are not those that were saved",
                 "the file is damaged, or was changed by another program, and its proof is about others",

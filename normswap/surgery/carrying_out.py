@@ -18,7 +18,6 @@ from normswap.models.modes import evaluating, full_precision, hooked
 from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, held_out, kept_accuracy, running
-from normswap.surgery.made_images import MadeImages
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 from normswap.surgery.verdict import require_passed
@@ -78,16 +77,17 @@ def carry_out(network: Network, step: Step) -> Conversion:
     result = applied(network, step)
     if not chosen.exact:
         _check_runs(result, network.examples[0].first(1), step.scheme)
-    notes, dealt = ((), None) if images is None else fitting.fit(chosen.scheme, network, result, step, images)
+    fits = images is not None or (chosen.scheme.fits_without_images and not chosen.exact)
+    notes, dealt = fitting.fit(chosen.scheme, network, result, step, images) if fits else ((), None)
     precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
-    if dealt and not isinstance(images, MadeImages):
+    if dealt:
         notes = (*notes, *_doubts(network, dealt))
     if dealt and dealt.held:
         kept = kept_accuracy.measured(
             network.module, result, dealt.held, dealt.others, scores=not network.anatomy.features
         )
-        report = replace(report, kept=kept and kept.of_made() if isinstance(images, MadeImages) else kept)
+        report = replace(report, kept=kept)
     elif images is not None:
         report = replace(report, unmeasured=_why_unmeasured(dealt))
     require_passed(network, report, step.scheme)

@@ -23,8 +23,7 @@ from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
 from normswap.surgery import applying, carrying_out, comparison, fitting, likeness, scheme_path, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.made_images import Batches
-from normswap.surgery.network import Network
+from normswap.surgery.network import Batches, Network
 from normswap.surgery.verdict import require_passed
 
 
@@ -99,7 +98,7 @@ def convert(
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
     seed: int | None = None,
-    calibrate: Batches | str | None = None,
+    calibrate: Batches | None = None,
     progress: Progress | None = None,
     **options: object,
 ) -> Conversion:
@@ -114,8 +113,7 @@ def convert(
             which still works.
         calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
             gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
-            What a batch has beyond the network's arguments is left out. "synthetic": images made from the statistics
-            that the network's BatchNorms keep, `Synthetic(count)` so many; "noise": N(0, 1) images, a poor substitute.
+            What a batch has beyond the network's arguments is left out.
         progress: called while fitting, with the layers done and their total.
         options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.
@@ -139,9 +137,7 @@ def convert(
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
     steps = scheme_path.steps(source.anatomy, to, options, measured=source.calibrate is not None)
-    for chosen in steps:
-        fitting.require_taken_images(chosen, source)
-    images = source.images
+    images = source.calibrate
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     network = source.fitted_to(images, source.progress)

@@ -11,49 +11,33 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from normswap.calibration.fit_task import FitTask
 from normswap.errors import OptionError, spelled
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen, Scheme
 from normswap.surgery import applying
 from normswap.surgery.held_out import Dealt
-from normswap.surgery.made_images import Batches, ImageMaker, MadeImages, named
-from normswap.surgery.network import Network
+from normswap.surgery.network import Batches, Network
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """The images that the values of a step are fitted to; None where nothing in it is fitted, or there are no images.
 
     Raises:
-        OptionError: the scheme needs data and there are none, or they are made up and may not be.
+        OptionError: the scheme needs data and there are none.
     """
     if not chosen.fits:
         return None
-    require_taken_images(chosen, network)
-    if network.images is None and chosen.measures:
+    if network.calibrate is None and chosen.measures:
         remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", "there are none", remedy)
-    if network.images is None and chosen.requires_data:
-        images, made = spelled("calibrate", metavar="DATA"), spelled("calibrate", "synthetic")
-        remedy = f"Give `{images}` (images, no labels needed), or `{made}`, which makes some"
+    if network.calibrate is None and chosen.requires_data:
+        remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
         if chosen.exact_instead is not None:
             remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
-    return network.images
-
-
-def require_taken_images(chosen: Chosen, network: Network) -> None:
-    """Check that images were not made up for a step that measures statistics of them.
-
-    Raises:
-        OptionError: they were.
-    """
-    if chosen.measures and isinstance(named(network.calibrate), ImageMaker | MadeImages):
-        raise OptionError(
-            f"{chosen.scheme.name} measures statistics, on images alone",
-            "those of noise, or of images made up, are other than the network's own: training would begin from them",
-            f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)",
-        )
+    return network.calibrate
 
 
 def require_use(chosen: Chosen, network: Network) -> None:
@@ -96,28 +80,24 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
 
 
 def fit(
-    scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches
+    scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None
 ) -> tuple[tuple[str, ...], Dealt | None]:
     """Let the step's scheme set the values of `result`, in place.
 
     Returns:
-        What the user should know, and the images as they were dealt; None of noise, and where the result is not fitted
-        to a target of its own but measures all images.
+        What the user should know, and the images as they were dealt; None without images, and where the result is not
+        fitted to a target of its own but measures all images.
 
     Raises:
         SourceError: unusable or too few images.
     """
-    notes: tuple[str, ...] = ()
     dealt: Dealt | None = None
-    telling = True
-    if isinstance(images, MadeImages):
-        notes, telling, images = (images.note,), images.telling, images.batches
-    batches = calls_of(images, network)
-    if telling and scheme.fitting_target is not None:
+    batches = None if images is None else calls_of(images, network)
+    if batches is not None and scheme.fitting_target is not None:
         batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     source = network.module
     if scheme.fitting_target is not None:  # what the result is fitted to: the source with the result's rescaling
         source = applying.apply_step(source, scheme.fitting_target(step))
     assert scheme.fit is not None
-    more = scheme.fit(source, result, step, batches, seed=network.seed, progress=network.progress)
-    return (*notes, *(more or ())), dealt
+    task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
+    return tuple(scheme.fit(task) or ()), dealt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -43,10 +43,6 @@ class Kept:
     right: float | None = None
     right_least: float | None = None
     of: str = "calibration images"
-
-    def of_made(self) -> Kept:
-        """The same of images that nobody took: how often their answers agree says nothing of others."""
-        return replace(self, agreement=None, of="synthetic images")
 
     @property
     def least(self) -> float | None:

@@ -5,24 +5,26 @@ It is made once, at the boundary. Whatever is asked for is worked out when it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from normswap import copying, provenance
-from normswap.errors import OptionError, TraceError
+from normswap.errors import OptionError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import Progress
 from normswap.provenance import Provenance
-from normswap.surgery import made_images, running
-from normswap.surgery.made_images import Batches
+from normswap.surgery import running
+
+Batches: TypeAlias = Iterable[object] | Callable[[], Iterable[object]]
+"""The images that values are fitted to: batches of what the network takes, or a function that gives them."""
 
 
 class HasModel(Protocol):
@@ -53,8 +55,7 @@ class Network:
             default N(0, 1) noise of `size`.
         size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
         seed: of all that is drawn.
-        calibrate: batches to fit values to, a function that gives them, or what is to be made in their place:
-            "synthetic", "noise", or an `ImageMaker`.
+        calibrate: batches to fit values to, or a function that gives them.
         progress: called while values are fitted, with what is done and the total.
     """
 
@@ -62,13 +63,17 @@ class Network:
     inputs: Inputs = None
     size: Sequence[int] | None = None
     seed: int = 0
-    calibrate: Batches | str | None = None
+    calibrate: Batches | None = None
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
         network_input.require_module(self.module)
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
+        if isinstance(self.calibrate, str):
+            raise OptionError(
+                f"calibrate={self.calibrate!r} is no batches of images", remedy="Give batches of images, or none"
+            )
 
     @classmethod
     def of(
@@ -78,7 +83,7 @@ class Network:
         inputs: Inputs = None,
         size: Sequence[int] | None = None,
         seed: int | None = None,
-        calibrate: Batches | str | None = None,
+        calibrate: Batches | None = None,
         progress: Progress | None = None,
     ) -> Network:
         """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
@@ -207,20 +212,3 @@ class Network:
     def described(self) -> str:
         """How reports call the inputs."""
         return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"
-
-    @cached_property
-    def images(self) -> Batches | None:
-        """The images that values are fitted to; where they are to be made, from the network as it is now.
-
-        Raises:
-            OptionError: `calibrate` is an unknown word.
-            TraceError: the network takes more than images.
-        """
-        wanted = made_images.named(self.calibrate)
-        if not isinstance(wanted, made_images.ImageMaker):
-            return wanted
-        if not self.form.only_images:
-            remedy = "Calibrate on batches of what it takes: `normswap.convert(model, ..., calibrate=[...])`"
-            raise TraceError("the network takes more than images", "only those can be made up", remedy)
-        size = self.size or self.examples[0].size
-        return wanted.made(self.module, self.form, size, seed=self.seed, progress=self.progress)

@@ -25,8 +25,7 @@ from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
 from normswap.surgery.fitting import calls_of
-from normswap.surgery.made_images import Batches, ImageMaker
-from normswap.surgery.network import Network
+from normswap.surgery.network import Batches, Network
 from normswap.surgery.verdict import require_passed
 
 
@@ -60,8 +59,6 @@ def recalibrate(
         RefusedError: no BatchNorm with running statistics, and nothing to go by; or BatchNorms, and `against`.
         SourceError: unusable images, or batches of less than two.
     """
-    if isinstance(batches, str | ImageMaker):
-        raise RefusedError("cannot recalibrate without images", "statistics of noise are no network's")
     broken = [] if isinstance(model, Network) else _broken(model)
     if broken and not isinstance(model, Network):
         model = _reset(model, broken)
@@ -99,7 +96,7 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
             f"Leave out '{spelled('against')}'",
         )
     bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
-    images = network.images
+    images = network.calibrate
     assert images is not None
     step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
     result = applied(network, step)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import OptionError, OutputError, SourceError, first_line, spelled
 from normswap.models import calling
-from normswap.models.weight_files import hash_in_a_row
+from normswap.models.weight_files import hash_tensors
 from normswap.plan import Body
 from normswap.storage import atomic_write, checkpoint
 from normswap.training import recipe_files
@@ -179,7 +179,7 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     keys = recipe_files.flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)
-    return {"network": hash_in_a_row(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
+    return {"network": hash_tensors(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
 
 
 def differences(before: Body, now: Body) -> list[str]:

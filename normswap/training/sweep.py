@@ -4,13 +4,11 @@ Optuna's storage is all that workers share, and its queue is the list of what is
 several processes, on several machines; each takes the next waiting trial. A trial whose worker gives no heartbeat any
 more is given up by Optuna and offered again here (its run is continued where its folder is in reach). A run that
 diverges or fails is a row of the table, which `sweep_table` makes.
-
-Source: De & Smith 2020, arXiv:2002.10444, which tunes the lr by powers of two and reports mean and deviation of the
-best runs.
 """
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,25 +32,43 @@ Say = Callable[[str], None]
 BEAT, GRACE = 15, 60  # seconds between a worker's signs of life, and without one until it counts as dead
 _ATTEMPTS = 5  # at opening the storage
 _FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")  # may differ between runs
+_POWER = re.compile(r"([0-9.]+)\^([-+]?[0-9]{1,3})$")
+_FORM = "Write numbers and powers, as in 0.05,0.1 or 2^-4..2^1"
 
 
 class _StoppedError(Exception):
     """Somebody asked the run to stop."""
 
 
-def grid(lrs: Sequence[float], seeds: Sequence[int]) -> list[Point]:
-    """List what is tried: every lr with every seed."""
-    return [(lr, seed) for lr in lrs for seed in seeds]
-
-
-def check_place(place: Path) -> None:
-    """Check that runs may go there.
+def parse_rates(text: str) -> list[float]:
+    """Return the learning rates of `0.1`, `0.01,0.02,2^-5` or `2^-4..2^1` (every whole power), ascending, each once.
 
     Raises:
-        OutputError: it is a file.
+        OptionError: it names none, or one that is not positive.
     """
-    if place.exists() and not place.is_dir():
-        raise OutputError(f"{place} is a file", remedy="Name a directory")
+    rates: set[float] = set()
+    for part in text.split(","):
+        first, dots, last = (word.strip() for word in part.partition(".."))
+        if not dots:
+            rates.add(_rate(first))
+            continue
+        low, high = _POWER.match(first), _POWER.match(last)
+        if not low or not high or low[1] != high[1] or int(low[2]) > int(high[2]):
+            why = "a range goes from a power up to another of the same base"
+            raise OptionError(f"--lr {first}..{last}", why, _FORM)
+        rates |= {_rate(f"{low[1]}^{power}") for power in range(int(low[2]), int(high[2]) + 1)}
+    return sorted(rates)
+
+
+def _rate(text: str) -> float:
+    power = _POWER.match(text)
+    try:
+        value = float(power[1]) ** int(power[2]) if power else float(text)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise OptionError(f"--lr: {text!r} is no positive number", remedy=_FORM)
+    return value
 
 
 class Sweep:
@@ -67,6 +83,7 @@ class Sweep:
 
     Raises:
         OptionError: Optuna is not installed; the storage holds another sweep of that name.
+        OutputError: nothing can be written to `place`.
         SourceError: the storage cannot be opened.
     """
 
@@ -80,7 +97,6 @@ class Sweep:
     ) -> None:
         self.recipe, self.points, self.place = recipe, points, place
         self.optuna = _optuna()
-        check_place(place)
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -122,26 +138,24 @@ class Sweep:
         if differ:
             raise OptionError(f"{self.place} holds another sweep", "; ".join(differ[:3]), "Give another -o")
 
-    def work(self, objective: Objective, *, retake: bool = False, say: Say = lambda text: None) -> bool:
+    def work(self, objective: Objective, *, say: Say = lambda text: None) -> bool:
         """Run points until none is left to begin; returns whether all of them are done.
 
         Args:
-            retake: do not wait for signs of life, but begin again at once whatever has been begun and not ended.
             say: called with what is being run.
 
         Raises:
             NormswapError: what is wrong with every run: its input.
         """
-        for trial in self._in_state("RUNNING") if retake else ():
-            self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL, skip_if_finished=True)
         waited = 0
         while True:
             self._enqueue_missing()
-            if self._in_state("WAITING"):
+            states = [trial.state.name for trial in self._valid()]
+            if "WAITING" in states:
                 if not self._run_next(objective, say):
                     return False
                 waited = 0
-            elif not self._in_state("RUNNING"):
+            elif "RUNNING" not in states:
                 return True
             elif waited > GRACE + BEAT:
                 return False  # whoever has begun them is alive
@@ -182,7 +196,7 @@ class Sweep:
     def _train(self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say) -> float:
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
-        begun = {_point(one) for one in self._valid() if one.state.name != "WAITING"}
+        begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
         say(f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})")
         recipe = self.recipe.model_copy(update={
             "optim": self.recipe.optim.model_copy(update={"lr": lr}),
@@ -195,12 +209,9 @@ class Sweep:
             trial.set_user_attr("note", str(error) if isinstance(error, TrainingError) else first_line(error))
             trial.set_user_attr("lost", "diverged" if isinstance(error, TrainingError) else "failed")
             raise
-        if top1 is None:  # the trial fails without a word, so that it is queued again
+        if top1 is None:  # the trial fails without a word, and is queued again
             raise _StoppedError
         return top1
-
-    def _in_state(self, name: str) -> list[optuna.trial.FrozenTrial]:
-        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name == name]
 
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
         """List what is waiting, running, or has ended, well or not; not what was given up or stopped."""

@@ -1,24 +1,20 @@
-"""The results of sweeps: per learning rate the mean and deviation of the best k of n runs, as tables and a picture.
+"""The result of a sweep: per learning rate the mean and deviation of the best k of n runs, a table and a figure.
 
 A run that diverged or failed has no accuracy and counts among the n: leaving out the worst forgives a few of them, and
 a learning rate with fewer than k successes cannot win. No torch here.
+
+Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate of a grid.
 """
 
 from __future__ import annotations
 
-import csv
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from normswap.errors import OptionError, SourceError
+from normswap.errors import OptionError
 from normswap.storage import atomic_write
-
-if TYPE_CHECKING:  # a second to import, for pictures alone
-    from matplotlib.axes import Axes
 
 RUNS = "runs.csv"  # in the folder of a sweep: a row per run
 
@@ -52,7 +48,8 @@ class Line:
         counted: how many that are.
         lost: how many diverged or failed.
         full: whether all n have ended and k succeeded: only then can this be the best.
-        best: whether this is the best lr so far.
+        best: whether no other rate has so high a mean.
+        good: whether the mean is at most the best rate's deviation below the best rate's mean.
     """
 
     lr: float
@@ -63,6 +60,7 @@ class Line:
     lost: int
     full: bool
     best: bool = False
+    good: bool = False
 
     @property
     def text(self) -> str:
@@ -71,22 +69,7 @@ class Line:
         return "" if self.mean is None else f"{self.mean:.2f}{spread}"
 
 
-@dataclass(frozen=True)
-class SweepResult:
-    """The result of one sweep.
-
-    Args:
-        name: how tables and pictures call it.
-        trials: its runs, by lr and seed.
-        lines: its learning rates, ascending.
-    """
-
-    name: str
-    trials: Sequence[Trial]
-    lines: Sequence[Line]
-
-
-def keep(seeds: int, best: int | None = None) -> int:
+def count_best(seeds: int, best: int | None = None) -> int:
     """Return how many of the runs of an lr count: `best`, or all but two when there are more than four.
 
     Raises:
@@ -99,35 +82,18 @@ def keep(seeds: int, best: int | None = None) -> int:
     return best
 
 
-def read(folder: Path, name: str, best: int | None = None) -> SweepResult:
-    """Read the runs of a sweep from its folder.
-
-    Args:
-        best: how many runs of each lr count, as in `keep`.
-
-    Raises:
-        SourceError: it holds no table of runs.
-    """
-    file = folder / RUNS
-    try:
-        with file.open(encoding="utf-8", newline="") as rows:
-            trials = [_trial(row) for row in csv.DictReader(rows)]
-    except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise SourceError(f"{file} holds no runs of a sweep", str(error)) from None
-    seeds = len({trial.seed for trial in trials})
-    return SweepResult(name, trials, lines(trials, seeds, keep(seeds, best)))
-
-
-def _trial(row: dict[str, str]) -> Trial:
-    top1 = float(row["top1"]) if row["top1"] else None
-    return Trial(float(row["lr"]), int(row["seed"]), row["state"], top1)
-
-
 def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
-    """Sum up each lr, ascending; the one with the highest mean is marked, if any is complete and no other is level."""
-    rates = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in sorted({t.lr for t in trials})]
-    winners = _highest(rates)
-    return [replace(line, best=winners == [line]) for line in rates]
+    """Sum up each lr, ascending; the highest mean is marked, unless two are level, and the rates that are as good."""
+    rates = sorted({trial.lr for trial in trials})
+    summed = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in rates]
+    winners = _highest(summed)
+    if not winners:
+        return summed
+    top, spread = winners[0].mean or 0.0, winners[0].std or 0.0
+    return [
+        replace(line, best=winners == [line], good=line.full and line.mean is not None and line.mean >= top - spread)
+        for line in summed
+    ]
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
@@ -151,11 +117,10 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
 
 
 def notes(trials: Sequence[Trial], rates: Sequence[Line], done: bool) -> list[str]:
-    """List what the reader should know: what is not done, what failed and why, a best lr at the edge of the grid."""
+    """List what the reader should know: good rates, what is not done, what failed and why, a grid that ends early."""
     texts = []
-    running = sum(trial.state == "running" for trial in trials)
-    if running:
-        texts.append(f"{running} run(s) have been begun elsewhere and not ended; --retake begins them again")
+    if any(trial.state == "running" for trial in trials):
+        texts.append("runs of other workers have not ended; if those were killed, the same command continues them")
     elif not done:
         texts.append("stopped; the same command continues")
     lost = [trial for trial in trials if trial.note]
@@ -168,6 +133,9 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], done: bool) -> list[st
     if len(winners) > 1:
         level = ", ".join(f"{line.lr:g}" for line in winners)
         texts.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
+    good = [line.lr for line in rates if line.good]
+    if len(winners) == 1 and len(good) > 1:
+        texts.append(f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the best")
     edges = [edge for edge, line in (("lowest", rates[0]), ("highest", rates[-1])) if line.best] if rates else []
     if len(rates) > 1:
         texts += [f"the best lr is the {edge} of the grid: try further ones" for edge in edges]
@@ -183,103 +151,38 @@ def write_runs(trials: Sequence[Trial], file: Path) -> Path:
     return atomic_write.table(file, [field.name for field in fields(Trial)], map(asdict, trials))
 
 
-def write_csv(sweeps: Sequence[SweepResult], file: Path) -> Path:
-    """Write one row per sweep and lr: mean, spread, and the top-1 of every seed.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    seeds = sorted({trial.seed for sweep in sweeps for trial in sweep.trials})
-    columns = ["sweep", *(field.name for field in fields(Line)), *(f"seed {seed}" for seed in seeds)]
-    rows = []
-    for sweep in sweeps:
-        for line in sweep.lines:
-            scores = {f"seed {trial.seed}": trial.top1 for trial in sweep.trials if trial.lr == line.lr}
-            rows.append({"sweep": sweep.name, **asdict(line), **scores})
-    return atomic_write.table(file, columns, rows)
-
-
-def by_rate(sweeps: Sequence[SweepResult]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of a table as papers print it: a row per sweep, a column per learning rate."""
-    rates = sorted({line.lr for sweep in sweeps for line in sweep.lines})
-    rows = []
-    for sweep in sweeps:
-        cells = {line.lr: f"{line.text}{'*' * line.best}" for line in sweep.lines}
-        rows.append([sweep.name, *(cells.get(lr, "") for lr in rates)])
-    return ["top-1 (%), best*", *(f"lr {power(lr)}" for lr in rates)], rows
-
-
-def plot(sweeps: Sequence[SweepResult], file: Path, *, title: str = "") -> Path:
+def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: str = "") -> Path:
     """Draw top-1 over the learning rate: every run, mean and deviation of those that count, and the best lr.
 
     Raises:
         OutputError: the file cannot be written, or not in the format of its suffix.
     """
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # a second to import
 
     from normswap.analysis import plots
 
-    figure = Figure(figsize=(7.5, 4.8 + 0.2 * max(len(sweeps) - 1, 0)), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    for i, sweep in enumerate(sweeps):
-        _draw(axes, sweep, i, alone=len(sweeps) == 1, shift=_shift(i, len(sweeps)))
-    _mark_lost(axes, sweeps)
-    rates = sorted({trial.lr for sweep in sweeps for trial in sweep.trials})
+    done = [(trial.lr, trial.top1) for trial in trials if trial.top1 is not None]
+    axes.plot([lr for lr, _ in done], [top1 for _, top1 in done], "o", color="0.6", markersize=4.5, label="a run")
+    measured = [line for line in rates if line.mean is not None]
+    means, spreads = [line.mean or 0.0 for line in measured], [line.std or 0.0 for line in measured]
+    axes.errorbar(
+        [line.lr for line in measured], means, spreads, color=plots.COLOURS[0], marker="s", capsize=4,
+        label="mean and std of the best",
+    )  # fmt: skip
+    for line in rates:
+        if line.best:
+            axes.plot([line.lr], [line.mean], "*", color=plots.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}")
+    if lost := [trial.lr for trial in trials if trial.state in ("diverged", "failed")]:
+        axes.plot(lost, [axes.get_ylim()[0]] * len(lost), "x", color="0.2", markersize=8, label="diverged or failed")
     if rates:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(rates, [_tick(lr) for lr in rates], fontsize=11)
+        axes.set_xticks([line.lr for line in rates], [f"{line.lr:g}" for line in rates])
         axes.minorticks_off()
-    axes.set_xlabel("learning rate", fontsize=12)
-    axes.set_ylabel("Top-1 after the last epoch (%)", fontsize=12)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("Top-1 after the last epoch (%)")
+    axes.set_title(title)
     axes.grid(alpha=0.25)
-    axes.set_title(title, fontsize=12)
-    plots.legend_below(figure)
+    axes.legend()
     return plots.save(figure, file)
-
-
-def _draw(axes: Axes, sweep: SweepResult, i: int, *, alone: bool, shift: float) -> None:
-    """Draw one sweep, beside the others where there are some."""
-    from normswap.analysis import plots
-
-    colour, marker = plots.COLOURS[i % len(plots.COLOURS)], plots.MARKERS[i % len(plots.MARKERS)]
-    dots, star = (plots.COLOURS[5], plots.COLOURS[1]) if alone else (colour, colour)
-    runs = [(trial.lr * shift, trial.top1) for trial in sweep.trials if trial.top1 is not None]
-    axes.plot([x for x, _ in runs], [y for _, y in runs], "o", color=dots, markersize=4.5, alpha=0.7 if alone else 0.4,
-              label="a run" if alone else "_run")  # fmt: skip
-    shown = [(line.lr * shift, line.mean, line.std or 0.0) for line in sweep.lines if line.mean is not None]
-    axes.errorbar([x for x, *_ in shown], [y for _, y, _ in shown], [spread for *_, spread in shown], color=colour,
-                  marker=marker, capsize=4, linewidth=1.6, markersize=5,
-                  label="mean and std of the best" if alone else sweep.name)  # fmt: skip
-    for line in sweep.lines:
-        if line.best and line.mean is not None:
-            axes.plot([line.lr * shift], [line.mean], "*", color=star, markersize=17, markeredgecolor="white",
-                      label=f"best: lr {line.lr:g}" if alone else "_best")  # fmt: skip
-
-
-def _shift(i: int, count: int) -> float:
-    """Return by what the i-th of so many sweeps is moved to the side, so that none hides another."""
-    return float(2 ** (0.08 * (i - (count - 1) / 2)))
-
-
-def _mark_lost(axes: Axes, sweeps: Sequence[SweepResult]) -> None:
-    """Put crosses at the foot of the plot for runs that diverged or failed."""
-    from normswap.analysis import plots
-
-    low, high = axes.get_ylim()
-    for i, sweep in enumerate(sweeps):
-        lrs = [trial.lr * _shift(i, len(sweeps)) for trial in sweep.trials if trial.state in ("diverged", "failed")]
-        colour = "0.2" if len(sweeps) == 1 else plots.COLOURS[i % len(plots.COLOURS)]
-        if lrs:
-            axes.plot(lrs, [low] * len(lrs), "x", color=colour, markersize=8, label="diverged or failed")
-            axes.set_ylim(low - 0.03 * (high - low), high)
-
-
-def power(value: float) -> str:
-    """Write 2 to a whole power as such, others as they are."""
-    exponent = round(math.log2(value))
-    return f"2^{exponent}" if 2.0**exponent == value else f"{value:g}"
-
-
-def _tick(value: float) -> str:
-    base, sign, exponent = power(value).partition("^")
-    return f"${base}^{{{exponent}}}$" if sign else base

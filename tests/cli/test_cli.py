@@ -192,23 +192,13 @@ def test_in_a_narrow_pipe_paths_are_whole_and_lines_have_no_blanks_at_their_end(
     capfd: Capture, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    file = here / f"{'long' * 20}.ts"
+    file = here / f"{'long' * 20}.pt2"
     assert main(["export", MODEL, "-o", str(file)]) == 0
     assert main(["inspect", str(file)]) == 0
     assert main(["schemes", "skipinit"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert sum(line.startswith("file ") and str(file) in line for line in lines) == 2  # of export, and of inspect
     assert [line for line in lines if line != line.rstrip()] == []
-
-
-def test_a_dry_run_leaves_the_letters_of_channels_to_json(capfd: Capture) -> None:
-    assert main(["convert", MODEL, "--to", "groupnorm", "--dry-run"]) == 0
-    out = capfd.readouterr().out
-    assert "groups 1, eps " in out
-    assert max(map(len, out.split())) < 100
-    assert not any(sign in out for sign in ("-++", "+--"))
-    (edit, *_) = run_json(capfd, "convert", MODEL, "--to", "groupnorm", "--dry-run")["steps"][0]["edits"]
-    assert {"flips", "factors"} < edit["args"].keys()
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------

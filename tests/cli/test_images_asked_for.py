@@ -20,7 +20,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "doctor": (("--data", "demo", *LOADED), {**GIVEN, "labelled": False}),
     "recalibrate": (("--data", "demo", *LOADED, "--seed", "5", "-o", "out"), {**GIVEN, "seed": 5, "labelled": False}),
     "spp": (("--data", "demo", *LOADED, "-o", "out.png"), {**GIVEN, "labelled": True}),
-    "export": (("-o", "net.ts", "--data", "demo", *FEW), {**GIVEN, "batch_size": 64, "labelled": None}),
+    "export": (("-o", "net.pt2", "--data", "demo", *FEW), {**GIVEN, "batch_size": 64, "labelled": None}),
     "export, int8": (
         (*INT8, "--calibrate", "demo", *FEW),
         {**GIVEN, "batch_size": 64, "labelled": None, "samples": None, "split": "train"},

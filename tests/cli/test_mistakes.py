@@ -157,7 +157,6 @@ MISTAKES: list[tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[
     ("a sweep into a file", text("out", b""),
      ("sweep", "finetune_imagenet_skipinit", "--lr", "0.1", "-o", "out"), ("out is a file", "Name a directory")),
     ("a report into a folder", empty, ("report", "empty", "-o", "."), (". is a directory",)),
-    ("picture of no kind", empty, ("curves", "empty", "-o", "a.foo"), ("'foo'", "svg")),
     ("negative decay", None, ("decay", "demo", "--weight-decay", "-1"), ("--weight-decay -1",)),
     ("decay above one", None, ("decay", "demo", "--layer-decay", "2"), ("--layer-decay 2",)),
     ("average of nothing", None, ("doctor", "demo", "--beside", "nope"), ("--beside nope", "no such file")),

@@ -61,7 +61,7 @@ OPTIONS = (
     Option(("--skip", "layer1*")),
     Option(("--for", "federated")),
     Option(("--for", "opacus")),
-    Option(("--calibrate", "noise", "--samples", "8"), "groupnorm", changes=True),
+    Option(("--calibrate", "demo", "--samples", "8"), "groupnorm", changes=True),
     Option(("--seed", "3")),
     Option(("--device", "cpu")),
     Option(("--dry-run",), writes=False),

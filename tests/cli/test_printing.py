@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from normswap.cli import app, conversion_table, progress, tables
 from normswap.cli.commands import convert_command, recalibrate_command
 from normswap.cli.commands.export_command import Written
-from normswap.cli.fitting_images import Fitting
 from normswap.exporting.settings import FileSettings
 from normswap.training.progress_records import TrainingProgress
 
@@ -31,18 +29,12 @@ def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("samples", "count"), [(None, 128), (7, 7)])
-def test_so_many_images_are_made_as_are_asked_for(samples: int | None, count: int) -> None:
-    made: Any = Fitting(calibrate="synthetic", samples=samples)._images(None)  # type: ignore[arg-type]
-    assert made.count == count
-
-
 def test_the_command_has_the_defaults_of_the_function() -> None:
     asked, default = Written(output=Path("net.onnx")), FileSettings()
     shared = {field.name for field in dataclasses.fields(Written)} & {
         field.name for field in dataclasses.fields(FileSettings)
     }
-    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax", "count_plain"}
+    assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax"}
     assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
 
 

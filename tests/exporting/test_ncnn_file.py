@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import NormswapError, RefusedError, VerificationError
-from normswap.exporting import ncnn_file
+from normswap.exporting import formats
 
 ncnn = pytest.importorskip("ncnn")
 pytest.importorskip("pnnx")
@@ -62,11 +62,10 @@ def test_a_network_alone(name: str, dtype: str, tmp_path: Path) -> None:
     assert distance(run(model, x), run_alone(file, "ncnn", x)) <= {"fp32": 1e-5, "fp16": done.figures.tolerance}[dtype]
 
 
-def test_a_unet_has_no_norm_left_where_plain_pnnx_leaves_one(tmp_path: Path) -> None:
+def test_a_unet_has_no_norm_left(tmp_path: Path) -> None:
     model, x = living(UNet(), 3, 32, 32)
-    done = normswap.export(model, tmp_path / "net.param", images=x, input_size=(3, 32, 32), count_plain=True)
-    assert done.plain_nodes is not None
-    assert (unfolded(done.nodes), unfolded(done.plain_nodes)) == ([], ["BatchNorm"])
+    done = normswap.export(model, tmp_path / "net.param", images=x, input_size=(3, 32, 32))
+    assert unfolded(done.nodes) == []
     assert distance(run(model, x), run_alone(done.file, "ncnn", x)) <= 1e-5
 
 
@@ -109,7 +108,7 @@ def test_a_file_with_a_layer_that_it_lacks_names_the_layer(tmp_path: Path) -> No
     file = normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.param", input_size=(3, 8, 8)).file
     file.write_text(file.read_text().replace("Convolution ", "aten::meshgrid "))
     with pytest.raises(VerificationError, match="ncnn cannot run it: it has no layer aten::meshgrid"):
-        ncnn_file.open(file)
+        formats.get("ncnn").open(file)
 
 
 def test_what_pnnx_says_reaches_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError, OutputError, SourceError
-from normswap.exporting import checks, exported_file, file_check, formats
+from normswap.exporting import checks, exported_file, formats
 from normswap.exporting.exported_file import ExportedFile
 from normswap.exporting.settings import FileSettings
 from normswap.models import source_names
@@ -21,9 +22,8 @@ from normswap.models import source_names
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchScript's runtime is on another system."""
-    row = formats._FORMATS["torchscript"]._replace(system="another")
-    monkeypatch.setitem(formats._FORMATS, "torchscript", row)
+    """pt2's runtime is on another system."""
+    monkeypatch.setitem(formats._FORMATS, "pt2", replace(formats._FORMATS["pt2"], system="another"))
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -39,20 +39,20 @@ def test_the_folded_network_is_proven_in_its_place(
     monkeypatch.setattr(checks, "check", seen)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).eval()
     images = torch.randn(5, 3, 8, 8) if given else None
-    done = normswap.export(model, tmp_path / "a.ts", input_size=(3, 8, 8), images=images)
+    done = normswap.export(model, tmp_path / "a.pt2", input_size=(3, 8, 8), images=images)
     assert (done.figures, done.noise_only) == (None, not given)
     assert calls == [("the folded network", 5 if given else 16)]
     assert json.loads(done.sidecar.read_text())["checked"] == "not run here"
     exported = ExportedFile.find(str(done.file))
     assert exported is not None
     for run in (exported.network, lambda: exported_file.verify(exported, model)):
-        with pytest.raises(OptionError, match="does not run here: torchscript has no runtime on"):
+        with pytest.raises(OptionError, match="does not run here: pt2 has no runtime on"):
             run()
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.ts"
+    file = tmp_path / "a.pt2"
     assert main(["export", "demo", "-o", str(file)]) == 0
     said = capsys.readouterr().out
     assert "not run here: this system has no such runtime; the folded network passed" in " ".join(said.split())
@@ -75,7 +75,7 @@ def test_a_directory_that_is_an_exported_file(tmp_path: Path) -> None:
     assert not source_names.exported(package(tmp_path / "net.onnx"))
     (tmp_path / "file.mlpackage").touch()
     assert not source_names.exported(tmp_path / "file.mlpackage")
-    assert formats.size(place, formats.get("torchscript")) == 7
+    assert formats.get("pt2").size(place) == 7
     with pytest.raises(SourceError, match="is an exported file"):
         source_names.parts(str(place), "pretrained", None)
     assert main(["bench", str(place)]) == 2
@@ -84,10 +84,10 @@ def test_a_directory_that_is_an_exported_file(tmp_path: Path) -> None:
 def test_force_replaces_a_package_and_no_other_directory(tmp_path: Path) -> None:
     place, mine = package(tmp_path / "net.mlpackage"), tmp_path / "mine.mlpackage"
     mine.mkdir()
-    file_check.check(place, FileSettings(force=True))
+    formats.check(place, FileSettings(force=True))
     with pytest.raises(OutputError, match="exists"):
-        file_check.check(place, FileSettings())
+        formats.check(place, FileSettings())
     with pytest.raises(OutputError, match=r"mine\.mlpackage has no Manifest\.json"):
-        file_check.check(mine, FileSettings(force=True))
+        formats.check(mine, FileSettings(force=True))
     with pytest.raises(OutputError, match="is a directory"):
-        file_check.check(package(tmp_path / "net.onnx"), FileSettings(force=True))
+        formats.check(package(tmp_path / "net.onnx"), FileSettings(force=True))

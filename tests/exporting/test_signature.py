@@ -20,7 +20,7 @@ from normswap.exporting import checks, exporter, formats
 from normswap.models.calling import named_tensors
 
 X = batches(1)[0]
-ENDINGS = {"onnx": "onnx", "openvino": "xml", "torchscript": "ts", "pt2": "pt2"}
+ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
 
 
 NETWORKS: dict[str, tuple[Any, Any, list[str], list[str]]] = {
@@ -53,7 +53,7 @@ def one(inputs: Any) -> Any:
     return tuple(one(part) if isinstance(part, dict) else part[:1] for part in inputs)
 
 
-@crossed("form, name", ENDINGS, NETWORKS, every=4)
+@crossed("form, name", ENDINGS, NETWORKS, every=3)
 def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) -> None:
     make, inputs, names, outputs = NETWORKS[name]
     model = make()
@@ -105,9 +105,9 @@ def test_a_free_number_of_samples(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrap", [Keyword, Listed])
 def test_images_reach_a_network_that_takes_them_otherwise(wrap: Any, tmp_path: Path) -> None:
     """Without a word about inputs: images in, and out what the plain network answers, alone or in a list."""
-    normswap.export(wrap(trunk()), tmp_path / "a.ts", input_size=SIZE)
-    normswap.export(trunk(), tmp_path / "b.ts", input_size=SIZE)
-    one, two = (formats.get("torchscript").open(tmp_path / name) for name in ("a.ts", "b.ts"))
+    normswap.export(wrap(trunk()), tmp_path / "a.pt2", input_size=SIZE)
+    normswap.export(trunk(), tmp_path / "b.pt2", input_size=SIZE)
+    one, two = (formats.get("pt2").open(tmp_path / name) for name in ("a.pt2", "b.pt2"))
     assert torch.equal(one(X[0])[None] if wrap is Listed else one(X[:1]), two(X[:1]))
 
 
@@ -153,7 +153,7 @@ def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> No
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_wrong_output_is_seen(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, inputs, _, outputs = NETWORKS["two arguments"]
-    form = formats.get("torchscript")
+    form = formats.get("pt2").functions
     opened = form.open
 
     def off(file: Path) -> Any:
@@ -162,7 +162,7 @@ def test_a_wrong_output_is_seen(place: int, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(form, "open", off)
     with pytest.raises(VerificationError, match=f"computes something else: .* at {outputs[place]}"):
-        normswap.export(make(), tmp_path / "a.ts", inputs=inputs)
+        normswap.export(make(), tmp_path / "a.pt2", inputs=inputs)
     assert not list(tmp_path.iterdir())
 
 
@@ -176,7 +176,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Unpacked(trunk()), {"inputs": (X,)}, "does not run on 1x3x24x24"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "softmax": True}, "softmax is for images in and one answer out"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "dtype": "int8"}, "int8 is for images in and one answer out"),
-    (lambda: Unpacked(trunk()), {"inputs": PAIR, "format": "safetensors"}, "holds tensors, no inputs or outputs"),
     *(
         (two, {"input_size": SIZE, **options}, "does not give one tensor: it gives a dict")
         for options in ({"normalize": True}, {"softmax": True}, {"dtype": "int8", "calibrate": X, "images": X[:4]})
@@ -187,9 +186,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_what_cannot_be_is_said(case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_prepared", lambda *_: pytest.fail("folded before it was refused"))
+    monkeypatch.setattr(exporter, "folded", lambda *_: pytest.fail("folded before it was refused"))
     make, options, message = REFUSED[case]
-    file = tmp_path / ("a.safetensors" if options.get("format") == "safetensors" else "a.onnx")
+    file = tmp_path / "a.onnx"
     with pytest.raises(NormswapError, match=message) as caught:
         normswap.export(make(), file, **options)
     assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ import normswap
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.models import hub_config, image_processors, kinds, network_input, zoo
+from normswap.models import hub_config, kinds, network_input, zoo
 from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
@@ -136,7 +137,7 @@ def test_a_factory(here: Path, run: Run, fails: Run) -> None:
     run("verify", *trusted)
     run("convert", *trusted, "--to", "unfold", "-o", "b")
     run("convert", "b", "--trust-factory", "--to", "groupnorm", "--calibrate", "images", "-o", "c")
-    run("export", *trusted, "-o", "a.ts")
+    run("export", *trusted, "-o", "a.pt2")
     run("report", *trusted, "-o", "a.html")
     run("evaluate", *trusted, "--data", "images")
 
@@ -193,7 +194,7 @@ def test_hugging_face(here: Path, run: Run) -> None:
     run("convert", "a", "--to", "groupnorm", "--calibrate", "images", "-o", "b")
     run("convert", "a", "--to", "unfold", "-o", "c")
     assert load_file("c/model.safetensors").keys() == load_file("hf/model.safetensors").keys()
-    run("export", "a", "-o", "a.ts")
+    run("export", "a", "-o", "a.pt2")
     run("report", "a", "-o", "a.html")
     run("evaluate", "b", "--data", "images")
     run("convert", "hf:hf", "--num-classes", 7, "--to", "folded", "-o", "d")
@@ -368,7 +369,8 @@ def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
     ],
 )  # fmt: skip
 def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
-    assert image_processors.preprocessing(stated, 3, 32) == seen
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
+    assert hub_config.of_image_processor(stated, model) == seen
 
 
 @pytest.mark.parametrize("output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"])

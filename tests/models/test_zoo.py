@@ -188,7 +188,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["no config.json"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
     "not json": (_config("{"), ["config.json cannot be read"]),
-    "not an object": (_config("[1]"), ["no timm 'architecture'"]),
+    "not an object": (_config("[1]"), ["config.json holds no object"]),
     "transformers": (_config('{"architectures": ["ViT"], "model_type": "vit"}'), ["no timm 'architecture'"]),
     "unknown": (_config('{"architecture": "renset18"}'), ["renset18", "resnet18"]),
     "hub inside": (_config('{"architecture": "hf-hub:timm/resnet18"}'), ["unknown model"]),

@@ -15,11 +15,13 @@ from crossed import quick
 from torch import Tensor, nn
 
 from normswap import demo_files
+from normswap.calibration.fit_task import FitTask
+from normswap.calibration.per_sample_rescaling import choose_rescaling
 from normswap.cli.app import main
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
-from normswap.schemes.parts import per_sample_norms, per_sample_rescaling
+from normswap.schemes.parts import per_sample_norms
 from normswap.surgery import applying, conversion
 from normswap.surgery.held_out import Dealt, Kept, summed
 from normswap.surgery.kept_accuracy import measured
@@ -89,12 +91,12 @@ def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
 
 def test_the_rescaling_keeps_the_pattern_and_steadies_the_sample(images: tuple[Tensor, Tensor]) -> None:
     model = zoo_networks.trained("dense").double()
-    data = [images[0][:100].double()]
-    step, _ = conversion.plan_step(inspect(model, data[0][:2]), "groupnorm", group_size=4)
+    data = images[0][:2].double()
+    step, _ = conversion.plan_step(inspect(model, data), "groupnorm", group_size=4)
     pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
     before = copy.deepcopy(result)
     with torch.no_grad():
-        per_sample_rescaling.choose_rescaling(pattern, result, step, data)
+        choose_rescaling(FitTask(pattern, result, step, None, Example((data,))))
     held = images[0][100:300].double()
     assert l2(model, pattern, held) < 1e-12
     assert l2(model, result, held) < 0.9 * l2(model, before, held)

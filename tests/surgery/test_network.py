@@ -17,9 +17,8 @@ from torch import nn
 import normswap
 from normswap.analysis import advice
 from normswap.analysis.signal_propagation import signal
-from normswap.errors import OptionError, TraceError
 from normswap.graph import inspection
-from normswap.surgery import conversion, made_images, reverification
+from normswap.surgery import conversion, reverification
 from normswap.surgery.network import Network
 from normswap.surgery.recalibration import recalibrate
 
@@ -68,7 +67,7 @@ def test_it_is_made_of_modules_results_and_itself() -> None:
     assert (network.size, network.seed) == (SIZE, 3)
     assert Network.of(network) is network
     seen = network.anatomy
-    assert Network.of(network, calibrate="noise").anatomy is seen
+    assert Network.of(network, calibrate=[torch.randn(2, *SIZE)]).anatomy is seen
     other = Network.of(network, seed=4)
     assert (other.module, other.size, other.seed, network.seed) == (model, SIZE, 4, 3)
 
@@ -115,19 +114,6 @@ def test_inputs_are_on_the_device_of_the_network() -> None:
     assert network.calls[0].call(network.module) is not None
 
 
-def test_images_are_made_once() -> None:
-    network = Network(net(), size=SIZE, calibrate=made_images.Noise(8))
-    images = network.images
-    assert isinstance(images, made_images.MadeImages)
-    assert [batch.shape for batch in images.batches] == [(8, *SIZE)]
-    assert network.after(net()).images is None
-    assert network.fitted_to(images).images is images
-    assert network.fitted_to(images).anatomy is network.anatomy
-    batches = [torch.randn(2, *SIZE)]
-    assert Network(net(), calibrate=batches).images is batches
-    assert Network(net()).images is None
-
-
 def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
     network = Network(net(), size=SIZE, seed=2)
     assert network.anatomy
@@ -135,23 +121,6 @@ def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
     assert other.anatomy is not network.anatomy
     assert (other.size, other.seed) == (SIZE, 2)
     assert looks == [network.module, other.module]
-
-
-def test_what_cannot_be_made_is_said() -> None:
-    with pytest.raises(OptionError, match="neither batches of images nor 'synthetic' nor 'noise'"):
-        _ = Network(net(), calibrate="noize").images
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return self.net(a + b)
-
-    x = torch.randn(2, *SIZE)
-    with pytest.raises(TraceError, match="more than images"):
-        _ = Network(Two(), inputs=(x, x), calibrate="noise").images
 
 
 def test_it_says_where_it_is_from() -> None:
@@ -181,7 +150,6 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "an exact step": lambda net, _: normswap.convert(net, "skipinit", size=SIZE),
     "an approximate one, of images": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=[X]),
     "of none": lambda net, _: normswap.convert(net, "dyt", size=SIZE),
-    "of noise": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=made_images.Noise(16)),
     "several steps": lambda net, _: normswap.convert(net, "skipinit", size=SIZE, purpose="opacus"),
     "several, of images": lambda net, _: normswap.convert(
         normswap.convert(net, "groupnorm", size=SIZE), "nf", mean="fit", size=SIZE, calibrate=[X]

@@ -216,12 +216,6 @@ def test_what_is_broken_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("count", [0, 1, -1, 2.5])
-def test_as_many_images_as_can_be_made(count: Any) -> None:
-    with pytest.raises(OptionError, match=r"Synthetic\(.*\): so many images"):
-        normswap.Synthetic(count)
-
-
 def test_a_scheme_is_one() -> None:
     with pytest.raises(OptionError, match="a Scheme is wanted, not something of type int"):
         normswap.register_scheme("mine", cast(Any, 3))

@@ -17,7 +17,7 @@ from normswap import schemes
 from normswap.schemes.parts.options import OPTIONS, Option
 from normswap.surgery import typed_convert
 
-FILE = Path(str(typed_convert.__file__))
+FILE = Path(str(typed_convert.__file__)).with_suffix(".pyi")
 BEGIN = "# --- made from the options' records by tests/surgery/test_typed_convert.py\n"
 
 CALLS = """
@@ -105,7 +105,7 @@ def _literal(names: Sequence[str]) -> str:
 def written() -> str:
     """That part as it stands in the file, however it is laid out."""
     _, _, rest = FILE.read_text().partition(BEGIN)
-    return BEGIN + rest.partition("convert = cast")[0]
+    return BEGIN + rest.partition("convert: TypedConvert")[0]
 
 
 def plain(text: str) -> str:

@@ -413,9 +413,7 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     assert (kept.agreement, kept.least, kept.right) == (None, None, None)
     found = checks.check(Reference.of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
-    assert quantizing.check_drop(found, None) is None
-    with pytest.raises(VerificationError, match="gives no scores of classes"):
-        quantizing.check_drop(found, 1.0)
+    assert quantizing.points_lost(found) is None
     parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)
     done = convert(nn.Sequential(*parts).eval(), "folded", size=(3, 9, 9))
     save(done, tmp_path / "one")

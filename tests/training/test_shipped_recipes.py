@@ -18,7 +18,8 @@ from crossed import sampled
 import normswap
 from normswap.cli.app import main
 from normswap.demo_files import FOLDER
-from normswap.training import number_grid, recipe_files
+from normswap.training import recipe_files
+from normswap.training.sweep import parse_rates
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,7 +79,7 @@ def test_the_commands_of_a_header_are_right(name: str) -> None:
         assert model or recipe.model, "something to train"
         assert recipe.data.root
         if command == "sweep":
-            assert len(number_grid.parse(words[words.index("--lr") + 1])) > 3
+            assert len(parse_rates(words[words.index("--lr") + 1])) > 3
 
 
 @functools.cache

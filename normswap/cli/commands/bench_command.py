@@ -1,12 +1,10 @@
-"""`normswap bench`: how fast networks run, as they are and folded."""
+"""`normswap bench`: how fast a network runs, as it is, folded and exported."""
 
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,47 +13,34 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Drawn, Json, Opening
+from normswap.cli.options import Json, Opening, exported_file
 from normswap.cli.printing import show
-from normswap.cli.tables import facts, listing, next_step, table, written
-from normswap.errors import OptionError
+from normswap.cli.tables import facts, listing, next_step, size, table
+from normswap.errors import NormswapError, OptionError
+from normswap.models import source_names
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
+    from normswap.benchmarking.timing import Contender
+    from normswap.exporting.exported_file import ExportedFile
+
 KEYS = (
-    "rows (network, form, runtime, batch, status: ok, wrong, failed or skipped, reason, error, ms, ms_low, ms_high: "
-    "median and quartiles, best_ms, cpu_ms, images_per_s, speedup, speedup_low, speedup_high, memory_mib, ready_s, "
-    "runs, rounds: seconds of a pass in each block of passes), settings, machine, notes, files"
+    "rows (network, form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
+    "quartiles, images_per_s, speedup: over the network's first row), settings, versions, notes"
 )
-EXAMPLES = (
-    "bench demo demo.onnx",
-    "bench resnet50 --batch-size 1,8 --runtime onnxruntime,openvino",
-)
-_COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x eager", "MiB", "ready s", "error")
-_SPARE = ("ready s", "MiB", "quartiles")
+EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")
+_COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
+_VERSIONS = ("torch", "timm", "onnxruntime", "openvino")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The options of what is timed, and how."""
+class Timing:
+    """The options of how it is timed."""
 
     batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8"
-    batch: Annotated[str | None, typer.Option(metavar="N,N...", hidden=True)] = None  # as it was called
-    size: Annotated[int | None, typer.Option(min=1, metavar="N", hidden=True)] = None  # before --input-size
-    runtime: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Also fuse, torchscript, ncnn, executorch, litert, compile:reduce-overhead|max-autotune.",
-        ),
-    ] = "eager,compile,onnxruntime,openvino"
-    device: Annotated[str, typer.Option(metavar="cpu|cuda|mps")] = "cpu"
-    dtype: Annotated[
-        str, typer.Option("--precision", "--dtype", metavar="fp32|fp16|bf16", help="Of weights and arithmetic.")
-    ] = "fp32"
-    channels_last: Annotated[bool, typer.Option("--channels-last", help="NHWC in the runtimes of torch.")] = False
+    device: Annotated[str, typer.Option(metavar="cpu|cuda|mps", help="Where networks run; not files.")] = "cpu"
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
     ] = None
@@ -64,35 +49,17 @@ class Setting:
 
     @property
     def batches(self) -> list[int]:
-        listed = self.batch_size if self.batch is None else self.batch
-        parts = [part.strip() for part in listed.split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            raise OptionError(f"--batch-size {listed}", "it is a list of whole numbers from 1 up", "For instance 1,8")
-        return list(dict.fromkeys(map(int, parts)))
-
-    @property
-    def runtimes(self) -> list[str]:
-        return list(dict.fromkeys(part.strip() for part in self.runtime.split(",")))
-
-    def check(self) -> None:
-        """Check that everything in it is known.
+        """The numbers of images at a time.
 
         Raises:
-            OptionError: something is not.
+            OptionError: one is no number above 0.
         """
-        from normswap.benchmarking import runtimes
-
-        _ = self.batches
-        for name in self.runtimes:
-            runtimes.find(name)
-        for option, value, known in (
-            ("device", self.device, runtimes.DEVICES),
-            ("precision", self.dtype, runtimes.DTYPES),
-        ):
-            if value not in known:
-                raise OptionError(f"unknown {option} '{value}'", f"there are {', '.join(known)}")
-        if not (self.seconds > 0 and math.isfinite(self.seconds)):
-            raise OptionError(f"--seconds {self.seconds:g}", "it is a positive number")
+        parts = [part.strip() for part in self.batch_size.split(",")]
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise OptionError(
+                f"--batch-size {self.batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8"
+            )
+        return list(dict.fromkeys(map(int, parts)))
 
 
 def run(
@@ -103,120 +70,178 @@ def run(
         ),
     ],
     *,
-    setting: Setting,
-    drawn: Drawn,
+    timing: Timing,
     opening: Opening,
     json: Json = False,
 ) -> int:
-    """Time a network as it is and folded, in each runtime.
+    """Time a network as it is, folded, and exported.
 
-    Each contender is a process of its own; all take turns, with the same number of threads. The outputs of each are
-    compared with eager mode first: a wrong one is reported, not timed. Speed is relative to the unmodified network in
-    eager mode, the median over the rounds. An exported file is timed with the MODEL before it.
+    All take turns in one process, on the same images, with the same number of threads: networks in PyTorch, an exported
+    file in its own runtime, beside the MODEL before it. Their answers are compared first: a wrong one is reported, not
+    timed.
     """
-    setting.check()
-    drawn.check_writable()
+    batches = timing.batches
+    if not (timing.seconds > 0 and math.isfinite(timing.seconds)):
+        raise OptionError(f"--seconds {timing.seconds:g}", "it is a positive number")
     with progress.stages() as say:
         say("starting")
-        body = _bench(models, opening, setting, drawn, say)
+        body = _bench(models, opening, timing, batches, say)
     show(body, json, _print)
     return 0
 
 
-def _bench(names: Sequence[str], opening: Opening, setting: Setting, drawn: Drawn, say: Callable[[str], None]) -> Body:
+def _bench(
+    names: Sequence[str], opening: Opening, timing: Timing, batches: Sequence[int], say: Callable[[str], None]
+) -> Body:
+    from importlib import metadata
+
     import torch
 
-    from normswap.benchmarking import forms, timing, timing_plot
-    from normswap.benchmarking.runtimes import Settings
-    from normswap.exporting import exporter, sidecar
+    from normswap.benchmarking import timing as clock
 
-    timing.check_device(setting.device)
-    threads = setting.threads or torch.get_num_threads()
-    settings = Settings(setting.device, setting.dtype, setting.channels_last, threads, setting.rounds, setting.seconds)
-    before = timing.machine(settings)
-    with tempfile.TemporaryDirectory(prefix="normswap-bench-") as name:
-        named = _open(names, opening, say)
-        say("folding")
-        making = forms.Making(Path(name), settings, setting.batches, exporter.export, sidecar.read)
-        groups = forms.groups(named, making, setting.size)
-        benchmark = timing.Benchmark(settings, Path(name), setting.runtimes, setting.batches, say)
-        rows = benchmark.run(groups)
-    body: Body = {
-        "rows": [asdict(row) for row in rows],
-        "settings": {**asdict(settings), "sizes": {g.network: list(g.size) for g in groups}},
-        "machine": {**before, "load_after": timing.machine(settings)["load"]},
-        "notes": [note for group in groups for note in group.notes],
-    }
-    plot, table = partial(timing_plot.plot, rows, title=_title(body)), partial(timing_plot.write_csv, rows)
-    return {**body, "files": drawn.write(plot, table)}
+    clock.check_device(timing.device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(timing.threads or before)  # each runtime takes as many
+    settings = {
+        "device": timing.device, "threads": torch.get_num_threads(), "rounds": timing.rounds, "seconds": timing.seconds,
+    }  # fmt: skip
+    try:
+        groups = _groups(names, opening, timing.device, say)
+        rows = [
+            {"network": group.name, **row}
+            for group in groups
+            for batch in batches
+            for row in clock.run(list(group.contenders(batch)), **settings, say=say)
+        ]
+    finally:
+        torch.set_num_threads(before)
+    versions = {package.name: package.version for package in metadata.distributions() if package.name in _VERSIONS}
+    sizes = {group.name: list(group.size) for group in groups}
+    notes = [note for group in groups for note in group.notes]
+    return {"rows": rows, "settings": {**settings, "sizes": sizes}, "versions": versions, "notes": notes}
 
 
-def _open(
-    names: Sequence[str], opening: Opening, say: Callable[[str], None]
-) -> list[tuple[str, str, nn.Module | None]]:
-    """Open each MODEL; gives (MODEL, label, network or None for a file)."""
-    import torch
+@dataclass
+class _Group:
+    """A network and what is timed beside it.
 
-    from normswap.analysis import signal_propagation
-    from normswap.benchmarking.forms import is_file
+    Args:
+        size: (C, H, W).
+        model: None where the first MODEL is a file.
+        networks: by form; files: exported ones.
+    """
 
-    named: list[tuple[str, str, nn.Module | None]] = []
+    name: str
+    size: tuple[int, ...]
+    device: str
+    model: nn.Module | None = None
+    networks: dict[str, nn.Module] = field(default_factory=dict)
+    files: list[ExportedFile] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def contenders(self, batch: int) -> Iterator[Contender]:
+        """All of them, on so many images: the same noise."""
+        import torch
+
+        from normswap.benchmarking.timing import Contender
+        from normswap.models.imaged import imaged
+
+        images = torch.randn(batch, *self.size, generator=torch.Generator().manual_seed(0))
+        for form, network in self.networks.items():
+            yield Contender(form, "torch", imaged(network).eval().to(self.device), images.to(self.device))
+        for file in self.files:
+            contender = Contender(file.file.name, file.form.name, file.network(), images)
+            contender.precision = file.precision or "fp32"
+            if self.model is not None:
+                request = file.request(self.model)
+                contender.images = request.raw(images)
+                if request.settings.softmax:
+                    contender.expected = lambda logits: logits.log_softmax(-1)
+            yield contender
+
+
+def _groups(names: Sequence[str], opening: Opening, device: str, say: Callable[[str], None]) -> list[_Group]:
+    """Open each MODEL; a file belongs to the network before it.
+
+    Raises:
+        OptionError: a file takes other images than the network before it, or one cannot be opened.
+    """
+    groups: list[_Group] = []
     for name in names:
-        if is_file(name):
-            named.append((name, name, None))
-            continue
         say(f"opening {name}")
-        torch.manual_seed(0)
-        model = opening.open(name)
-        # the branches of fresh networks begin at zero, and would hide anything that is wrong in them
-        model = signal_propagation.awake(model) if opening.weights == "random" else model
-        named.append((name, label(last_part(name), [taken for _, taken, _ in named]), model))
-    return named
+        file = exported_file(name)
+        if file is None:
+            taken = [group.name for group in groups]
+            groups.append(_with_folded(label(last_part(name), taken), name, opening, device))
+            continue
+        takes = file.shape[1]
+        if not groups:
+            groups.append(_Group(name, takes, device))
+        if groups[-1].size != takes:
+            what = f"{groups[-1].name} is timed on {size(groups[-1].size)}"
+            raise OptionError(f"{name} takes images of {size(takes)}", what)
+        groups[-1].files.append(file)
+    return groups
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+def _with_folded(called: str, name: str, opening: Opening, device: str) -> _Group:
+    """A network: its source, if it was converted, itself, and folded."""
+    import torch
 
+    from normswap import provenance
+    from normswap.analysis import signal_propagation
+    from normswap.models import network_input
+    from normswap.surgery import conversion, unfolding
+    from normswap.surgery.network import Network
 
-def _title(body: Body) -> str:
-    known, machine = body["settings"], body["machine"]
-    form = ", channels last" if known["channels_last"] else ""
-    threads = f"{known['threads']} thread{'s' if known['threads'] > 1 else ''}"
-    return f"{machine['processor']} ({known['device']}), {known['dtype']}{form}, {threads}"
+    torch.manual_seed(0)
+    model = opening.open(name)
+    # the branches of fresh networks begin at zero, and would hide anything that is wrong in them
+    model = signal_propagation.awake(model) if opening.weights == "random" else model
+    group = _Group(called, network_input.size(model), device, model)
+    record = provenance.of(model)
+    scheme = record.plan.steps[-1].scheme if record and record.plan.steps else "original"
+    try:
+        if scheme != "original":
+            group.networks["original"] = unfolding.unfold(Network(model)).module
+    except NormswapError as error:
+        group.notes.append(f"{called} is measured by itself, not by its source: {error}")
+    group.networks[scheme] = model
+    try:
+        if scheme != "folded":
+            group.networks["folded"] = conversion.convert(model, "folded", size=group.size).model
+    except NormswapError as error:
+        group.notes.append(f"{called} is not folded: {error}")
+    return group
 
 
 def _print(body: Body) -> None:
     """A table per network and batch size, then what was not timed."""
-    from normswap.benchmarking.forms import is_file
-
-    known, machine = body["settings"], body["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    load = f"{machine['load'][0]:.2f} before, {machine['load_after'][0]:.2f} after" if machine["load"] else None
-    turns = f"{known['rounds']} rounds of about {known['seconds'] / known['rounds']:.2g} s each"
-    facts(("machine", _title(body)), ("load", load), ("versions", versions), ("turns", turns))
+    settings = body["settings"]
+    facts(
+        ("threads", settings["threads"]),
+        ("versions", ", ".join(f"{name} {version}" for name, version in body["versions"].items())),
+        ("turns", f"{settings['rounds']} rounds of about {settings['seconds'] / settings['rounds']:.2g} s each"),
+    )
     for (network, batch), group in groupby(body["rows"], lambda row: (row["network"], row["batch"])):
         rows = list(group)
-        size = " x ".join(str(side) for side in known["sizes"][network])
         timed = [_row(row) for row in rows if row["status"] == "ok"]
-        table(f"{network}, batch {batch} of {size}", _COLUMNS, timed, right=_COLUMNS[1:], spare=_SPARE)
+        title = f"{network}, batch {batch} of {size(settings['sizes'][network])}"
+        table(title, _COLUMNS, timed, right=_COLUMNS[1:], spare=("quartiles",))
         untimed = [row for row in rows if row["status"] != "ok"]
-        listing(
-            "not timed", (f"{row['form']} in {row['runtime']}: {row['status']}: {row['reason']}" for row in untimed)
-        )
+        listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
     listing("note", body["notes"])
-    written(body["files"])
-    first = body["rows"][0]["network"] if body["rows"] else "MODEL"
-    if is_file(first):
+    first = body["rows"][0]["network"]
+    if Path(first).suffix.lower() in source_names.EXPORTED:
         next_step("evaluate", first, "--data", "IMAGES")
     else:
         next_step("export", first, "-o", "FILE.onnx")
 
 
 def _row(row: Body) -> Sequence[object]:
-    memory = None if row["memory_mib"] is None else f"{row['memory_mib']:.0f}"
     quartiles = f"{_figure(row['ms_low'])} .. {_figure(row['ms_high'])}"
     speeds = (f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}")
-    name = f"{row['form']}, {row['runtime']}"
-    return name, _figure(row["ms"]), quartiles, *speeds, memory, f"{row['ready_s']:.1f}", f"{row['error']:.0e}"
+    return f"{row['form']}, {row['runtime']}", _figure(row["ms"]), quartiles, *speeds, f"{row['error']:.0e}"
 
 
 def _figure(value: float) -> str:

@@ -50,9 +50,9 @@ def run(
     """
     if beside is not None and not beside.is_file():
         raise OptionError(f"--beside {beside}", "there is no such file", "Name a .safetensors or .pth file")
-    from normswap.models import broken_statistics
+    from normswap.models.weight_files import with_broken_statistics
 
-    with broken_statistics.taken():
+    with with_broken_statistics():
         opened = opening.open(model)
     from normswap.diagnosis.doctor import body_of, diagnose
     from normswap.models import devices

@@ -14,7 +14,7 @@ from normswap.cli.options import Json, Model
 from normswap.cli.printing import show
 from normswap.cli.tables import facts, next_step, size
 from normswap.errors import OptionError
-from normswap.exporting import file_check, formats
+from normswap.exporting import formats
 from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings
 from normswap.plan import Body
 
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 KEYS = (
     "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, "
     "largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output; null where the file was "
-    "not run), nodes (counts by kind), plain_nodes (null without --count-plain), bytes, notes, seconds, noise_only "
-    "(it was checked on no images), quantized (null but for int8: calibrated_on, gauge, per_channel, weight_bits, "
-    "fp32)"
+    "not run), nodes (counts by kind), bytes, notes, seconds, noise_only "
+    "(it was checked on no images), quantized (null but for int8: calibrated_on, gauge, per_channel, weight_bits)"
 )
 EXAMPLES = (
     "export demo -o demo.onnx",
@@ -50,7 +49,7 @@ class Written:
     ] = None
     dtype: Annotated[
         str,
-        typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights, see above."),
+        typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone."),
     ] = "fp32"
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
@@ -59,9 +58,6 @@ class Written:
         bool, typer.Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")
     ] = False
     softmax: Annotated[bool, typer.Option("--softmax", help="Answer with probabilities.")] = False
-    count_plain: Annotated[
-        bool, typer.Option("--count-plain", help="Also count the nodes of an export without folding.")
-    ] = False
 
     def settings(self, *, force: bool) -> FileSettings:
         """The same as the exporter takes it."""
@@ -115,21 +111,11 @@ class Int8:
             help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
         ),
     ] = SAFE_BITS  # fmt: skip
-    sensitive: Annotated[
-        int, typer.Option(min=0, metavar="N", help="For int8: keep the N layers in fp32 that it costs most.")
-    ] = 0
-    max_drop: Annotated[
-        float | None,
-        typer.Option(
-            metavar="POINTS", show_default=False,
-            help="For int8: write nothing if it loses more top-1 (without labels: agreement) than this.",
-        ),
-    ] = None  # fmt: skip
 
     @property
     def settings(self) -> Int8Settings | None:
         """None where all is as it is without."""
-        settings = Int8Settings(not self.per_tensor, self.weight_bits, self.sensitive, self.max_drop)
+        settings = Int8Settings(not self.per_tensor, self.weight_bits)
         return None if self.calibrate is None and settings == Int8Settings() else settings
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
@@ -161,15 +147,15 @@ def run(
     Whatever the scheme, what is exported has no norm (but those with statistics per sample), no scalar and no weight
     standardization. The file is run in its own runtime against the source, on images of --data or else on smooth noise,
     before it gets its name. FILE.preprocess.json, beside it, says what is to be done with an image first. Images and
-    answers are float32 whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32, and stem,
-    projections and classifier keep fp32: bf16 arithmetic changes more than 1 answer in 1000.
+    answers are float32 whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32: bf16
+    arithmetic changes more than 1 answer in 1000.
 
     int8 is the runtime's own quantizer's, on the folded network: factors that pass from layer to layer are chosen so
-    that channels are alike in size, biases corrected, ranges read off --calibrate's images. What it costs is measured
-    on others, printed and written into FILE.preprocess.json.
+    that channels are alike in size, and ranges are read off --calibrate's images. What it costs is measured on others,
+    printed and written into FILE.preprocess.json.
     """
     settings, quantized = written.settings(force=force), written.dtype == "int8"
-    file_check.check(written.output, settings)
+    formats.check(written.output, settings)
     if quantized != (int8.calibrate is not None):
         missing, stray = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
         raise OptionError(missing if quantized else stray)
@@ -196,7 +182,6 @@ def _print(body: Body) -> None:
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
         ("nodes", file_table.operators(body["nodes"])),
-        ("plain export", file_table.operators(body["plain_nodes"])),
         *(_measured(body) if body["figures"] else [("checked", _NOT_RUN + (", on noise" * body["noise_only"]))]),
         *_quantized(body["quantized"] or {}),
         *(("note", note) for note in body["notes"]),
@@ -240,5 +225,4 @@ def _quantized(how: Body) -> list[tuple[str, str]]:
     return [
         ("gauge", f"{how['gauge']}, by {how['calibrated_on']} images"),
         ("weights", f"{how['weight_bits']} bits, {steps}"),
-        ("in fp32", ", ".join(f"{path} (alone {cost:.1e})" for path, cost in how["fp32"].items())),
     ]

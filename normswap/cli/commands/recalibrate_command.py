@@ -74,9 +74,9 @@ def run(
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
     with one_writer.alone(place):
-        from normswap.models import broken_statistics
+        from normswap.models.weight_files import with_broken_statistics
 
-        with broken_statistics.taken():
+        with with_broken_statistics():
             opened = opening.open(model)
         from normswap.analysis import summary
         from normswap.calibration.restoring import Wanted

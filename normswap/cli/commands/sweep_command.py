@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help need
 
 KEYS = (
     "recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std, counted, lost, "
-    "full, best), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files"
+    "full, best, good), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files"
 )
 EXAMPLES = (
     "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
@@ -43,20 +43,6 @@ class Varied:
     best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
 
 
-@dataclass(frozen=True)
-class KeptAt:
-    """Where a sweep is kept, and what becomes of runs that somebody has begun."""
-
-    GROUP: ClassVar[str] = "Where the sweep is kept"
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Its folder [default: ./sweep-RECIPE].")
-    ] = None
-    storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None
-    retake: Annotated[bool, typer.Option("--retake", help="Begin again at once what has been begun and not ended.")] = (
-        False
-    )
-
-
 def run(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
@@ -67,50 +53,51 @@ def run(
     ] = None,
     *,
     varied: Varied,
-    kept_at: KeptAt,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Its folder [default: ./sweep-RECIPE].")
+    ] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
     weights: Weights = "pretrained",
     json: Json = False,
 ) -> int:
-    """Say which learning rate is best, by several seeds of each.
+    """Say which learning rates are best, by several seeds of each.
 
     Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
     the next run that no one has begun. A killed one's run is continued a minute later. A run that diverges is
-    a row of the table. Writes runs.csv and sweep.png beside the runs; `normswap curves` compares several sweeps.
+    a row of the table. Writes runs.csv and sweep.png beside the runs.
     """
     require_packages("a sweep's picture", ("matplotlib",), "plots")
-    from normswap.training import number_grid, recipe_files, sweep_table
+    from normswap.training import recipe_files, sweep_table
+    from normswap.training.sweep import Sweep, parse_rates
 
     seeds = varied.seeds
     if not varied.lr:
         raise OptionError("no --lr", "it says which learning rates", _LR)
     model, overrides = recipe_files.split(words or [])
-    plan, lrs = recipe_files.load_recipe(recipe, overrides), number_grid.parse(varied.lr)
-    kept = sweep_table.keep(seeds, varied.best)
+    plan, lrs = recipe_files.load_recipe(recipe, overrides), parse_rates(varied.lr)
+    counted = sweep_table.count_best(seeds, varied.best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
-    place = kept_at.output or Path(f"sweep-{Path(recipe).stem}")
-    from normswap.training.sweep import Sweep, check_place, grid
-
+    place = output or Path(f"sweep-{Path(recipe).stem}")
     name = model or (plan.model.name if plan.model else None)
     if name is None:
         raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-    check_place(place)
     from normswap.training import training_images  # imports torch
 
     training_images.require_validation(plan.data)
-    sweep = Sweep(plan, {"model": name, "weights": weights}, grid(lrs, range(seeds)), place, kept_at.storage)
+    points = [(lr, seed) for lr in lrs for seed in range(seeds)]
+    sweep = Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
     with progress.training() as (show_progress, say):
-        done = sweep.work(trainer(model, Opening(weights), device, show_progress), retake=kept_at.retake, say=say)
+        done = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
     trials = sweep.trials()
-    lines = sweep_table.lines(trials, seeds, kept)
+    lines = sweep_table.lines(trials, seeds, counted)
     files = [sweep_table.write_runs(trials, place / sweep_table.RUNS)]
     if trials:
-        outcome = sweep_table.SweepResult(place.name, trials, lines)
-        files += [sweep_table.plot([outcome], place / "sweep.png", title=Path(recipe).stem)]
+        files += [sweep_table.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
     body = {
-        "recipe": recipe, "output": place, "seeds": seeds, "counted": kept,
-        "lines": [asdict(one) for one in lines], "trials": [asdict(trial) for trial in trials],
+        "recipe": recipe, "output": place, "seeds": seeds, "counted": counted,
+        "lines": [asdict(line) for line in lines], "trials": [asdict(trial) for trial in trials],
         "notes": sweep_table.notes(trials, lines, done), "done": done, "files": files,
     }  # fmt: skip
     show(body, json, _print)
@@ -135,15 +122,14 @@ def trainer(
 def _print(body: Body) -> None:
     from normswap.training.sweep_table import Line
 
-    rows = [(f"{one.lr:g}", one.text, one.counted, one.runs, one.lost or None, "best" if one.best else None)
-            for one in (Line(**line) for line in body["lines"])]  # fmt: skip
+    rows = [(f"{rate.lr:g}", rate.text, rate.counted, rate.runs, rate.lost or None,
+             "best" if rate.best else "good" if rate.good else None)
+            for rate in (Line(**line) for line in body["lines"])]  # fmt: skip
     line(f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs")
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:
         line(note)
     written(body["files"])
-    if best := [one["lr"] for one in body["lines"] if one["best"]]:
+    if best := [rate["lr"] for rate in body["lines"] if rate["best"]]:
         next_step("finetune", "--recipe", body["recipe"], f"optim.lr={best[0]:g}")
-    else:
-        next_step("curves", body["output"])

@@ -1,9 +1,8 @@
-"""Insert norms with statistics per sample: how many groups each gets, which eps, and what rescales its channels."""
+"""Insert norms with statistics per sample: how many groups each gets, which eps, and what can rescale its channels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -13,9 +12,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Body, Edit, Outcome, Step
-from normswap.schemes.parts import steady_signs
 from normswap.schemes.parts.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
-from normswap.schemes.parts.steady_signs import Letters
 
 
 def insert_per_sample_norms(
@@ -25,9 +22,9 @@ def insert_per_sample_norms(
 
     Args:
         groups: how many are wanted, by the number of channels.
-        steady: of the variance by which a sample is divided, the share that eps makes. A rescaling of the channels goes
-            with it (`steady_signs`): a convolution right before the norm absorbs it, else a `ChannelAffine` in front
-            of the norm holds it.
+        steady: the share of an average sample's divisor (variance + eps) that eps makes. The channels may then be
+            rescaled (`per_sample_rescaling`): a convolution right before the norm absorbs the scales, else a
+            `ChannelAffine` in front of the norm holds them.
         channelwise: groups of one channel are what is wanted.
 
     Raises:
@@ -43,10 +40,9 @@ def insert_per_sample_norms(
     if not builder.refusals:
         steadied = {path: count for path, count in counts.items() if steady and count < affine.channels(modules[path])}
         eps = steady_eps({path: modules[path] for path in steadied}, steady)
-        letters = steady_signs.choose(anatomy, steadied, eps) if steadied else {}
         for path, count in counts.items():
             if path in steadied:
-                _place_steadied(builder, path, count, eps[path], letters.get(path))
+                _place_steadied(builder, path, count, eps[path])
             else:
                 _place(builder, path, {"groups": count})
     return builder
@@ -79,16 +75,14 @@ def steady_eps(norms: Mapping[str, nn.Module], steady: float) -> dict[str, float
     return {path: affine.epsilon(norms[path]) + ratio * level for path, level in zip(norms, levels, strict=True)}
 
 
-def _place_steadied(builder: PlanBuilder, path: str, count: int, eps: float, letters: Letters | None) -> None:
-    module = builder.anatomy.traced.modules[path]
-    chosen = asdict(letters or steady_signs.unmoved(affine.channels(module)))
-    args: Body = {"groups": count, **{name: text for name, text in chosen.items() if text}}
-    conv = conv_before(builder, module)
+def _place_steadied(builder: PlanBuilder, path: str, count: int, eps: float) -> None:
+    args: Body = {"groups": count, "eps": eps}
+    conv = conv_before(builder, builder.anatomy.traced.modules[path])
     if conv is None:
-        _place(builder, path, {**args, "eps": eps, "lead": True}, ", behind a scale and shift")
+        _place(builder, path, {**args, "lead": True}, ", behind a scale and shift")
     else:
-        builder.replacements[conv] = Edit(conv, "Steadied", args, (path,))
-        _place(builder, path, {**args, "eps": eps})
+        builder.replacements[conv] = Edit(conv, "Steadied", {"groups": count}, (path,))
+        _place(builder, path, args)
 
 
 def _place(builder: PlanBuilder, path: str, args: Body, detail: str = "") -> None:

@@ -1,27 +1,17 @@
-"""Filters that sum to zero, found by regression: what `nf` and `centered-weightnorm` share.
-
-The target is the same conversion with every mean kept, which computes what the source computes, with the rescaling of
-the result: so the two go by the same paths and the same units.
-"""
+"""Standardized convolutions: what `nf` and `centered-weightnorm` share. Their filters are fitted in `zero_sum_fit`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 from timm.layers import Conv2dSame
-from torch import Tensor, nn
+from torch import nn
 
-from normswap.calibration.sequential_fit import refit
 from normswap.errors import RefusedError, spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.layers import own_forwards, reparametrized
-from normswap.layers.standardized import STANDARDIZED
-from normswap.models.modes import Progress
 from normswap.plan import Step
-from normswap.schemes.parts.zero_sum_rescaling import rescale
 
 
 def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
@@ -90,37 +80,6 @@ def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> 
 
 
 def kept(step: Step) -> Step:
-    """The same step with every mean kept."""
+    """The same step with every mean kept: it computes what the source computes, and its result is fitted to that."""
     edits = (replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in step.edits)
     return replace(step, edits=tuple(edits))
-
-
-def fit_zero_sum(
-    target: nn.Module,
-    result: nn.Module,
-    step: Step,
-    batches: Iterable[object],
-    *,
-    seed: int,
-    progress: Progress | None,
-) -> None:
-    """Fit `result`, which came of `step`, in place, to `target`, which came of `kept(step)`.
-
-    Args:
-        batches: read twice.
-
-    Raises:
-        SourceError: unusable or too few images.
-    """
-    factors = rescale(target, result, batches, _must)
-
-    def zero_sum(path: str, module: nn.Module) -> Tensor | None:
-        if not isinstance(module, reparametrized.CONVOLUTIONS) or not _must(path, module):
-            return None
-        return factors.get(path, torch.ones(module.weight.shape[1] * module.groups))
-
-    refit(target, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
-
-
-def _must(path: str, module: nn.Module) -> bool:
-    return isinstance(module, STANDARDIZED) and not reparametrized.keeps_mean(module)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-
+from normswap.calibration.fit_task import FitTask
 from normswap.calibration.norm_estimate import fit_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.models.modes import Progress
-from normswap.plan import Outcome, Step
+from normswap.plan import Outcome
 from normswap.schemes import Scheme
 
 
@@ -24,11 +20,10 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
     return builder
 
 
-def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
-) -> None:
+def fit(task: FitTask) -> None:
     """Estimate each BatchNorm from what its norm does on average."""
-    fit_norms(source, result, batches, progress)
+    assert task.batches is not None
+    fit_norms(task.source, task.result, task.batches, task.progress)
 
 
 SCHEME = Scheme(

@@ -6,7 +6,6 @@ norms are alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.calibration import channel_moments
+from normswap.calibration.fit_task import FitTask
 from normswap.errors import RefusedError, VerificationError, spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
@@ -21,7 +21,6 @@ from normswap.layers import measured_norm
 from normswap.layers.known_norms import BatchNorm
 from normswap.layers.placeholders import Chain
 from normswap.layers.site_norm import SiteNorm
-from normswap.models.modes import Progress
 from normswap.plan import Outcome, Step
 from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_places import norm_places
@@ -51,12 +50,11 @@ def plan(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
     return builder
 
 
-def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
-) -> tuple[str, ...]:
+def fit(task: FitTask) -> tuple[str, ...]:
     """Measure the statistics of each norm; `settle` then makes it the identity."""
-    norms = {path: norm for path, _, norm in _parts(result, step)}
-    seen = channel_moments.measure(result, norms, batches, progress)
+    assert task.batches is not None
+    norms = {path: norm for path, _, norm in _parts(task.result, task.step)}
+    seen = channel_moments.measure(task.result, norms, task.batches, task.progress)
     for path, norm in norms.items():
         if path not in seen.moments:
             continue
@@ -66,9 +64,9 @@ def fit(
         if not bool(torch.isfinite(stored.running_var).all()):
             raise VerificationError(f"the variance after {path} is more than {stored.running_var.dtype} holds")
         norm.train(
-            source.training
+            task.source.training
         )  # a convolution that was merged from branches may say of itself that it is in training
-    settle(source, result, step)
+    settle(task.source, task.result, task.step)
     return (f"the statistics of {len(norms)} norms were measured on {seen.images} images",)
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-
+from normswap.calibration.fit_task import FitTask
 from normswap.calibration.population import estimate_population
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.models.modes import Progress
-from normswap.plan import Step
 from normswap.schemes import Scheme
 
 
@@ -31,11 +26,10 @@ def plan(
     return PlanBuilder(anatomy)
 
 
-def fit(
-    source: nn.Module, result: nn.Module, step: Step, batches: Iterable[object], *, seed: int, progress: Progress | None
-) -> tuple[str, ...]:
+def fit(task: FitTask) -> tuple[str, ...]:
     """Estimate the population statistics anew."""
-    seen = estimate_population(result, batches, progress)
+    assert task.batches is not None
+    seen = estimate_population(task.result, task.batches, task.progress)
     note = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
     return (note + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import doctor
@@ -20,11 +22,11 @@ import timm
 import torch
 import torch.nn.functional as F
 import zoo_networks
-from doctor_held_out import Planted, again, is_right, on_images, on_norms, pixels, planted_row
 from recalibrate_pruned import DATA
 from test_doctor import norms
 from torch import Tensor, nn
 
+from normswap.diagnosis.findings import Finding
 from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
@@ -35,6 +37,59 @@ TRAINED_HERE: dict[str, dict[str, Any]] = {  # at 32 px: with more strides the l
     "mobilenetv2_050": {"output_stride": 8},
 }
 OTHER_KINDS = ("unet", "one_d", "three_d")  # trained networks that doctor.py does not look at
+
+
+Fault = Callable[[nn.Module, list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A network by name, how the fault is planted, and the names that are right."""
+
+    network: str
+    plant: Fault
+    right: tuple[str, ...]
+
+
+def pixels(model: nn.Module, batch: Tensor) -> Tensor:
+    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    return batch * std + mean
+
+
+def again(model: nn.Module, batch: Tensor) -> Tensor:
+    """Normalized, given pixels in 0..1."""
+    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    return (batch - mean) / std
+
+
+def on_images(change: Callable[[nn.Module, Tensor], Tensor]) -> Fault:
+    return lambda model, batches: [change(model, batch) for batch in batches]
+
+
+def on_norms(change: Callable[[list[Any]], object]) -> Fault:
+    def plant(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            change(norms(model))
+        return batches
+
+    return plant
+
+
+def planted_row(label: str, planted: Planted, model: nn.Module, images: doctor.Images) -> tuple[Finding, ...]:
+    """Plant the fault, print its row, and return what the doctor names."""
+    before = doctor.top1(model, images)
+    batches = planted.plant(model, [*images.seen, *images.test])
+    images = doctor.Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
+    faults = doctor.diagnosed(model, images).faults
+    print(f"| {label} | `{planted.network}` | {faults[0].name if faults else '-'} "
+          f"| {'yes' if is_right(planted, faults) else 'NO'} | {before:.1f} | {doctor.top1(model, images):.1f} |",
+          flush=True)  # fmt: skip
+    return faults
+
+
+def is_right(planted: Planted, faults: Sequence[Finding]) -> bool:
+    """Whether a right cause is named first."""
+    return bool(faults) and faults[0].name in planted.right
 
 
 def opened(name: str) -> nn.Module:

@@ -45,7 +45,7 @@ TRAINED = {
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
     "demo": Path(normswap.__file__).parent / "demo_data",
 }
-ENDINGS = {"onnx": "onnx", "pt2": "pt2", "torchscript": "ts", "safetensors": "safetensors"}
+ENDINGS = {"onnx": "onnx", "pt2": "pt2"}
 DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
 NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
@@ -102,7 +102,7 @@ def deep(kept: Kept, name: str, test: str) -> Iterator[str]:
         error, nodes, plain = row["forms"][form]
         yield f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} | {_said(plain)} |"
     for dtype, error in row["half"].items():
-        yield f"| `{name}` | torchscript, {dtype} | {error:.1e} | {row['stray']:.1e} | | |"
+        yield f"| `{name}` | pt2, {dtype} | {error:.1e} | {row['stray']:.1e} | | |"
 
 
 def _deep(name: str) -> Row:
@@ -112,10 +112,12 @@ def _deep(name: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         for form, ending in ENDINGS.items():
             file = Path(folder) / f"net.{ending}"
-            done = normswap.export(source, file, input_size=x.shape[1:], images=x, count_plain=True)
-            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, done.plain_nodes
+            done = normswap.export(source, file, input_size=x.shape[1:], images=x)
+            plain = Path(folder) / f"plain.{ending}"
+            formats.get(form).write(FileContents(Shipped(source), (torch.zeros(1, *x.shape[1:]),)), plain)
+            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, formats.get(form).nodes(plain)
         for dtype in DTYPES[1:]:
-            done = normswap.export(source, Path(folder) / f"{dtype}.ts", input_size=x.shape[1:], images=x, dtype=dtype)
+            done = normswap.export(source, Path(folder) / f"{dtype}.pt2", input_size=x.shape[1:], images=x, dtype=dtype)
             half[dtype] = done.figures.relative_l2
     return {"stray": stray, "forms": found, "half": half}
 

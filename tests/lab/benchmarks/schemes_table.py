@@ -1,12 +1,11 @@
-"""Accuracy before and after every conversion, on the trained networks, with no gradient step; and source x target.
+"""Accuracy before and after every conversion, on the trained networks, with no gradient step.
 
-    python tests/lab/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted back matrix] > rows.md
+    python tests/lab/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted] > rows.md
 
 10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000 unlabelled training
 images (seed 0), or on 128 that are made from the network's own statistics ("synthetic"). "gamma, beta copied" replaces
 the modules: a GroupNorm with the BatchNorm's own gamma and beta; "Opacus" is its `ModuleValidator.fix`, which makes
-fresh GroupNorms. The matrix starts from networks that were converted before, and goes to every exact target; "back"
-goes from a fitted GroupNorm network to one without norms. What is measured is kept, a line each, in
+fresh GroupNorms. What is measured is kept, a line each, in
 runs/schemes_table.jsonl, with the commit; a second run measures what is missing, `--fresh` everything.
 """
 
@@ -60,11 +59,6 @@ FITTED: tuple[Way, ...] = (
 )
 MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("dyt", {}))
 BATCHNORM: Way = ("batchnorm", {})
-SOURCES: tuple[Way, ...] = (
-    BATCHNORM, ("folded", {}), ("skipinit", {}), ("fixup", {}), ("nf", {"mean": "keep"}), ("tune", {}),
-    ("weightnorm", {}), ("residual-scale", {"rule": "hanin"}),
-)  # fmt: skip
-MATRIX = "resnetv2_18_narrow"
 
 
 def said(way: Way) -> str:
@@ -190,23 +184,6 @@ def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
             show(kept.get(key, lambda way=way: measured(lambda: plain(way, "synthetic"))), f"`{said(way)}`")
 
 
-def back(kept: Kept, given: argparse.Namespace, name: str) -> None:
-    """Print what is left of a fitted GroupNorm network when its norms become BatchNorms, against that network."""
-    network = Network(name)
-    train: list[Tensor] = []
-
-    def measure() -> dict[str, Any]:
-        loader = make_loader(network.model, given.train, batch_size=100, workers=1, samples=1000, seed=0)
-        train.extend(x for x, _ in loader)
-        network.model = conversion.convert(network.model, "groupnorm", calibrate=train).model
-        network.read(given.test)
-        start = time.perf_counter()
-        result = conversion.convert(network.model, "folded", calibrate=train).model
-        return network.against(result, time.perf_counter() - start)
-
-    show(kept.get((name, "from groupnorm to folded", "1000 images"), measure), "from `groupnorm` to `folded`")
-
-
 def show(row: dict[str, Any], how: str) -> None:
     name, _, data = row["key"]
     if "why" in row:
@@ -217,42 +194,12 @@ def show(row: dict[str, Any], how: str) -> None:
     print(f"| `{name}` | {how} | {data} | {figures} | {row['commit']} |", flush=True)
 
 
-def matrix(kept: Kept, given: argparse.Namespace) -> None:
-    """Print relative L2 of source x target against the trained network itself, on 500 test images."""
-    network = Network(MATRIX)
-    converted: dict[str, Any] = {}
-    print("\n| from \\ to | " + " | ".join(f"`{said(way)}`" for way in EXACT) + " |")
-    print("|---" * (len(EXACT) + 1) + "|")
-
-    def cell(source: Way, target: Way) -> dict[str, Any]:
-        if not network.images:
-            loader = make_loader(network.model, given.test, batch_size=250, workers=1, samples=500, seed=0)
-            network.images = [x for x, _ in loader]
-            network.reference = logits(network.model, network.images)
-        name = said(source)
-        if name not in converted:
-            first = network.model if source == BATCHNORM else None
-            converted[name] = first or conversion.convert(network.model, source[0], **source[1]).model
-        try:
-            result = conversion.convert(converted[name], target[0], **target[1]).model
-        except NormswapError as error:
-            return {"l2": None, "why": str(error)}
-        found = logits(result, network.images)
-        return {"l2": float((found - network.reference).double().norm() / network.reference.double().norm())}
-
-    for source in SOURCES:
-        cells = [kept.get((MATRIX, said(source), f"to {said(target)}"), lambda s=source, t=target: cell(s, t))
-                 for target in EXACT]  # fmt: skip
-        values = ["refused" if row["l2"] is None else f"{row['l2']:.0e}" for row in cells]
-        print(f"| `{said(source)}` | " + " | ".join(values) + " |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
     parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--parts", nargs="*", default=["rows", "fitted", "back", "matrix"])
+    parser.add_argument("--parts", nargs="*", default=["rows", "fitted"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
     kept = Kept(KEPT, fresh=given.fresh)
@@ -261,10 +208,6 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name in given.networks:
         rows(kept, given, name)
-        if "back" in given.parts:
-            back(kept, given, name)
-    if "matrix" in given.parts:
-        matrix(kept, given)
 
 
 if __name__ == "__main__":

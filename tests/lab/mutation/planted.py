@@ -1,160 +1,250 @@
-"""Errors, planted one by one in a copy of the package: which tests notice?
+"""Errors planted in functions of the algebra, the proof and storage: do the tests that must notice them fail?
 
-    python tests/lab/mutation/planted.py [--only PART_OF_A_NAME] [--minutes 30] [-o tests/lab/mutation/planted.md]
+    python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md [--only PART_OF_A_NAME]
 
-The errors are those of the files `errors_of_*.py`. Each is patched into a temporary copy, never into the checkout,
-where the tests that must notice it then run; unpatched they have to pass first. What is known is kept in
-runs/planted.jsonl and taken from there as long as the patched file, the patch and the tests are the same. The table is
-what is known of all errors; those that it did not have come first.
+An error names a function and what is done to it while tests run: its result or its arguments are changed, it answers
+something else, or it does nothing. No text of the function is looked at. The tests of an error run in a process of
+their own, in which this file is a plugin of pytest that plants the error before any test is collected. Without an error
+they have to pass first.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import functools
+import importlib
+import inspect
+import os
+import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import errors_of_additions
-import errors_of_changes
-import errors_of_constants
-import errors_of_devices
-import errors_of_fitting
-import errors_of_layers
-import errors_of_proof
-import errors_of_rescaling
-import errors_of_runs
-import errors_of_survivors
-from planted_error import Planted
-from workplace import LIMIT, ROOT, check_the_copy, circumstance, copied, outcome_of, written
+import torch
 
-FILES = (
-    errors_of_proof, errors_of_constants, errors_of_devices, errors_of_fitting, errors_of_rescaling,
-    errors_of_layers, errors_of_runs, errors_of_survivors, errors_of_additions, errors_of_changes,
-)  # fmt: skip
-ERRORS = tuple(error for file in FILES for error in file.ERRORS)
-KNOWN = ROOT / "runs" / "planted.jsonl"
-AT_ONCE = 40  # errors whose tests are run without any, in one process
-SAID = "| killed |", "| **survived** |"  # in a row
+ROOT = Path(__file__).resolve().parents[3]
+NAME = "NORMSWAP_PLANTED"  # the environment variable that names the error
+Function = Callable[..., Any]
 
 
-def patched(error: Planted, text: str) -> str:
-    """The file's text with the error in it.
+def gives(change: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """The function's result is changed."""
+    return lambda function: lambda *args, **options: change(function(*args, **options))
 
-    Raises:
-        SystemExit: the text that it replaces is not there, or there more than once.
+
+def takes(change: Callable[..., tuple[Any, ...]]) -> Callable[[Function], Function]:
+    """The function's positional arguments are changed."""
+    return lambda function: lambda *args, **options: function(*change(*args), **options)
+
+
+def answers(value: object) -> Callable[[Function], Function]:
+    """The function is not run, and answers this."""
+    return lambda function: lambda *args, **options: value
+
+
+def first_argument(function: Function) -> Function:
+    """The function is not run, and answers its first argument."""
+    return lambda first, *args, **options: first
+
+
+NOTHING = answers(None)
+FOLDING = ("tests/folding/test_canonical_form.py", "tests/folding/test_propagation.py")
+PROGRAMS = ("tests/folding/test_random_programs.py",)
+BRANCHES = ("tests/folding/test_branches.py",)
+FACTORS = ("tests/folding/test_channel_factors.py",)
+EXACT = ("tests/schemes/test_exact_schemes.py",)
+PAPERS = ("tests/schemes/test_paper_constants.py",)
+REGRESSION = ("tests/calibration/test_least_squares.py",)
+SEQUENTIAL = ("tests/calibration/test_sequential_fit.py",)
+WRONG = ("tests/surgery/test_wrong_results.py",)
+COMPARED = ("tests/surgery/test_comparison.py",)
+UNFOLDED = ("tests/surgery/test_unfolding.py", "tests/surgery/test_wrong_results.py")
+HELD_OUT = ("tests/surgery/test_held_out.py",)
+WRITTEN = ("tests/storage/test_atomic_write.py",)
+STORED = ("tests/storage/test_checkpoint.py", "tests/storage/test_broken_records.py")
+WEIGHTS = ("tests/models/test_weight_files.py",)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One error.
+
+    Args:
+        name: what is wrong then.
+        where: the function, as module:name within the package.
+        how: makes the wrong function of the right one.
+        tests: files of which one test must fail.
     """
-    count = text.count(error.old)
-    if count != 1:
-        raise SystemExit(f"{error.name}: {error.file} has its old text {count} times; it must be there once")
-    return text.replace(error.old, error.new)
+
+    name: str
+    where: str
+    how: Callable[[Function], Function]
+    tests: tuple[str, ...]
 
 
-@contextmanager
-def planted(error: Planted, place: Path) -> Iterator[None]:
-    """For a while, the copy at `place` has the error."""
-    file = place / error.file
-    with written(file, patched(error, file.read_text(encoding="utf-8"))):
-        yield
+ALGEBRA = (
+    Planted("a norm's scale is 1 % larger", "layers.affine:read", gives(lambda st: (1.01 * st[0], st[1])), FOLDING),
+    Planted("a norm's shift is negative", "layers.affine:read", gives(lambda st: (st[0], -st[1])), FOLDING),
+    Planted("a norm's shift is forgotten", "layers.affine:read", gives(lambda st: (st[0], 0 * st[1])), FOLDING),
+    Planted("variances are 1 % larger", "layers.affine:statistics", gives(lambda mv: (mv[0], 1.01 * mv[1])), FOLDING),
+    Planted("every eps is 1e-5", "layers.affine:epsilon", answers(1e-5), FOLDING),
+    Planted("any norm can be read", "layers.affine:refusal", NOTHING, FOLDING),
+    Planted("a bias that takes up a norm is 1 % larger", "layers.folded:_absorb", gives(lambda b: 1.01 * b), FOLDING),
+    Planted("a weight's groups are mixed up", "layers.folded:_by_group",
+            gives(lambda got: (got[0].flip(0), got[1])), FOLDING),
+    Planted("a scale and shift forgets the shift", "layers.channelwise:ChannelAffine.as_affine",
+            gives(lambda st: (st[0], 0 * st[1])), EXACT + FOLDING),
+    Planted("a branch's scalar is read as 1", "layers.scalars:Scale.as_affine",
+            gives(lambda st: (torch.ones_like(st[0]), st[1])), EXACT),
+    Planted("a dead filter has no direction", "layers.weight_norm:_direction", lambda f: lambda old, w, *rest: w, PAPERS),
+    Planted("a group's variance is the mean of its channels'", "layers.per_sample:group_moments",
+            lambda f: lambda mean, var, groups: (f(mean, var, groups)[0], var.view(groups, -1).mean(1)),
+            ("tests/schemes/test_paper_constants.py", "tests/schemes/test_schemes.py")),
+    Planted("a filter's sign is left out", "layers.per_sample:per_filter", gives(torch.abs), ("tests/schemes/test_steady_signs.py",)),
+    Planted("a moved norm stays where it was", "layers.per_sample:moved", NOTHING,
+            ("tests/schemes/test_steady_signs.py", "tests/calibration/test_sequential_fit.py")),
+    Planted("ghost batches are one batch", "layers.site_norm:SiteNorm.ghost_sizes",
+            lambda f: lambda self, count: [count], ("tests/schemes/test_batchnorm_back.py", *PAPERS)),
+    Planted("products of inputs and targets are 1 % larger", "calibration.least_squares:Moments.cross",
+            gives(lambda cross: 1.01 * cross), REGRESSION),
+    Planted("means are zero", "calibration.least_squares:Moments.means",
+            gives(lambda means: (0 * means[0], 0 * means[1])), REGRESSION),
+    Planted("a fit has no bias", "calibration.least_squares:_bias", gives(lambda bias: 0 * bias), REGRESSION),
+    Planted("the ridge is always 1", "calibration.least_squares:_best_ridge", answers(1.0), REGRESSION),
+    Planted("samples of a fit are always the first", "calibration.sampling:draw",
+            lambda f: lambda places, count, generator: torch.arange(min(places, count)), SEQUENTIAL + REGRESSION),
+    Planted("a scale passes through anything", "folding.propagation:propagates_scale", answers(True), FOLDING + PROGRAMS),
+    Planted("every value is a plain map of channels", "folding.propagation:is_flat", answers(True), FOLDING + PROGRAMS),
+    Planted("any layer takes up a norm", "folding.propagation:check_linear", NOTHING, FOLDING + PROGRAMS),
+    Planted("convolutions of any stride and size join", "folding.branches:_fits", answers(True), BRANCHES),
+    Planted("any pooling joins a convolution", "folding.branches:_fits_pool", answers(True), BRANCHES),
+    Planted("branches that are read elsewhere join", "folding.branches:_may_join", answers(True), BRANCHES + PROGRAMS),
+    Planted("nothing is written in place", "folding.overwriting:overwrites", answers(False), PROGRAMS),
+    Planted("no two names share memory", "folding.overwriting:aliasing_conflicts", answers({}), PROGRAMS),
+    Planted("what is before a norm needs no proof", "folding.producers:_prove", NOTHING, FOLDING + PROGRAMS),
+    Planted("a value that others read takes up a norm", "folding.producers:_only_user", NOTHING, FOLDING + PROGRAMS),
+    Planted("factors of channels are not applied", "folding.channel_factors:scale", NOTHING, FACTORS),
+    Planted("no scale leaves its branch", "folding.canonical_form:_escapes", answers(False), FOLDING + PROGRAMS),
+    Planted("every axis is that of the channels", "graph.channel_axes:Axes.get",
+            lambda f: lambda self, node: f(self, node) or next(iter(self.of.values()), None),
+            ("tests/graph/test_channel_axes.py", *PROGRAMS)),
+)  # fmt: skip
+PROOF = (
+    Planted("every comparison passes", "surgery.comparison:_passes", answers(True), WRONG),
+    Planted("a source may answer otherwise each time", "surgery.comparison:_require_repeatable", NOTHING, COMPARED),
+    Planted("a source in half precision is taken as exact", "surgery.comparison:_rounding", answers(0.0), COMPARED + WRONG),
+    Planted("any source strays without end", "surgery.comparison:_stray", answers(float("inf")), WRONG + COMPARED),
+    Planted("nothing is compared in float64", "surgery.comparison:compare_double", NOTHING, WRONG),
+    Planted("the output that differs least decides", "surgery.comparison:worst",
+            lambda f: lambda precision, x, a, b, **how: f(precision, x, a, a if a.keys() == b.keys() else b, **how), WRONG),
+    Planted("a proof always says something", "surgery.comparison:_vacuous", answers([]), COMPARED),
+    Planted("answers always agree", "surgery.comparison:_agreement", answers(1.0), WRONG),
+    Planted("a result that failed is handed out", "surgery.verdict:require_passed", NOTHING, WRONG),
+    Planted("a source that is not finite is converted", "surgery.verdict:_check_source", NOTHING, WRONG + COMPARED),
+    Planted("float64 is float32", "surgery.running:outputs_double",
+            gives(lambda outputs: {name: value.float().double() for name, value in outputs.items()}), WRONG),
+    Planted("norms that stayed are not looked for", "surgery.applying:check_gone", NOTHING, WRONG + COMPARED),
+    Planted("other norms are unfolded over", "surgery.unfolding:_check_no_other_norm", NOTHING, UNFOLDED),
+    Planted("filters that are not centred are unfolded", "surgery.unfolding:_check_centred", NOTHING, UNFOLDED),
+    Planted("tensors that have no place are left out", "surgery.unfolding:_check_places", NOTHING, UNFOLDED),
+    Planted("held-out images are told apart by nothing", "surgery.held_out:_marks",
+            gives(lambda marks: [str(i).encode() for i in range(len(marks))]), HELD_OUT),
+    Planted("any two networks agree", "images.accuracy:agreement", answers(1.0), WRONG),
+    Planted("files agree with their source", "exporting.checks:_AnswerSums.agreement", answers(1.0), WRONG),
+    Planted("files are no distance from their source", "exporting.checks:Distance.relative", answers(0.0), WRONG),
+    Planted("files may be off by anything", "exporting.checks:_allowed", answers(float("inf")), WRONG),
+)  # fmt: skip
+STORAGE = (
+    Planted("a folder is not exchanged", "storage.atomic_write:swap", NOTHING, WRITTEN),
+    Planted("an exchange that was stopped is not ended", "storage.atomic_write:finish", NOTHING, WRITTEN),
+    Planted("anything may be written over", "storage.atomic_write:check_writable", NOTHING, WRITTEN + STORED),
+    Planted("links are written through", "storage.atomic_write:check_link", NOTHING, WRITTEN + STORED),
+    Planted("a header may have any fields", "storage.header_record:_check_fields", NOTHING, STORED),
+    Planted("a header of a later version is read", "storage.header_record:_check_known", NOTHING, STORED),
+    Planted("weights that were changed are taken", "storage.checkpoint:_check_the_same", NOTHING, STORED),
+    Planted("weights of another dtype are as the record says", "storage.checkpoint:_dtype", answers(torch.float64), STORED),
+    Planted("a hash is of names alone", "models.weight_files:_raw", answers(b""), STORED + WEIGHTS),
+    Planted("weights that are not finite are taken", "models.weight_files:check_finite", NOTHING, WEIGHTS + STORED),
+    Planted("any weights fit", "models.weight_files:_fits", answers(True), WEIGHTS),
+    Planted("a head of another size is not remade", "models.weight_files:_rehead", first_argument, WEIGHTS),
+)  # fmt: skip
+ERRORS = (*ALGEBRA, *PROOF, *STORAGE)
 
 
-def digest(error: Planted, place: Path = ROOT) -> str:
-    """Of all that decides the outcome, but for the rest of the package."""
-    files = [error.file, *sorted({test.partition("::")[0] for test in error.tests})]
-    parts = [*map(str, error), *((place / file).read_text(encoding="utf-8") for file in files)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def function_of(where: str) -> tuple[Any, str, Any]:
+    """What holds a function, its name there, and what stands there: a function, or what wraps it in a class."""
+    module_name, _, path = where.partition(":")
+    holder: Any = importlib.import_module(f"normswap.{module_name}")
+    *outer, name = path.split(".")
+    for part in outer:
+        holder = getattr(holder, part)
+    return holder, name, inspect.getattr_static(holder, name)
 
 
-def known() -> dict[str, dict[str, Any]]:
-    """What is known, by digest."""
-    lines = KNOWN.read_text(encoding="utf-8").splitlines() if KNOWN.exists() else []
-    return {row["digest"]: row for row in map(json.loads, lines)}
+def plant(error: Planted) -> None:
+    """Put the wrong function in the place of the right one, also where a module of the package imported it by name."""
+    holder, name, right = function_of(error.where)
+    if isinstance(right, classmethod | staticmethod):
+        setattr(holder, name, type(right)(error.how(right.__func__)))
+    elif isinstance(right, property | functools.cached_property):
+        setattr(holder, name, property(error.how(right.fget if isinstance(right, property) else right.func)))
+    else:
+        wrong = functools.wraps(right)(error.how(right))
+        setattr(holder, name, wrong)
+        for module in [module for key, module in sys.modules.items() if key.startswith("normswap")]:
+            for other in [key for key, value in vars(module).items() if value is right]:
+                setattr(module, other, wrong)
+
+
+def pytest_configure() -> None:
+    """As a plugin: plant the error that the environment names."""
+    chosen = os.environ.get(NAME)
+    if chosen:
+        plant(next(error for error in ERRORS if error.name == chosen))
+
+
+def first_to_fail(tests: tuple[str, ...], name: str = "") -> str:
+    """The first test that fails with this error planted; empty where all pass."""
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    environment = {**os.environ, NAME: name, "PYTHONPATH": paths, "COLUMNS": "300"}
+    words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "planted"]
+    command = [sys.executable, "-m", "pytest", *words, *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if not failed:
+        raise SystemExit(f"{name}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return failed[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="errors whose name has this in it")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="plant no more errors after so long")
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
     args = parser.parse_args()
-    rows = known()
-    missing = [error for error in ERRORS if args.only in error.name and digest(error) not in rows]
-    before = args.output.read_text(encoding="utf-8") if args.output and args.output.exists() else ""
-    missing.sort(key=lambda error: f"| {error.name} |" in before)
-    if missing:
-        measure(missing, args.minutes)
-    rows = known()
-    text = table([(error, rows.get(digest(error))) for error in ERRORS], before)
-    print(text)
+    chosen = [error for error in ERRORS if args.only in error.name]
+    every = tuple(sorted({test for error in chosen for test in error.tests}))
+    if failed := first_to_fail(every):
+        raise SystemExit(f"{failed} fails without any error")
+    rows, survived = [], 0
+    for error in chosen:
+        failed = first_to_fail(error.tests, error.name)
+        survived += not failed
+        said = f"`{failed}`" if failed else "**none: it survived**"
+        rows.append(f"| {error.name} | `{error.where}` | {said} |")
+        print(rows[-1], flush=True)
     if args.output:
-        args.output.write_text(text, encoding="utf-8")
+        sys.path.insert(0, str(ROOT / "tests" / "lab" / "benchmarks"))
+        import circumstances
 
-
-def measure(errors: Sequence[Planted], minutes: float) -> None:
-    """Plant each, until the time is over, and add what came of them to what is known."""
-    for error in errors:
-        patched(error, (ROOT / error.file).read_text(encoding="utf-8"))
-    end = time.monotonic() + 60 * minutes
-    KNOWN.parent.mkdir(exist_ok=True)
-    with copied() as place:  # the checkout may change while this goes on
-        check_the_copy(place)
-        commit = circumstance().commit()  # the first to import the package, here
-        for first in range(0, len(errors), AT_ONCE):
-            some = errors[first : first + AT_ONCE]
-            tests = list(dict.fromkeys(test for error in some for test in error.tests))
-            if time.monotonic() < end and (sound := outcome_of(place, tests, limit=6 * LIMIT)).killed:
-                raise SystemExit(f"{sound.first} fails without any error planted")
-            for error in some:
-                if time.monotonic() > end:
-                    return
-                _measure_one(error, place, commit)
-
-
-def _measure_one(error: Planted, place: Path, commit: str) -> None:
-    start, name = time.perf_counter(), digest(error, place)
-    with planted(error, place):
-        outcome = outcome_of(place, error.tests)
-    row = {"digest": name, "name": error.name, **outcome._asdict(), "commit": commit,
-           "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
-    with KNOWN.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(row) + "\n")
-    print(f"{'killed' if outcome.killed else 'SURVIVED'}: {error.name} {outcome.first}", file=sys.stderr, flush=True)
-
-
-def table(rows: Sequence[tuple[Planted, dict[str, Any] | None]], before: str) -> str:
-    """What came of each error, in Markdown.
-
-    Args:
-        before: the table that there was: its rows stay, with their commits, where nothing later is known.
-    """
-    lines: list[str] = []
-    older = {line.split(" | ")[0]: line for line in before.splitlines() if any(said in line for said in SAID)}
-    kept = 0
-    for error, row in rows:
-        if row is None and f"| {error.name}" in older:
-            lines.append(older[f"| {error.name}"])
-            kept += 1
-            continue
-        said = ("killed" if row["killed"] else "**survived**") if row else "not planted"
-        first = f"`{row['first']}`" if row and row["first"] else ""
-        cells = [error.name, f"`{error.file}`", said, first]
-        lines.append(f"| {' | '.join(cells)} | {row['seconds'] if row else ''} | {row['commit'] if row else ''} |")
-    killed, survived = (sum(said in line for line in lines) for said in SAID)
-    missing = len(lines) - killed - survived
-    return "\n".join([
-        "# Planted errors", "",
-        f"{killed} of {killed + survived} were noticed by the tests that must notice them"
-        + (f"; {missing} were not planted" if missing else "") + "."
-        + (f" {kept} rows are of an earlier commit, which they name, and were not planted again."
-           if kept else ""), "",
-        *circumstance().lines("python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md", "cpu"),
-        "| error | file | outcome | first test to fail | seconds | commit |", "|---|---|---|---|---|---|", *lines, "",
-    ])  # fmt: skip
+        command = "python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md"
+        count = f"{len(rows) - survived} of {len(rows)} were noticed by the tests that must notice them."
+        head = ["# Planted errors", "", count, "", *circumstances.lines(command, "cpu")]
+        table = ["| error | function | first test to fail |", "|---|---|---|", *rows]
+        args.output.write_text("\n".join([*head, *table]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

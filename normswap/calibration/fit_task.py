@@ -1,0 +1,36 @@
+"""What a scheme's `fit` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from normswap.models.calling import Example
+from normswap.models.modes import Progress
+from normswap.plan import Step
+
+
+@dataclass(frozen=True, eq=False)
+class FitTask:
+    """A result whose values are to be set from data, and all that they are set from.
+
+    Args:
+        source: what the result is compared with: the network before the step, or what `Scheme.fitting_target` makes
+            of it. Its class and function stay; a rescaling may be moved into its weights.
+        result: the network after the step; its tensors are set in place.
+        step: the step.
+        batches: calls of both networks, read as often as needed; None where the user gave no images.
+        example: one call, for its form and the size of its images.
+        seed: of all that is drawn.
+        progress: called with what is done and the total.
+    """
+
+    source: nn.Module
+    result: nn.Module
+    step: Step
+    batches: Iterable[Example] | None
+    example: Example
+    seed: int = 0
+    progress: Progress | None = None

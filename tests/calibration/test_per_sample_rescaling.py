@@ -1,0 +1,243 @@
+"""Norms with statistics per sample made steady: by eps, and by signs and factors; the cost, the descent, going back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo_networks
+from lived import distance, run
+from torch import Tensor, nn
+
+from normswap import demo_files
+from normswap.calibration import channel_values, per_sample_rescaling
+from normswap.calibration.fit_task import FitTask
+from normswap.calibration.natural_noise import leaves
+from normswap.calibration.per_sample_rescaling import NormInputs
+from normswap.graph.inspection import inspect
+from normswap.images.datasets import make_loader
+from normswap.models.calling import Example
+from normswap.schemes.parts import per_sample_norms
+from normswap.surgery import applying, conversion
+
+CHANNELS, GROUPS, EPS = 12, 2, 1e-2
+
+
+def maps(count: int = 40) -> Tensor:
+    """Channels that go together, and whose deviations differ a hundredfold; of mean 0 over all images."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(CHANNELS, CHANNELS, generator=generator, dtype=torch.float64)
+    level = torch.randn(count, CHANNELS, 1, generator=generator, dtype=torch.float64)
+    x = torch.einsum("ij,njp->nip", mixing, level + torch.randn(count, CHANNELS, 30, generator=generator).double())
+    x = x * torch.logspace(-1, 1, CHANNELS, dtype=torch.float64)[:, None]
+    return x - x.mean((0, 2), keepdim=True)
+
+
+def site(x: Tensor, effect: Tensor, eps: float = EPS) -> NormInputs:
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    return NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, eps, effect)
+
+
+def leveled(scale: Tensor, var: Tensor) -> Tensor:
+    """With a factor for each group, so that all groups have the variance that the channels have in the mean."""
+    groups = (scale.square() * var).view(GROUPS, -1).mean(1)
+    return scale * (var.mean() / groups).sqrt().repeat_interleave(CHANNELS // GROUPS)
+
+
+def cost(x: Tensor, effect: Tensor, scale: Tensor, eps: float) -> float:
+    """By torch's own GroupNorm: what is wrong with x when it has gone through the norm and back."""
+    reached = leveled(scale, x.square().mean((0, 2))).view(-1, 1) * x
+    parts = reached.reshape(len(x), GROUPS, -1)
+    mean, var = parts.mean(2), parts.var(2, correction=0)
+    normed = F.group_norm(reached, GROUPS, eps=eps)
+    back = normed * (var.mean(0) + eps).sqrt().repeat_interleave(CHANNELS // GROUPS)[:, None]
+    assert mean.mean(0).abs().max() < 1e-6 * var.max()
+    wrong = (back - reached) / reached * x
+    return float((wrong.square().mean((0, 2)) * effect).sum())
+
+
+@pytest.mark.parametrize("eps", [EPS, 1.0, 100.0])
+def test_the_loss_is_what_a_groupnorm_gets_wrong(monkeypatch: pytest.MonkeyPatch, eps: float) -> None:
+    """One eps for groups of which one is a hundred times as loud as the other."""
+    monkeypatch.setattr(per_sample_rescaling, "CHANCE", 0.0)
+    x, effect = maps(), torch.rand(CHANNELS, generator=torch.Generator().manual_seed(1)).double()
+    place = site(x, effect, eps)
+    scale = place.least_costly()
+    for one in (scale, scale.abs(), torch.ones_like(scale)):
+        parts = place.loss(one.float().view(GROUPS, -1))
+        assert float(parts.sum() * effect.max()) == pytest.approx(cost(x, effect, one, eps), rel=1e-3)
+
+
+@pytest.mark.parametrize("eps", [EPS, 1.0, 100.0])
+def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(eps: float) -> None:
+    """A group's mean variance stays."""
+    x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
+    place = site(x, effect, eps)
+    scale = place.least_costly()
+    var = x.square().mean((0, 2))
+    kept = (scale.square() * var).view(GROUPS, -1).mean(1)
+    assert torch.allclose(kept, var.view(GROUPS, -1).mean(1), rtol=1e-4)
+
+    def loss(scale: Tensor) -> float:
+        return float(place.loss(scale.float().view(GROUPS, -1)).sum())
+
+    best = loss(scale)
+    assert best < 0.5 * loss(torch.ones_like(scale)), "factors count"
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        flips = torch.randint(0, 2, (CHANNELS,), generator=generator) * 2 - 1
+        assert loss(scale * flips) > 0.9 * best
+
+
+def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
+    """Moments about another point, and effects beyond what float32 holds."""
+    x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
+    apart = torch.linspace(-3, 3, CHANNELS, dtype=torch.float64)
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    moved = x + apart.view(-1, 1)
+    one = NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS, effect)
+    two = NormInputs.of(moved.mean(2), moved.square().mean(2), norm, GROUPS, EPS, 1e50 * effect)
+    for part in ("means", "squares", "var", "effect"):
+        assert torch.allclose(getattr(one, part), getattr(two, part), rtol=1e-4, atol=1e-4), part
+
+
+def test_squares_that_rounding_put_below_zero_are_zero() -> None:
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    means = torch.full((3, CHANNELS), 1e3, dtype=torch.float64)
+    site_ = NormInputs.of(means, means.square() - 1e-9, norm, GROUPS, EPS)
+    assert bool((site_.squares == 0).all())
+
+
+def test_a_channel_that_is_constant_on_these_images_is_as_loud_as_the_norm_says() -> None:
+    """Rounding leaves its images other means, and no squares about them (EfficientNet-Lite1, groups of 16)."""
+    x = maps()
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    means, squares = x.mean(2), x.square().mean(2)
+    means[:, 3] = 1e3 + torch.linspace(-1e-5, 1e-5, len(x), dtype=torch.float64)
+    squares[:, 3] = means[:, 3].square() - 1e-6
+    found = NormInputs.of(means, squares, norm, GROUPS, EPS)
+    assert bool((found.means.square().mean(1) <= 1.0001 * found.var).all())
+    assert bool(torch.isfinite(found.least_costly()).all())
+
+
+def test_factors_go_as_far_down_as_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it costs less and less, half of the channels end at either bound, e^1.5 from where they started."""
+    wanted = torch.tensor([5.0, -5.0] * (CHANNELS // 2)).view(GROUPS, -1)
+    monkeypatch.setattr(NormInputs, "loss", lambda self, scale: (scale.abs().log() - wanted).square().sum(1))
+    x = torch.ones(4, CHANNELS, 1).double() * torch.tensor([1.0, -1, 1, -1]).view(-1, 1, 1)
+    scale = site(x, torch.ones(CHANNELS).double()).descended(torch.ones(GROUPS, CHANNELS // GROUPS))
+    apart = scale.log().view(-1, 2)
+    assert torch.allclose(apart[:, 0] - apart[:, 1], torch.tensor(2 * per_sample_rescaling.FARTHEST), atol=1e-3)
+
+
+def test_independent_channels_get_the_fourth_root_of_what_they_cost() -> None:
+    """Of two numbers phi, with sum(phi^2) sum(a / phi^2): by hand phi^4 = a."""
+    var, effect = torch.tensor([1.0, 4.0, 100.0, 0.25]), torch.tensor([1.0, 4.0, 0.16, 1.0])
+    level = NormInputs(
+        torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), var[None], effect[None], torch.ones(1, 1)
+    )._by_cost()[0]
+    wanted = (var * effect) ** 0.25
+    assert torch.allclose(level * var.sqrt(), wanted)
+    tried = torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    sums = tried.square().sum(1) * (var * effect / tried.square()).sum(1)
+    assert wanted.square().sum() * (var * effect / wanted.square()).sum() <= sums.min()
+
+
+@pytest.mark.parametrize("dead", [0.0, 1e-20])
+def test_channels_that_are_dead_or_cost_nothing_get_finite_scales(dead: float) -> None:
+    x, effect = maps(), torch.ones(CHANNELS, dtype=torch.float64)
+    x[:, :3] *= dead
+    effect[2:5] = dead
+    for part in (x, dead * x):
+        assert bool(torch.isfinite(site(part, effect).least_costly()).all())
+    assert bool((site(x, effect).least_costly() != 0).all())
+
+
+def test_a_channel_that_these_images_never_show_is_not_made_loud() -> None:
+    """One of other images would drown its group."""
+    x = maps()
+    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
+    norm.running_var.copy_(x.square().mean((0, 2)))
+    x[:, 3] *= 1e-3
+    scale = NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS).least_costly()
+    level = (scale.abs() * norm.running_var.sqrt()).view(GROUPS, -1)
+    assert level[0, 3] < 4 * level[0].median()
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Tensor:
+    loader = make_loader(zoo_networks.PREPROCESSING, str(demo_files.FOLDER / "images.tar"), workers=0)
+    return torch.cat([x for x, _ in loader])[:100]
+
+
+@pytest.mark.parametrize("to", ["groupnorm", "layernorm"])
+@pytest.mark.parametrize("kind", ["depthwise", "dense"])
+def test_chosen_on_leaves_it_keeps_more_than_none_of_it(
+    kind: str, to: str, monkeypatch: pytest.MonkeyPatch, pictures: Tensor
+) -> None:
+    """On photographs: with the same eps, than channels as they are."""
+    model = zoo_networks.trained(kind)
+
+    def wrong() -> float:
+        return distance(run(model, pictures), run(conversion.convert(model, to, inputs=pictures[:2]).model, pictures))
+
+    ours = wrong()
+    monkeypatch.setattr(NormInputs, "least_costly", lambda site: torch.ones(site.var.numel()).double())
+    assert ours < 0.7 * wrong()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None:
+    """Each channel's factor is given back, in float32 and float64, whatever is chosen."""
+    torch.manual_seed(0)
+    model = zoo_networks.trained("depthwise").double()
+    x = leaves(32, (3, 32, 32), 5).double()
+    step, _ = conversion.plan_step(inspect(model, x[:2]), "groupnorm", groups=groups)
+    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    with torch.inference_mode():
+        wanted = model(x)
+        assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
+    before = copy.deepcopy(result.state_dict())
+    per_sample_rescaling.choose_rescaling(FitTask(pattern, result, step, None, Example((x,))))
+    with torch.inference_mode():
+        assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
+    assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())
+
+
+@pytest.mark.parametrize(("own", "seen"), [(32, 32), (80, 80), (224, 128)])
+def test_leaves_are_as_large_as_the_network_is_made_for_up_to_a_bound(
+    own: int, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as small as the record's image: at the end of a network for photographs that has a place or four left."""
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2)).eval()
+    model.pretrained_cfg = {"input_size": (3, own, own)}
+    sizes: set[tuple[int, ...]] = set()
+
+    def noted(count: int, size: list[int], seed: int) -> Tensor:
+        sizes.add(tuple(size))
+        return leaves(count, size, seed)
+
+    monkeypatch.setattr(channel_values, "leaves", noted)
+    conversion.convert(model, "groupnorm")
+    assert sizes == {(3, seen, seen)}
+
+
+def test_a_group_of_dead_channels_stays_dead() -> None:
+    """As ImageNet-trained networks have them, filters and variances of 0, when groups are small."""
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    with torch.no_grad():
+        conv.weight[2:4], conv.bias[2:4], norm.running_var[2:4] = 0.0, 0.0, 0.0  # type: ignore[index]
+        norm.bias.copy_(torch.randn(8))
+    model = nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(8, 2, 1)).double().eval()
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    done = conversion.convert(model, "groupnorm", groups=4, inputs=x)
+    with torch.no_grad():
+        normed = done.model[1](done.model[0](x))
+    assert torch.allclose(normed[:, 2:4], norm.bias[2:4].view(2, 1, 1).expand_as(normed[:, 2:4]))
