@@ -14,7 +14,7 @@ from torch import nn
 
 from normswap import demo_files
 from normswap.cli.app import main
-from normswap.cli.printing import plain
+from normswap.cli.tables import plain
 from normswap.reporting import demo
 from normswap.storage import checkpoint
 

@@ -11,8 +11,7 @@ import typer
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
-from normswap.cli.printing import show
-from normswap.cli.tables import entry, facts, few, listing
+from normswap.cli.tables import entry, facts, few, listing, show
 from normswap.errors import OptionError
 from normswap.plan import Body
 

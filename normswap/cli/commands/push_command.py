@@ -9,8 +9,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Trust
-from normswap.cli.printing import show
-from normswap.cli.tables import facts, line, next_step
+from normswap.cli.tables import facts, line, next_step, show
 from normswap.plan import Body
 from normswap.storage import hub_name, network_folder
 

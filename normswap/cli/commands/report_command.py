@@ -12,8 +12,7 @@ import typer
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.options import Json, Trust
-from normswap.cli.printing import show
-from normswap.cli.tables import line, next_step
+from normswap.cli.tables import line, next_step, show
 from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write, network_folder
