@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from normswap.storage.checkpoint import save as save
     from normswap.surgery.carrying_out import Conversion as Conversion
     from normswap.surgery.comparison import verify as verify
+    from normswap.surgery.conversion import convert as convert
     from normswap.surgery.network import Network as Network
     from normswap.surgery.report import Report as Report
-    from normswap.surgery.typed_convert import convert as convert
     from normswap.training.engine import finetune as finetune
     from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe

@@ -6,18 +6,22 @@ An `Edit` names a dotted module path and the layer that will stand there; a `Ste
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from normswap.errors import PlanError
 
+if TYPE_CHECKING:
+    from pydantic import ConfigDict, TypeAdapter
+
 Body: TypeAlias = dict[str, Any]  # an object as JSON has it
 VERSION = 2
-_Kind = TypeVar("_Kind")
+# For pydantic, which reads the records from JSON: no unknown key, and no value of another type that could be cast.
+_AS_WRITTEN: ConfigDict = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class AbsorbMode(str, Enum):
 class Absorption:
     """How a layer absorbs a neighbour, and by which of the neighbour's channels: from, up to; None: by all."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
+
     way: AbsorbMode
     part: tuple[int, int] | None = None
 
@@ -78,6 +84,8 @@ class Absorption:
 @dataclass(frozen=True)
 class Then:
     """One more layer at the same path, after the replacement."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     layer: str
     args: Body = field(default_factory=dict)
@@ -97,6 +105,8 @@ class Edit:
         then: further layers after the replacement, which is then called `inner`.
         out_of_place: nothing in the replacement writes into its input.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     path: str
     layer: str
@@ -132,6 +142,8 @@ class Outcome:
         reason: why it stays, or what is special about it.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
+
     counted: str
     sentence: str
     reason: str = ""
@@ -145,8 +157,10 @@ class Step:
     """One conversion: the scheme, the options it was given, and its edits, at most one per path.
 
     Args:
-        outcomes: what became of each norm, by path: told, not obeyed. Plans of earlier versions have none.
+        outcomes: what became of each norm, by path, for the reader: nothing is done by them.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     scheme: str
     options: Body
@@ -196,16 +210,39 @@ class Plan:
             raise PlanError(f"{origin} is not JSON", str(error)) from None
         if not isinstance(body, dict):
             raise PlanError(f"{origin} is no plan", f"it holds a {type(body).__name__} where a plan is an object")
-        version = body.get("version")
-        if version not in (1, VERSION):
-            raise PlanError(f"{origin} has plan version {version!r}, this normswap reads 1 and {VERSION}")
-        _only(body, {"about", "version", "steps", "digest"}, origin)
-        steps = _list(body, "steps", origin)
-        return Plan(tuple(_step(item, f"{origin}: steps[{i}]", old=version == 1) for i, item in enumerate(steps)))
+        if body.get("version") != VERSION:
+            raise PlanError(f"{origin} has plan version {body.get('version')!r}, this normswap reads {VERSION}")
+        from pydantic import ValidationError
+
+        try:
+            return Plan(_reader().validate_json(text).steps)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            raise PlanError(f"{origin}{place}: {first['msg'].lower()}") from None
+
+
+@dataclass(frozen=True)
+class _PlanFile:
+    """The object that `Plan.to_json` writes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
+
+    version: int
+    steps: tuple[Step, ...]
+    about: str = ""
+    digest: str = ""
+
+
+@functools.cache
+def _reader() -> TypeAdapter[_PlanFile]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_PlanFile)
 
 
 def digest_of(body: Body) -> str:
-    """The digest of a plan as it stands in JSON, of whatever version; a digest that stands with it does not count."""
+    """The digest of a plan as it stands in JSON; a digest that stands with it does not count."""
     kept = {key: value for key, value in body.items() if key not in ("about", "digest")}
     if isinstance(steps := kept.get("steps"), list):
         kept["steps"] = [_only_what_is_done(step) for step in steps]
@@ -214,105 +251,3 @@ def digest_of(body: Body) -> str:
 
 def _only_what_is_done(step: object) -> object:
     return {key: value for key, value in step.items() if key != "outcomes"} if isinstance(step, dict) else step
-
-
-def _step(item: object, where: str, *, old: bool) -> Step:
-    item = _only(item, {"scheme", "options", "edits", "outcomes"}, where)
-    read = _edit_of_version_1 if old else _edit
-    edits = [read(edit, f"{where}.edits[{i}]") for i, edit in enumerate(_list(item, "edits", where))]
-    outcomes = {path: _outcome(one, f"{where}.outcomes[{path!r}]")
-                for path, one in _maybe(item, "outcomes", dict, where, {}).items()}  # fmt: skip
-    return Step(_get(item, "scheme", str, where), _get(item, "options", dict, where), tuple(edits), outcomes)
-
-
-def _outcome(item: object, where: str) -> Outcome:
-    item = _only(item, {"counted", "sentence", "reason"}, where)
-    return Outcome(*(_get(item, key, str, where) for key in ("counted", "sentence", "reason")))
-
-
-def _edit(item: object, where: str) -> Edit:
-    item = _only(item, {"path", "layer", "args", "reads", "takes", "keep", "then", "out_of_place"}, where)
-    takes = tuple(
-        _absorption(one, f"{where}.takes[{i}]") for i, one in enumerate(_maybe(item, "takes", list, where, []))
-    )
-    then = tuple(_then(one, f"{where}.then[{i}]") for i, one in enumerate(_maybe(item, "then", list, where, [])))
-    return Edit(
-        *_layer_at(item, where),
-        reads=_paths(item, where),
-        takes=takes,
-        keep=_maybe(item, "keep", bool, where, False),
-        then=then,
-        out_of_place=_maybe(item, "out_of_place", bool, where, False),
-    )
-
-
-def _edit_of_version_1(item: object, where: str) -> Edit:
-    """An edit of version 1: in `args` are takes as words (`after 16:32`), and what became of the module."""
-    item = _only(item, {"path", "layer", "args", "reads"}, where)
-    path, layer, args = _layer_at(item, where)
-    args = dict(args)
-    words = [str(word).partition(" ") for word in args.pop("takes", [])]
-    takes = [{"way": way, "part": [int(end) for end in part.split(":")] if part else None} for way, _, part in words]
-    scalar, copied = args.pop("then", None), args.pop("copied", False)
-    then = (() if scalar is None else (Then("Scale", scalar),)) + ((Then("Copy"),) if copied else ())
-    return Edit(
-        path,
-        "Copy" if layer == "Copied" else layer,
-        args,
-        reads=_paths(item, where),
-        takes=tuple(_absorption(absorption, f"{where}.takes[{i}]") for i, absorption in enumerate(takes)),
-        keep=bool(args.pop("keep", False)),
-        then=then,
-        out_of_place=bool(args.pop("out_of_place", False)),
-    )
-
-
-def _layer_at(item: Body, where: str) -> tuple[str, str, Body]:
-    return _get(item, "path", str, where), _get(item, "layer", str, where), _maybe(item, "args", dict, where, {})
-
-
-def _paths(item: Body, where: str) -> tuple[str, ...]:
-    reads = item.get("reads", [])
-    if not isinstance(reads, list) or not all(isinstance(read, str) for read in reads):
-        raise PlanError(f"{where}.reads must be a list of module paths")
-    return tuple(reads)
-
-
-def _absorption(item: object, where: str) -> Absorption:
-    item = _only(item, {"way", "part"}, where)
-    way, part = _get(item, "way", str, where), item.get("part")
-    known = [one.value for one in AbsorbMode]
-    if way not in known:
-        raise PlanError(f"{where}.way is {way!r}", f"it is one of {', '.join(known)}")
-    if part is not None and not (isinstance(part, list) and [type(end) for end in part] == [int, int]):
-        raise PlanError(f"{where}.part must be null or two whole numbers")
-    return Absorption(AbsorbMode(way), None if part is None else (part[0], part[1]))
-
-
-def _then(item: object, where: str) -> Then:
-    item = _only(item, {"layer", "args"}, where)
-    return Then(_get(item, "layer", str, where), _maybe(item, "args", dict, where, {}))
-
-
-def _only(item: object, known: Iterable[str], where: str) -> Body:
-    if not isinstance(item, dict):
-        raise PlanError(f"{where} must be an object, not {type(item).__name__}")
-    unknown = sorted(set(item) - set(known))
-    if unknown:
-        raise PlanError(f"{where} has unknown keys {unknown}", remedy=f"Known: {sorted(known)}.")
-    return item
-
-
-def _get(item: Body, key: str, kind: type[_Kind], where: str) -> _Kind:
-    value = item.get(key)
-    if not isinstance(value, kind):
-        raise PlanError(f"{where}.{key} must be of type {kind.__name__}")
-    return value
-
-
-def _maybe(item: Body, key: str, kind: type[_Kind], where: str, default: _Kind) -> _Kind:
-    return _get(item, key, kind, where) if key in item else default
-
-
-def _list(item: Body, key: str, where: str) -> list[object]:
-    return _get(item, key, list, where)

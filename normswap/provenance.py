@@ -27,7 +27,6 @@ class Provenance:
         pretrained_cfg: timm's preprocessing record (input_size, mean, std, interpolation, crop_pct, label_names ...).
         plan: everything done since the bare architecture.
         norms: the tensors of every norm that was replaced, by their original dotted path.
-        notes: what should be said about the weights, now that they have been read; not kept.
     """
 
     arch: Arch | None = None
@@ -36,7 +35,6 @@ class Provenance:
     pretrained_cfg: Body = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     norms: dict[str, Tensor] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def test_outcomes_are_saved_and_decide_nothing() -> None:
     assert Plan.from_json(json.dumps(body)) == without
     assert digest_of(body) == body["digest"]
     body["steps"][0]["outcomes"] = {"bn1": "folded"}
-    with pytest.raises(PlanError, match=r"steps\[0\].outcomes\['bn1'\] must be an object"):
+    with pytest.raises(PlanError, match=r"steps\[0\].outcomes.bn1: input should be an object"):
         Plan.from_json(json.dumps(body))
 
 
@@ -110,33 +110,26 @@ def _step(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "unknown key": (lambda body: body.update(extra=1), r"unknown keys \['extra'\].*Known:"),
+    "unknown key": (lambda body: body.update(extra=1), r"plan\.json\.extra: unexpected"),
     "no version": (lambda body: body.pop("version"), "version None"),
-    "next version": (lambda body: body.update(version=VERSION + 1), f"version {VERSION + 1}.*reads 1 and {VERSION}"),
+    "the version before": (lambda body: body.update(version=1), f"version 1, this normswap reads {VERSION}"),
     "version as text": (lambda body: body.update(version=str(VERSION)), "version"),
-    "no steps": (lambda body: body.pop("steps"), "steps must be of type list"),
-    "steps as record": (lambda body: body.update(steps={}), "steps must be of type list"),
-    "step as text": (lambda body: body["steps"].append("folded"), r"steps\[2\] must be an object, not str"),
-    "unknown key in a step": (_step(alpha=0), r"steps\[1\] has unknown keys \['alpha'\]"),
-    "no scheme": (lambda body: body["steps"][1].pop("scheme"), r"steps\[1\]\.scheme must be of type str"),
-    "options as list": (_step(options=[]), r"steps\[1\]\.options must be of type dict"),
-    "no edits": (lambda body: body["steps"][1].pop("edits"), r"steps\[1\]\.edits must be of type list"),
-    "edit as list": (lambda body: body["steps"][1]["edits"].append([]), r"edits\[2\] must be an object, not list"),
-    "unknown key in an edit": (_edit(kept=True), EDIT + r" has unknown keys \['kept'\].*Known:.*'layer'"),
-    "keep as number": (_edit(keep=1), EDIT + r"\.keep must be of type bool"),
-    "then as record": (_edit(then={}), EDIT + r"\.then must be of type list"),
-    "then without a layer": (_edit(then=[{}]), EDIT + r"\.then\[0\]\.layer must be of type str"),
-    "unknown way": (_edit(takes=[{"way": "sideways"}], reads=["a"]), r"takes\[0\]\.way is 'sideways'.*before-shift"),
-    "take as text": (_edit(takes=["after"], reads=["a"]), r"takes\[0\] must be an object"),
-    "a part of one end": (_edit(takes=[{"way": "after", "part": [1]}], reads=["a"]), "part must be null or two"),
+    "no steps": (lambda body: body.pop("steps"), r"steps: field required"),
+    "steps as record": (lambda body: body.update(steps={}), "steps: input should be a valid"),
+    "step as text": (lambda body: body["steps"].append("folded"), r"steps\[2\]: input should be an object"),
+    "unknown key in a step": (_step(alpha=0), r"steps\[1\]\.alpha: unexpected"),
+    "no scheme": (lambda body: body["steps"][1].pop("scheme"), r"steps\[1\]\.scheme: field required"),
+    "options as list": (_step(options=[]), r"steps\[1\]\.options: input should be an object"),
+    "edit as list": (lambda body: body["steps"][1]["edits"].append([]), r"edits\[2\]: input should be an object"),
+    "unknown key in an edit": (_edit(kept=True), EDIT + r"\.kept: unexpected"),
+    "keep as number": (_edit(keep=1), EDIT + r"\.keep: input should be a valid boolean"),
+    "then without a layer": (_edit(then=[{}]), EDIT + r"\.then\[0\]\.layer: field required"),
+    "unknown way": (_edit(takes=[{"way": "sideways"}], reads=["a"]), r"takes\[0\]\.way: .*before-shift"),
+    "a part of one end": (_edit(takes=[{"way": "after", "part": [1]}], reads=["a"]), r"takes\[0\]\.part"),
     "more takes than reads": (_edit(takes=[{"way": "after"}]), r"a\.c has 0 reads and 1 takes"),
-    "no path": (lambda body: body["steps"][1]["edits"][1].pop("path"), EDIT + r"\.path must be of type str"),
-    "path as number": (_edit(path=3), EDIT + r"\.path must be of type str"),
-    "layer as null": (_edit(layer=None), EDIT + r"\.layer must be of type str"),
-    "args as text": (_edit(args="alpha"), EDIT + r"\.args must be of type dict"),
-    "args as null": (_edit(args=None), EDIT + r"\.args must be of type dict"),
-    "reads as text": (_edit(reads="a.b"), EDIT + r"\.reads must be a list"),
-    "reads of numbers": (_edit(reads=[1]), EDIT + r"\.reads must be a list"),
+    "path as number": (_edit(path=3), EDIT + r"\.path: input should be a valid string"),
+    "args as null": (_edit(args=None), EDIT + r"\.args: input should be an object"),
+    "reads of numbers": (_edit(reads=[1]), EDIT + r"\.reads\[0\]: input should be a valid string"),
     "two edits for one path": (_edit(path="a.b"), r"skipinit.*a\.b twice"),
 }
 

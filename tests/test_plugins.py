@@ -59,12 +59,12 @@ def network(norm: nn.Module) -> nn.Module:
 
 def test_an_unknown_norm_is_refused_with_the_way_to_register_it() -> None:
     with pytest.raises(RefusedError, match=r"1: Odd has a forward of its own.*normswap\.register_norm\(Odd"):
-        normswap.convert(network(Odd(4)), to="folded", size=(3, 8, 8))
+        normswap.convert(network(Odd(4)), to="folded", input_size=(3, 8, 8))
 
 
 def test_a_batchnorm_that_somebody_vouches_for_folds() -> None:
     assert normswap.register_norm(Odd) is Odd
-    done = normswap.convert(network(Odd(4)), to="folded", size=(3, 8, 8))
+    done = normswap.convert(network(Odd(4)), to="folded", input_size=(3, 8, 8))
     assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
     assert done.report.exact
     assert done.report.worst.relative_l2 < 1e-6
@@ -77,13 +77,13 @@ def test_a_subclass_of_what_is_vouched_for_is_not_meant() -> None:
 
     normswap.register_norm(Odd)
     with pytest.raises(RefusedError, match="Odder has a forward of its own"):
-        normswap.convert(network(Odder(4)), to="folded", size=(3, 8, 8))
+        normswap.convert(network(Odder(4)), to="folded", input_size=(3, 8, 8))
 
 
 def test_an_affine_norm_of_any_class_folds() -> None:
     normswap.register_norm(PerPixel, affine=lambda norm: (norm.two, torch.ones(4)))
     source = network(PerPixel())
-    done = normswap.convert(source, to="folded", size=(3, 8, 8))
+    done = normswap.convert(source, to="folded", input_size=(3, 8, 8))
     x = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         assert distance(source(x), done.model(x)) < 1e-6
@@ -93,7 +93,7 @@ def test_an_affine_norm_of_any_class_folds() -> None:
 def test_a_wrong_reading_is_noticed() -> None:
     normswap.register_norm(PerPixel, affine=lambda norm: (norm.two, torch.zeros(4)))
     with pytest.raises(normswap.NormswapError, match="the result of folded is wrong"):
-        normswap.convert(network(PerPixel()), to="folded", size=(3, 8, 8))
+        normswap.convert(network(PerPixel()), to="folded", input_size=(3, 8, 8))
 
 
 def test_a_norm_with_statistics_per_sample_is_left_alone_and_can_be_estimated() -> None:
@@ -103,9 +103,9 @@ def test_a_norm_with_statistics_per_sample_is_left_alone_and_can_be_estimated() 
 
     model = network(Mine(2, 4))
     with pytest.raises(RefusedError, match="nothing to convert"):
-        normswap.convert(model, to="folded", size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+        normswap.convert(model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
     normswap.register_norm(Mine, per_sample=True)
-    done = normswap.convert(model, to="folded", size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+    done = normswap.convert(model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
     assert not any(affine.is_norm(module) for module in done.model.modules())
 
 
@@ -125,7 +125,7 @@ def test_a_scheme_has_a_name_of_its_own() -> None:
             normswap.register_scheme(name, scheme)
     assert normswap.register_scheme("mine", scheme).name == "mine"
     assert "mine" in schemes.names()
-    done = normswap.convert(network(nn.BatchNorm2d(4)), to="mine", size=(3, 8, 8))
+    done = normswap.convert(network(nn.BatchNorm2d(4)), to="mine", input_size=(3, 8, 8))
     assert [step.scheme for step in done.plan.steps] == ["mine"]
 
 
@@ -162,8 +162,8 @@ def test_an_installed_norm_folds(installed: dict[str, str], monkeypatch: pytest.
     plugins.load.cache_clear()
     name = "normswap_example.tempered"
     assert name not in sys.modules
-    normswap.convert(network(nn.BatchNorm2d(4)), to="folded", size=(3, 8, 8))
-    done = normswap.convert(network(sys.modules[name].TemperedNorm(4)), to="folded", size=(3, 8, 8))
+    normswap.convert(network(nn.BatchNorm2d(4)), to="folded", input_size=(3, 8, 8))
+    done = normswap.convert(network(sys.modules[name].TemperedNorm(4)), to="folded", input_size=(3, 8, 8))
     assert done.report.passed
     assert [type(m).__name__ for m in done.model] == ["Conv2d", "Vacant", "ReLU", "Flatten", "Linear"]
 

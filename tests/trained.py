@@ -59,7 +59,7 @@ def made(scheme: str, **options: Any) -> nn.Module:
         model.train()(torch.randn(64, 3, 32, 32))
     model = model.eval()
     if scheme != "batchnorm":
-        model = normswap.convert(model, scheme, size=(3, 32, 32), **options).model
+        model = normswap.convert(model, scheme, input_size=(3, 32, 32), **options).model
     return model
 
 

@@ -15,7 +15,6 @@ import typer
 from normswap.cli import progress
 from normswap.errors import OptionError, flag
 from normswap.models import source_names
-from normswap.storage import network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -116,13 +115,11 @@ def open_model(
     **asked: Unpack[Asked],
 ) -> nn.Module:
     """`checkpoint.open_model`, and on a terminal something to look at meanwhile; `runs`: see `Opening.open`."""
-    network_folder.check_not_empty(Path(name.removeprefix("local-dir:")))
     if not Path(name).is_dir() and Path(name).suffix.lower() not in source_names.EXPORTED:
         source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # downloads show a bar of their own
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
     with progress.working(f"opening {name}") if local else nullcontext():
-        from normswap import provenance
         from normswap.models import zoo
         from normswap.storage import checkpoint
         from normswap.training.run_folder import check_no_run
@@ -131,10 +128,7 @@ def open_model(
         if runs and (exported := exported_file(name)):
             zoo.check_unasked(name, {**asked, "input_size": input_size})
             return exported.network()
-        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
-    record = provenance.of(model)
-    remark(record.notes if record else ())
-    return model
+        return checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
 
 
 def exported_file(name: str) -> ExportedFile | None:

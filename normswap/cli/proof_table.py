@@ -51,4 +51,4 @@ def said_of_kept(kept: Body) -> str:
     answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
     parts = filter(None, (answers + bound, f"relative L2 {small(kept['relative_l2'])}"))
-    return f"{', '.join(parts)}; {kept['count']} held-out {kept['of']}"
+    return f"{', '.join(parts)}; {kept['count']} held-out calibration images"

@@ -1,9 +1,8 @@
-"""Checks of kept statistics against what the weights say they must be, and against those of a second set of weights."""
+"""Checks of kept statistics against what the weights say they must be."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -11,14 +10,11 @@ from torch import Tensor
 
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
-from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 
 _FEWEST = 8  # channels, for a correlation that says anything
 _UNLIKE = 0.35  # a correlation below, and
 _FAR = 0.5  # means that are off by more of a deviation: those of trained networks are nearer (weight_moments)
-_SHIFTED = 0.05  # deviations by which an average's statistics differ from its source's
-_MOVED = 1e-4  # of a weight
 
 
 def contradicted(case: Case) -> Iterator[Finding]:
@@ -43,9 +39,10 @@ def contradicted(case: Case) -> Iterator[Finding]:
             "eval mode shifts every channel by another's mean", case.recalibrate,
         )  # fmt: skip
         return
+    distances = torch.cat([_distances(site, told[site.path]) for site in sites])
     evidence = (
         f"the running means of {share(len(sites), len(told), 'norms')} contradict the weights before them: "
-        f"{_median_distance(sites, told):.1f} deviations off in the median channel"
+        f"{float(distances.median()):.1f} deviations off in the median channel"
     )
     cost = "eval mode normalizes by what these weights do not make; training mode hides it"
     yield Finding("stale-statistics", paths_of(sites), evidence, Certainty.LIKELY, cost, case.recalibrate)
@@ -77,10 +74,6 @@ def _distances(site: StoredNorm, told: Pair) -> Tensor:
     return (site.mean - told[0]).abs() / torch.maximum(site.var, told[1]).clamp_min(1e-12).sqrt()
 
 
-def _median_distance(sites: list[StoredNorm], told: dict[str, Pair]) -> float:
-    return float(torch.cat([_distances(site, told[site.path]) for site in sites]).median())
-
-
 def _exchanged(case: Case, off: list[StoredNorm], told: dict[str, Pair]) -> tuple[StoredNorm, StoredNorm] | None:
     """A norm whose foretold means another one keeps, which has the first one's as far as that can be foretold."""
     for one, two in itertools.product(off, case.sites):
@@ -91,45 +84,3 @@ def _exchanged(case: Case, off: list[StoredNorm], told: dict[str, Pair]) -> tupl
         if min(_correlation(told[one.path][0], two.mean), back) > 2 * _UNLIKE:
             return one, two
     return None
-
-
-def stale_copy(case: Case) -> Iterator[Finding]:
-    """An average of weights (EMA, SWA) whose buffers are not of these weights."""
-    if case.other is None:
-        return
-    beside = dict(case.other.named_modules())
-    pairs = [(site, beside[site.path]) for site in case.sites if site.path in beside]
-    pairs = [(site, norm) for site, norm in pairs if site.mean is not None and affine.has_moments(norm)]
-    moved = _weights_moved(case)
-    behind = [site for site, norm in pairs if _is_behind(site, norm)]
-    same = [site for site, norm in pairs if site.mean is not None and site.mean.equal(affine.statistics(norm)[0])]
-    if behind:
-        evidence = (
-            f"statistics of {share(len(behind), len(pairs), 'norms')} took in fewer batches than the other weights' did"
-        )
-    elif moved > _MOVED and len(same) == len(pairs) and pairs:
-        evidence = f"weights differ by {moved:.1%}, the statistics of all {len(pairs)} norms do not: they were copied"
-    else:
-        return
-    cost = "eval mode normalizes by statistics of other weights"
-    yield Finding("stale-copy", paths_of(behind or same), evidence, Certainty.LIKELY, cost, case.recalibrate)
-
-
-def _is_behind(site: StoredNorm, norm: torch.nn.Module) -> bool:
-    mean, var = affine.statistics(norm)
-    counter = getattr(norm, "num_batches_tracked", None)
-    if site.mean is None or site.updates is None or not isinstance(counter, Tensor):
-        return False
-    shift = float(((site.mean - mean).abs() / var.clamp_min(1e-12).sqrt()).median())
-    return site.updates < int(counter) and shift > _SHIFTED
-
-
-def _weights_moved(case: Case) -> float:
-    """By how much the weights differ from the other ones, relative."""
-    assert case.other is not None
-    beside = dict(case.other.named_parameters())
-    pairs = [(one, beside[name]) for name, one in case.model.named_parameters() if name in beside]
-    same = [(one.detach().double(), two.detach().double()) for one, two in pairs if one.shape == two.shape]
-    total = sum(float(one.square().sum()) for one, _ in same)
-    moved = sum(float((one - two).square().sum()) for one, two in same)
-    return math.sqrt(moved / max(total, 1e-30))

@@ -42,7 +42,6 @@ class Finding:
         certainty: how sure it is.
         cost: what it does to the network's use.
         mend: the command, or the line of Python, that mends it.
-        fault: whether something is wrong; a remark, if not.
     """
 
     name: str
@@ -51,27 +50,21 @@ class Finding:
     certainty: Certainty
     cost: str
     mend: str
-    fault: bool = True
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, the root first.
+    """What is wrong with a network.
 
     Args:
-        findings: faults, then remarks; a cause before what follows from it.
+        faults: a cause stands before what follows from it.
         norms: how many norms with population statistics were looked at.
         notes: what could not be looked at, and why.
     """
 
-    findings: tuple[Finding, ...]
+    faults: tuple[Finding, ...]
     norms: int
     notes: tuple[str, ...] = ()
-
-    @property
-    def faults(self) -> tuple[Finding, ...]:
-        """The findings that say that something is wrong."""
-        return tuple(finding for finding in self.findings if finding.fault)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +74,6 @@ class StoredNorm:
     Args:
         mean, var: what it keeps, (C,) float64; None where it keeps none.
         gamma, beta: None where it has none.
-        updates: batches that its statistics have seen; None where it does not count.
     """
 
     path: str
@@ -92,7 +84,6 @@ class StoredNorm:
     beta: Tensor | None
     eps: float
     momentum: float | None
-    updates: int | None
 
     @property
     def at_init(self) -> Tensor:
@@ -120,19 +111,15 @@ class Case:
     Args:
         anatomy: None where its forward cannot be recorded.
         sites: its norms with population statistics, in order of the forward pass as far as that is known.
-        positions: how many values per channel and image each norm sees, by path, at the network's own size.
         name, data: how commands call the network and the images.
-        other: the same network with other weights: before averaging, or after.
         images: what the checks that need images look at; None where there are none.
     """
 
     network: Network
     anatomy: Anatomy | None
     sites: tuple[StoredNorm, ...]
-    positions: dict[str, int]
     name: str
     data: str
-    other: nn.Module | None = None
     images: ImageBatches | None = None
 
     @property
@@ -180,11 +167,10 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
 def _site(path: str, module: nn.Module) -> StoredNorm:
     mean, var = affine.statistics(module) if affine.has_moments(module) else (None, None)
     gamma, beta = (getattr(module, name, None) for name in ("weight", "bias"))
-    counter, momentum = getattr(module, "num_batches_tracked", None), getattr(module, "momentum", None)
+    momentum = getattr(module, "momentum", None)
     return StoredNorm(
         path, module, mean, var, _double(gamma), _double(beta), affine.epsilon(module),
         float(momentum) if isinstance(momentum, float | int) else None,
-        int(counter) if isinstance(counter, Tensor) else None,
     )  # fmt: skip
 
 

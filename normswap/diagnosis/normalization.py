@@ -92,7 +92,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
         f"{least[0]:.2g} ({case.images.count} images{told_as})"
     )
     cost = "every layer sees other values than in training"
-    yield Finding("preprocessing", _first(case), evidence, Certainty.LIKELY, cost, _mend(case, best))
+    paths = tuple(site.path for site in case.sites[:1])
+    yield Finding("preprocessing", paths, evidence, Certainty.LIKELY, cost, _mend(case, best))
 
 
 def _as_pixels(images: Tensor, present: _Way) -> Iterator[tuple[Tensor, str]]:
@@ -129,10 +130,6 @@ def _mend(case: Case, way: _Way) -> str:
     if not way.reverses:
         return f"say it wherever images are read: {case.name} {numbers}"
     return f"reverse the colours of the stem, its weight becomes weight.flip(1), or those of the images; with {numbers}"
-
-
-def _first(case: Case) -> tuple[str, ...]:
-    return tuple(site.path for site in case.sites[:1])
 
 
 def _distances(model: nn.Module, images: Tensor) -> list[float] | None:

@@ -1,13 +1,12 @@
-"""Checks of where norms stand: in a row, at several places, on one value per channel, after a bias that is wasted."""
+"""Checks of where norms stand: in a row, or at several places."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from torch import fx, nn
+from torch import fx
 
-from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of
+from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import IDENTITIES
@@ -48,78 +47,6 @@ def in_a_row(case: Case) -> Iterator[Finding]:
         cost = "the first one's gamma and beta have no effect in training mode; another function than in eval mode"
         mend = f"normswap convert {case.name} --to folded --only {paths[0]}"
         yield Finding("double-norm", tuple(dict.fromkeys(paths)), evidence, Certainty.CERTAIN, cost, mend)
-
-
-def one_value(case: Case) -> Iterator[Finding]:
-    """Norms that see one value per channel and image, at the network's own size."""
-    hit = [site for site in case.sites if case.positions.get(site.path) == 1]
-    if not hit or case.traced is None:
-        return
-    shrunk = [site for site in hit if not _is_pooled(case, site)]
-    pooled = [site for site in hit if site not in shrunk]
-    cost = "with one image in the batch training stops: `Expected more than 1 value per channel`"
-    if shrunk:
-        evidence = f"{len(shrunk)} norms see maps of 1 x 1: the images are too small for so many strides"
-        mend = f"larger images, or fewer strides; or normswap convert {case.name} --to frozen-bn"
-        yield Finding("one-value", paths_of(shrunk), evidence, Certainty.CERTAIN, cost, mend)
-    if pooled:
-        evidence = f"{len(pooled)} norms stand behind a pooling to 1 x 1: they see one value per channel and image"
-        only = " ".join(f"--only {site.path}" for site in pooled[:3])
-        mend = f"normswap convert {case.name} --to frozen-bn {only}"
-        yield Finding("pooled-norm", paths_of(pooled), evidence, Certainty.CERTAIN, cost, mend, fault=False)
-
-
-def _is_pooled(case: Case, site: StoredNorm) -> bool:
-    """Whether a pooling, or an input without positions, is why the norm sees one value: it is built so."""
-    for node in case.calls(site):
-        while True:
-            before = inputs(node)
-            if not before or _positions(before[0]) != 1:
-                break
-            node = before[0]
-        module = None if case.traced is None else case.traced.module(node)
-        if _positions(before[0] if before else node) != 1 and isinstance(module, nn.modules.conv._ConvNd):
-            return False
-        if affine.is_norm(module or case.model):
-            return False  # the recorded example was larger than the network's own size
-    return True
-
-
-def _positions(node: fx.Node) -> int:
-    shape = node.meta.get("shape")
-    return math.prod(shape[2:]) if shape is not None and all(isinstance(side, int) for side in shape) else 0
-
-
-def wasted_bias(case: Case) -> Iterator[Finding]:
-    """A convolution's bias right before a norm, which takes it off again."""
-    if case.traced is None:
-        return
-    paths = []
-    for site in case.sites:
-        layer = case.layer_before(site)
-        if layer is not None and layer.bias is not None:
-            (call,) = case.calls(site)[:1]
-            paths.append(str(inputs(call)[0].target))
-    if paths:
-        evidence, mend = (
-            f"{len(paths)} convolutions have a bias that the norm behind takes off again",
-            "build them with bias=False",
-        )
-        yield Finding(
-            "wasted-bias", tuple(paths), evidence, Certainty.CERTAIN, "parameters that learn nothing", mend, fault=False
-        )
-
-
-def unreached(case: Case) -> Iterator[Finding]:
-    """Norms that forward does not call."""
-    if case.traced is None:
-        return
-    paths = tuple(site.path for site in case.sites if not case.calls(site))
-    if paths:
-        evidence = f"{len(paths)} norms are not called: an auxiliary head, a branch that is off"
-        yield Finding(
-            "unreached", paths, evidence, Certainty.CERTAIN, "none in eval mode", "nothing to do", fault=False
-        )
 
 
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:

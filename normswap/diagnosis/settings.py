@@ -1,13 +1,21 @@
-"""Checks of what norms are set to: eps and momentum beside the library's own, modes, statistics that are not kept."""
+"""Checks of what norms are set to: eps and momentum, modes, statistics that are not kept."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 
+from torch import nn
+
+from normswap.calibration import channel_moments
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.errors import NormswapError
 from normswap.layers import affine
 
+_USUAL = (1e-5, 1e-3)  # torch's eps; TensorFlow's and Ultralytics'
+_CLEARLY, _FAR = 2.0, 0.01  # times nearer; nats of distance that chance does not make
+_MOST_NORMS = 4  # times as many norms have the usual eps as have another: fewer may be meant so
 _LARGEST = 0.5  # momentum is the share of the new batch; one above this is Keras', the share of the old
 
 
@@ -44,11 +52,12 @@ def uneven_eps(case: Case) -> Iterator[Finding]:
         return
     usual, count = kept.most_common(1)[0]
     sites = [site for site in case.sites if site.eps != usual and site.mean is not None]
+    if count < _MOST_NORMS * len(sites):
+        return
     rest = ", ".join(f"{one:g}" for one in kept if one != usual)
     evidence = f"eps is {usual:g} in {count} norms, and {rest} in {len(sites)}"
     cost = "small variances are scaled otherwise there, if it is not meant so"
-    fault = count >= 4 * len(sites)
-    yield Finding("uneven-eps", paths_of(sites), evidence, Certainty.POSSIBLE, cost, set_eps(usual, sites, case), fault)
+    yield Finding("uneven-eps", paths_of(sites), evidence, Certainty.POSSIBLE, cost, set_eps(usual, sites, case))
 
 
 def momentum(case: Case) -> Iterator[Finding]:
@@ -81,19 +90,65 @@ def thawed(case: Case) -> Iterator[Finding]:
         evidence = f"{share(len(alive), len(case.sites), 'norms')} are in training mode, the network is in eval mode"
         cost = "answers depend on the batch, and each call changes the statistics"
         yield Finding("training-mode", paths_of(alive), evidence, Certainty.CERTAIN, cost, "model.eval()")
-    fixed = [site for site in case.sites if _learns_nothing(site)]
-    if not fixed or (len(fixed) == len(case.sites) and not case.model.training):
-        return
-    now = [site for site in fixed if site in alive and case.model.training]
-    evidence = (
-        f"gamma and beta are frozen in {share(len(now or fixed), len(case.sites), 'norms')}, their statistics are not"
-    )
-    cost = "statistics move with every batch" if now else "the next model.train() lets their statistics move"
-    only = " ".join(f"--only {site.path}" for site in (now or fixed)[:3])
-    mend = f"normswap convert {case.name} --to frozen-bn {only}"
-    yield Finding("thawed", paths_of(now or fixed), evidence, Certainty.CERTAIN, cost, mend, fault=bool(now))
+    fixed = [site for site in alive if case.model.training and _learns_nothing(site)]
+    if fixed:
+        evidence = (
+            f"gamma and beta are frozen in {share(len(fixed), len(case.sites), 'norms')}, their statistics are not"
+        )
+        only = " ".join(f"--only {site.path}" for site in fixed[:3])
+        mend = f"normswap convert {case.name} --to frozen-bn {only}"
+        cost = "statistics move with every batch"
+        yield Finding("thawed", paths_of(fixed), evidence, Certainty.CERTAIN, cost, mend)
 
 
 def _learns_nothing(site: StoredNorm) -> bool:
     parameters = [*site.module.parameters(recurse=False)]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def unfit_eps(case: Case) -> Iterator[Finding]:
+    """Another usual eps with which what reaches the norms fits their statistics clearly better."""
+    sites = [site for site in case.sites if site.mean is not None and site.var is not None]
+    present = {site.eps for site in sites}
+    if case.images is None or len(present) != 1 or not any(_matters(site) for site in sites):
+        return
+    try:
+        now = _distance(case, sites, None)
+        nearest = {eps: _distance(case, sites, eps) for eps in _USUAL if eps not in present}
+    except NormswapError:
+        return
+    if not nearest:
+        return
+    eps = min(nearest, key=lambda one: nearest[one])
+    if now < _FAR or nearest[eps] * _CLEARLY > now:
+        return
+    evidence = (
+        f"eps is {present.pop():g}; with {eps:g} what reaches the norms is {nearest[eps]:.2g} nats from their "
+        f"statistics, not {now:.2g} ({case.images.count} images)"
+    )
+    cost = f"channels with a variance near {max(eps, sites[0].eps):g} are scaled wrongly"
+    yield Finding("eps", paths_of(sites), evidence, Certainty.LIKELY, cost, set_eps(eps, sites, case))
+
+
+def _matters(site: StoredNorm) -> bool:
+    """Whether some variance is small enough for an eps to be seen."""
+    return site.var is not None and bool((site.var < 100 * max(_USUAL)).any())
+
+
+def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
+    """KL divergence per norm between its statistics and those of its input in eval mode; the mean of the medians."""
+    assert case.images is not None
+    model = copy.deepcopy(case.model)
+    norms: dict[str, nn.Module] = {site.path: model.get_submodule(site.path) for site in sites}
+    for norm in norms.values() if eps is not None else ():
+        vars(norm)["eps"] = eps
+    seen = channel_moments.measure(model, norms, case.images.calls).moments
+    total = 0.0
+    for site in sites:
+        if site.path not in seen or site.mean is None or site.var is None:
+            continue
+        mean, var = seen[site.path].mean.to(site.mean), seen[site.path].variance.to(site.var)
+        ratio = (var + 1e-12) / (site.var + 1e-12)
+        shift = (mean - site.mean).square() / (site.var + 1e-12)
+        total += float(((ratio - 1 - ratio.log() + shift) / 2).quantile(0.75))
+    return total / len(sites)

@@ -49,33 +49,17 @@ def never_updated(case: Case) -> Iterator[Finding]:
     """Statistics as a norm is made with, mean 0 and variance 1."""
     yield from _never_updated_in_part(case)
     hit = [site for site in case.sites if site.starts_at_init]
-    if not hit:
-        return
-    identities = [site for site in hit if site.is_untouched]
-    if len(identities) == len(case.sites):
-        evidence = "mean 0, variance 1, gamma 1, beta 0 in all norms: the network was never trained, or never loaded"
-        mend = f"open it with weights; or, if only statistics are missing: {case.recalibrate}"
-        yield Finding("untrained", paths_of(hit), evidence, Certainty.CERTAIN, "eval mode does not normalize", mend)
-        return
     trained = [site for site in hit if not site.is_untouched]
     if trained:
         evidence = f"mean 0 and variance 1 in {share(len(trained), len(case.sites), 'norms')}, with trained gammas"
         cost = "in eval mode they do not normalize; training mode hides it"
         yield Finding("never-updated", paths_of(trained), evidence, Certainty.CERTAIN, cost, case.recalibrate)
-    fresh = [site for site in identities if _reads_fresh_weights(case, site)]
+    fresh = [site for site in hit if site.is_untouched and _reads_fresh_weights(case, site)]
     if fresh:
         where = share(len(fresh), len(case.sites), "norms")
         evidence = f"{where}, and the convolutions before them, are as they were made: they were not loaded"
-        cost = "these layers compute noise"
         mend = "load the weights again, with load_state_dict(strict=True): it says which names differ"
-        yield Finding("not-loaded", paths_of(fresh), evidence, Certainty.LIKELY, cost, mend)
-    identities = [site for site in identities if site not in fresh]
-    if identities:
-        where = share(len(identities), len(case.sites), "norms")
-        evidence = f"mean 0, variance 1, gamma 1, beta 0 in {where}: the identity in eval mode"
-        cost = "none in eval mode, if a tool put them in; in training mode they normalize, and another network trains"
-        mend = f"normswap convert {case.name} --to folded"
-        yield Finding("identity-norm", paths_of(identities), evidence, Certainty.LIKELY, cost, mend)
+        yield Finding("not-loaded", paths_of(fresh), evidence, Certainty.LIKELY, "these layers compute noise", mend)
 
 
 def _never_updated_in_part(case: Case) -> Iterator[Finding]:
@@ -110,24 +94,18 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
 
 
 def zero_variance(case: Case) -> Iterator[Finding]:
-    """A variance of 0, or far below eps: a fault where weights say that something varies, a dead channel elsewhere."""
-    live: list[StoredNorm] = []
-    dead: list[StoredNorm] = []
+    """A variance of 0, or far below eps, where the weights before it say that something varies."""
+    hit = []
     for site in case.sites:
         if site.var is None or site.starts_at_init:
             continue
-        tiny = site.var.abs() < _TINY * site.eps
-        if bool(tiny.any()):
-            missing = tiny & ~_without_weights(case, site)
-            (live if float(missing.double().mean()) > _SWITCHED_OFF else dead).append(site)
-    if live:
+        missing = (site.var.abs() < _TINY * site.eps) & ~_without_weights(case, site)
+        if float(missing.double().mean()) > _SWITCHED_OFF:
+            hit.append(site)
+    if hit:
         evidence = f"variances of 0, or below {_TINY:g} eps, in more than {_SWITCHED_OFF:.0%} of the channels"
         cost = "what reaches them is multiplied by 1 / sqrt(eps), some hundred times too much"
-        yield Finding("zero-variance", paths_of(live), evidence, Certainty.LIKELY, cost, case.recalibrate)
-    if dead:
-        count = sum(int((site.var.abs() < _TINY * site.eps).sum()) for site in dead if site.var is not None)
-        evidence, cost = f"{count} channels have a variance below {_TINY:g} eps: nothing varies there", "dead weights"
-        yield _remark("constant-channel", dead, evidence, cost, f"normswap convert {case.name} --to folded")
+        yield Finding("zero-variance", paths_of(hit), evidence, Certainty.LIKELY, cost, case.recalibrate)
 
 
 def _without_weights(case: Case, site: StoredNorm) -> Tensor:
@@ -149,24 +127,16 @@ def _filters(layer: Linearity) -> Tensor:
 
 
 def dead_gammas(case: Case) -> Iterator[Finding]:
-    """Channels with a gamma of 0."""
+    """More than a tenth of a norm's channels with a gamma of 0."""
     zeros = {site: int((site.gamma == 0).sum()) for site in case.sites if site.gamma is not None}
-    zeros = {site: count for site, count in zeros.items() if not (site.starts_at_init and site.is_untouched)}
     hit = [site for site, count in zeros.items() if count > _SWITCHED_OFF * _width(site)]
-    few = [site for site, count in zeros.items() if count and site not in hit]
+    hit = [site for site in hit if not (site.starts_at_init and site.is_untouched)]
     if hit:
         counts = ", ".join(f"{zeros[site]} of {_width(site)} at {site.path}" for site in hit[:4])
         cost = "the channels are constant, and learn slowly or, behind a ReLU with beta <= 0, never again"
         mend = "go back to a checkpoint before they died, or train on with a smaller rate and no decay of gammas"
         yield Finding("dead-gammas", paths_of(hit), f"gammas are 0: {counts}", Certainty.CERTAIN, cost, mend)
-    if few:
-        evidence, cost = f"{sum(zeros[site] for site in few)} channels have a gamma of 0", "dead weights"
-        yield _remark("few-dead-gammas", few, evidence, cost, f"normswap convert {case.name} --to folded")
 
 
 def _width(site: StoredNorm) -> int:
     return next((len(values) for values in (site.gamma, site.mean) if values is not None), 0)
-
-
-def _remark(name: str, sites: list[StoredNorm], evidence: str, cost: str, mend: str) -> Finding:
-    return Finding(name, paths_of(sites), evidence, Certainty.CERTAIN, cost, mend, fault=False)

@@ -23,7 +23,6 @@ from normswap.models.hub_config import Cfg
 from normswap.models.preprocessing import for_size
 from normswap.plan import Body
 from normswap.provenance import Provenance
-from normswap.storage import atomic_write
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class ExportedFile:
         file = Path(name)
         if file.suffix.lower() not in source_names.EXPORTED:
             return None
-        atomic_write.finish(file)
         if not source_names.exported(file):
             return None
         form = formats.choose(file, None)

@@ -18,7 +18,6 @@ from normswap import provenance
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import preprocessing, zoo
 from normswap.plan import Body
-from normswap.storage import atomic_write
 from normswap.version import __version__
 
 
@@ -120,7 +119,6 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
     Args:
         noted: what `metadata` once put into the file.
     """
-    atomic_write.finish(file)
     try:
         text = place(file).read_text(encoding="utf-8")
     except OSError:

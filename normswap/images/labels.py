@@ -16,7 +16,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from normswap.errors import SourceError, counted
 from normswap.models.building import near
-from normswap.models.weights_fit import some
+from normswap.models.weight_files import some
 
 _WORDNET = re.compile(r"n\d{8}")
 _WHOLE = re.compile(r"-?\d+")

@@ -55,7 +55,6 @@ class Built:
         source: what to name to open it again.
         seen: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
         pretrained: gives the network with the weights that the source stands for.
-        notes: what the user should know about those.
     """
 
     model: nn.Module
@@ -63,7 +62,6 @@ class Built:
     source: str
     seen: Cfg
     pretrained: Callable[[], nn.Module]
-    notes: tuple[str, ...] = ()
 
 
 def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) -> Made:

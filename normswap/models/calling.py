@@ -88,16 +88,12 @@ class Example:
 
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""
-        tensor = anchor(model)
-        return self.to(tensor.device, tensor.dtype)
+        device, dtype = anchor(model).device, anchor(model).dtype
+        return self.map(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
 
     def on(self, device: torch.device) -> Example:
         """On that device."""
         return self.map(lambda tensor: tensor.to(device))
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Example:
-        """On that device, and floating-point tensors in that dtype."""
-        return self.map(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
 
     def each(self) -> list[Example]:
         """Its samples one by one, or itself where it cannot be parted."""

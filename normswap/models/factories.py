@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +20,7 @@ from normswap.errors import SourceError, first_line
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, make, near
-from normswap.models.weight_files import check_finite
-from normswap.models.weights_fit import some
+from normswap.models.weight_files import check_finite, some
 from normswap.plan import Arch
 
 
@@ -72,13 +72,10 @@ def _found(name: str) -> Callable[..., object]:
     module_name, _, path = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except BaseException as error:  # whatever the module does when it is run
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except (Exception, SystemExit) as error:  # whatever the module does when it is run
         why = f"{type(error).__name__}: {first_line(error)}"
-        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        remedy = near(module_name, kinds.prefixes()) if absent else ""
-        remedy = remedy or ("It is looked for in the working directory and on PYTHONPATH" if absent else "")
+        where = "It is looked for in the working directory and on PYTHONPATH"
+        remedy = near(module_name, kinds.prefixes(), where) if isinstance(error, ModuleNotFoundError) else ""
         raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None
     try:
         factory: object = functools.reduce(getattr, path.split("."), module)
@@ -93,6 +90,8 @@ def _found(name: str) -> Callable[..., object]:
 
 def _plain(value: object) -> bool:
     """Tell whether JSON has it."""
-    if isinstance(value, list | tuple):
-        return all(_plain(one) for one in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

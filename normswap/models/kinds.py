@@ -12,28 +12,12 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from types import ModuleType
 
 from normswap.errors import SourceError
 from normswap.plan import Arch
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from normswap.models.building import BuildRequest, Built
-
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-
-
-class Builder(Protocol):
-    """A file that builds one kind of networks."""
-
-    def build(self, name: str, wanted: BuildRequest) -> Built: ...
-
-    def create(self, arch: Arch) -> nn.Module: ...
-
-
-Identify = Callable[["nn.Module", Callable[["nn.Module"], "nn.Module"]], "Arch | None"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +40,7 @@ class Kind:
     package: str = ""
     foreign: bool = False
 
-    def load(self) -> Builder:
+    def load(self) -> ModuleType:
         """Return the file that builds such networks.
 
         Raises:
@@ -65,10 +49,10 @@ class Kind:
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
             raise SourceError(what, "it is not installed", f"pip install {self.package}")
-        return cast("Builder", importlib.import_module(f"normswap.models.{self.file}"))
+        return importlib.import_module(f"normswap.models.{self.file}")
 
     @property
-    def identify(self) -> Identify | None:
+    def identify(self) -> Callable[..., Arch | None] | None:
         """From a network that somebody built to its `Arch`, where the package is in use and its file can do that."""
         there = not self.package or self.package in sys.modules
         return getattr(self.load(), "identify", None) if there else None

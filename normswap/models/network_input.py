@@ -97,21 +97,13 @@ def require_module(model: object) -> nn.Module:
         what = f"torch's default device is {default_device}, and normswap makes its tensors on the CPU"
         raise SourceError(what, remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device")
     if isinstance(model, torch.jit.ScriptModule):
-        remedy = "Give the network that it was made from; `normswap export` writes TorchScript at the end"
+        remedy = "Give the network that it was made from"
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, str):
-        remedy = "Build it first: timm.create_model(NAME, pretrained=True), or normswap.load(DIR)"
-        raise SourceError(f"a network is wanted, not the text {model!r}", remedy=remedy)
-    if isinstance(model, Mapping):
-        remedy = "Load them into the network that they are of: model.load_state_dict(...)"
-        raise SourceError("a network is wanted, not a dict of tensors", remedy=remedy)
-    if isinstance(model, type):
-        raise SourceError(
-            f"{model.__name__} is a class", "a network is wanted", f"Give an instance: {model.__name__}()"
-        )
-    raise SourceError(f"a network is wanted, not something of type {type(model).__name__}")
+    what = model.__name__ if isinstance(model, type) else f"something of type {type(model).__name__}"
+    remedy = "Give an instance of it: timm.create_model(NAME, pretrained=True), normswap.load(DIR), MyNetwork()"
+    raise SourceError(f"a network is wanted, not {what}", remedy=remedy)
 
 
 def require_size(size: object) -> None:

@@ -20,8 +20,7 @@ from normswap.errors import SourceError, first_line
 from normswap.layers.seeding import seeded
 from normswap.models import hub, hub_config
 from normswap.models.building import BuildRequest, Built, Cfg, make, near, rebuilds
-from normswap.models.weight_files import check_finite, quiet
-from normswap.models.weights_fit import listed
+from normswap.models.weight_files import check_finite, listed, quiet
 from normswap.plan import Arch
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -9,11 +9,10 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,24 +24,15 @@ from torch import Tensor, nn
 from normswap.errors import SourceError, first_line
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
-from normswap.models.weights_fit import check_fit, check_plain, some
 
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict", "module")
 _PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
-_LARGE = 2**17  # bytes
+_SHOWN = 5  # names in an error
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a weights file: the tensors by name, and what was taken off to get at them."""
-
-    state: State
-    notes: tuple[str, ...]
 
 
 @contextmanager
@@ -63,13 +53,9 @@ def quiet() -> Iterator[None]:
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take part."""
-    digest = hashlib.sha256()
+    digest, names = hashlib.sha256(), sorted(state)
     with ThreadPoolExecutor() as pool:
-        # the large ones first, and those only: what is small takes less time than another thread takes to begin
-        large = sorted((name for name in state if state[name].nbytes > _LARGE), key=lambda name: -state[name].nbytes)
-        begun = {name: pool.submit(_own_hash, state[name]) for name in large}
-        for name in sorted(state):
-            hashed = begun[name].result() if name in begun else _own_hash(state[name])
+        for name, hashed in zip(names, pool.map(lambda name: _own_hash(state[name]), names), strict=True):
             digest.update(f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + hashed)
     return digest.hexdigest()
 
@@ -81,12 +67,7 @@ def _own_hash(tensor: Tensor) -> bytes:
 
 
 def read(file: Path) -> State:
-    """Return the state dict in a weights file; see `read_wrapped`."""
-    return read_wrapped(file).state
-
-
-def read_wrapped(file: Path) -> Contents:
-    """Read the state dict in a weights file, unwrapped and with clean keys. No code in the file is ever run.
+    """Read the state dict in a weights file, unwrapped and with clean names. No code in the file is ever run.
 
     Raises:
         SourceError: missing, truncated, not a state dict, a pickle of other objects, or NaN or inf inside.
@@ -94,13 +75,10 @@ def read_wrapped(file: Path) -> Contents:
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
-    inner, wrappers = _unwrap(content, file)
-    state, prefixes = _clean(inner, file)
+    state = _unwrapped(content, file)
     check_plain(state, str(file))
     check_finite(state, str(file))
-    removed = [f"'{' > '.join(wrappers)}' in it"] if wrappers else []
-    removed += [f"names without '{prefix}'" for prefix in prefixes]
-    return Contents(state, (f"{file}: taken are {', '.join(removed)}",) if removed else ())
+    return state
 
 
 def _read_safetensors(file: Path) -> State:
@@ -153,41 +131,31 @@ def _foreign_names(file: Path) -> list[str]:
         return []
 
 
-def _unwrap(content: object, file: Path) -> tuple[Mapping[str, object], list[str]]:
-    """Return the state dict, and the keys that led to it."""
-    wrappers: list[str] = []
+def _unwrapped(content: object, file: Path) -> State:
+    """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
     while isinstance(content, Mapping):
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if key is None:
             break
         content = content[key]
-        wrappers.append(key)
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    if not any(isinstance(value, Tensor) for value in content.values()):
-        raise SourceError(f"{file} holds no tensors", f"its keys are {some(map(str, content))}" if content else "")
-    return content, wrappers
-
-
-def _clean(state: Mapping[str, object], file: Path) -> tuple[State, list[str]]:
-    """Return the tensors by their bare names, and the prefixes that were taken off."""
-    strangers = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]
+    strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if len(strangers) == len(content):
+        raise SourceError(f"{file} holds no tensors", f"its keys are {some(strangers)}" if strangers else "")
     if strangers:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
-    cleaned: State = {}
-    prefixes: list[str] = []
-    for key, tensor in state.items():
-        assert isinstance(tensor, Tensor)
+    state: State = {}
+    for key, tensor in content.items():
         name = str(key)
         while name.startswith(_PREFIXES):
-            prefix, name = name.split(".", 1)
-            prefixes += [] if f"{prefix}." in prefixes else [f"{prefix}."]
-        if name in cleaned:
+            name = name.partition(".")[2]
+        if name in state:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
-        cleaned[name] = tensor
-    if prefixes:
-        cleaned.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
-    return cleaned, prefixes
+        state[name] = tensor
+    if state.keys() != content.keys():
+        state.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
+    return state
 
 
 @contextmanager
@@ -280,3 +248,52 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
         elif offset and name in state:
             state = {**state, name: state[name][offset:]}
     return state
+
+
+def some(items: Iterable[str]) -> str:
+    """Return the first few items and a count of the rest."""
+    listed = list(items)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + more
+
+
+def listed(misfits: Mapping[str, Sequence[str]]) -> str:
+    """Return how many names there are of each kind of misfit, and the first few of them."""
+    return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in misfits.items() if names)
+
+
+def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
+    """Raises SourceError naming the tensors that are sparse, quantized or complex, which no weights here may be."""
+    for name, tensor in state.items():
+        kinds = {"quantized": tensor.is_quantized, "sparse": tensor.layout is not torch.strided,
+                 "complex": torch.is_complex(tensor)}  # fmt: skip
+        for kind in (kind for kind, is_kind in kinds.items() if is_kind):
+            remedy = "Save what it was made from: plain tensors of real numbers."
+            raise SourceError(f"{origin} holds {kind} tensors", name, remedy)
+
+
+def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:
+    """Check that a file's tensors are those of the bare network.
+
+    Raises:
+        SourceError: some are missing, nobody's, of another shape, or whole numbers in place of real ones.
+    """
+    # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
+    missing = [key for key in bare if key not in state and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in state if key not in bare]
+    both = [key for key in bare if key in state]
+    shapes = [
+        f"{key} is {tuple(state[key].shape)} in the file, {tuple(bare[key].shape)} in the network"
+        for key in both
+        if state[key].shape != bare[key].shape
+    ]
+    whole = [
+        f"{key} is {str(state[key].dtype).removeprefix('torch.')}"
+        for key in both
+        if bare[key].is_floating_point() and not state[key].is_floating_point()
+    ]
+    misfits = {"missing": missing, "unexpected": unexpected, "of another shape": shapes,
+               "of whole numbers, not real ones": whole}  # fmt: skip
+    if any(misfits.values()):
+        remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
+        raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

@@ -15,7 +15,7 @@ from normswap.errors import SourceError, spelled
 from normswap.models import kinds, source_names
 from normswap.models.building import BuildRequest, Built
 from normswap.models.preprocessing import data_config, for_size
-from normswap.models.weight_files import hash_tensors, load_into, read_wrapped
+from normswap.models.weight_files import hash_tensors, load_into, read
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
@@ -52,7 +52,8 @@ def create(arch: Arch) -> nn.Module:
     Raises:
         SourceError: the builder does not know the name (near ones are suggested), or rejects the arguments.
     """
-    return kinds.by_builder(arch.builder).load().create(arch)
+    model: nn.Module = kinds.by_builder(arch.builder).load().create(arch)
+    return model
 
 
 def skeleton(arch: Arch) -> nn.Module:
@@ -144,32 +145,32 @@ def open_source(
     wanted = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
         return _filled(lambda: kind.load().build(name, wanted), file)
-    built = kind.load().build(name, wanted)
+    built: Built = kind.load().build(name, wanted)
     if not trained:
-        return _carry(built, built.model, built.source, (), None)
+        return _carry(built, built.model, built.source, None)
     model = built.pretrained()
-    return _carry(built, model, built.source, built.notes, hash_tensors(model.state_dict()))
+    return _carry(built, model, built.source, hash_tensors(model.state_dict()))
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """Return the network with the tensors of a file, strictly."""
-    contents = read_wrapped(file)
+    tensors = read(file)
     with ThreadPoolExecutor(1) as beside:
-        hashed = beside.submit(hash_tensors, contents.state)
+        hashed = beside.submit(hash_tensors, tensors)
         built = _undrawn(build, lambda built: built.model)
-        load_into(built.model, contents.state, str(file), {})
+        load_into(built.model, tensors, str(file), {})
     state = built.model.state_dict()
-    sha256 = hashed.result() if _layout(state) == _layout(contents.state) else hash_tensors(state)
-    return _carry(built, built.model, str(file.resolve()), contents.notes, sha256)
+    sha256 = hashed.result() if _layout(state) == _layout(tensors) else hash_tensors(state)
+    return _carry(built, built.model, str(file.resolve()), sha256)
 
 
 def _layout(state: Mapping[str, Tensor]) -> dict[str, object]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
 
 
-def _carry(built: Built, model: nn.Module, source: str, notes: tuple[str, ...], sha256: str | None) -> nn.Module:
+def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     """Let the model carry its origin, and let timm see the same preprocessing."""
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **built.seen}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)  # plain attributes, as timm sets them
-    record = Provenance(built.arch, source, sha256, built.seen, notes=notes)
+    record = Provenance(built.arch, source, sha256, built.seen)
     return provenance.attach(model, record)

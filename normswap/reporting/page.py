@@ -94,7 +94,8 @@ def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
         yield "same answers", share(min(shares)), f"on {report.inputs}"
     kept = report.kept
     if kept and kept.agreement is not None:
-        yield "same answers", share(kept.agreement), f"on {kept.count} held-out {kept.of}"
+        on = f"at least {kept.least:.0%}, on {kept.count} held-out calibration images"
+        yield "same answers", share(kept.agreement), on
     if not report.exact and not kept and not known:
         yield "same answers", "?", report.unmeasured or "not measured: give images"
 

@@ -31,7 +31,7 @@ from normswap.models.calling import Inputs, form
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
 from normswap.reporting.records import COLOURS, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
-from normswap.storage import checkpoint, header_record, network_folder
+from normswap.storage import checkpoint, header_record
 from normswap.surgery import reverification, unfolding
 from normswap.surgery.network import Network
 
@@ -60,7 +60,6 @@ def collect(
     Raises:
         SourceError: `directory` is not there, was not written by normswap, or is damaged.
     """
-    network_folder.check_directory(directory)
     say(f"loading {directory}")
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)
@@ -82,7 +81,7 @@ def collect(
         arch=record.arch,
         steps=tuple(_step(step) for step in record.plan.steps),
         digest=record.plan.digest,
-        versions=header_record.read_header(directory).get("versions") or {},
+        versions=header_record.read_header(directory).versions,
         report=header_record.read_report(directory),
         blocks=tuple(BlockFact(b.path, b.stage, b.skip, tuple(norms[path] for path in b.norms)) for b in seen.blocks),
         others=tuple(norm for path, norm in norms.items() if path not in inside),
@@ -223,9 +222,9 @@ def _findings(network: Network, loader: Loader | None) -> tuple[Finding, ...]:
     if not any(affine.is_batchnorm(module) for module in network.module.modules()):
         return ()
     try:
-        return diagnose(network, images=loader).findings
+        return diagnose(network, images=loader).faults
     except NormswapError:
-        return diagnose(network).findings
+        return diagnose(network).faults
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:

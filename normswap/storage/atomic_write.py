@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import glob
 import io
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,30 +15,25 @@ from normswap.errors import OutputError, spelled
 
 @contextmanager
 def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
-    """Give a place for a file of the same name, in a temporary directory beside `file`, to put in its place at the end.
+    """Give a place for a file or directory of the same name, beside `file`, which takes its place at the end.
 
     Args:
-        beside: names of further files that are written there, and that belong to it; with some, `file` itself may be a
-            directory, which is replaced as a whole. A process that is killed leaves
-            all of the old files, all of the new ones, or no `file`: never one beside parts of another.
-
-            What is then left in the temporary directory, `finish` puts in its place.
+        beside: names of further files that are written there, and that belong to it. Where a process is killed, the
+            name has all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
     Raises:
         OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
     """
     try:
-        finish(file)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
             aside = Path(folder) / file.name
             yield aside
             made = [aside.with_name(name) for name in (*beside, file.name)]
-            for one in made:
-                if not one.is_dir():
-                    one.chmod(0o666 & ~umask())  # some writers make it private
-            if beside:
-                with _holding(Path(folder)):
-                    _exchange(made, file.parent, Path(folder) / "old")
+            for written in (path for one in made for path in (one, *one.rglob("*"))):
+                if written.is_file():
+                    written.chmod(0o666 & ~_umask())  # some writers make it private
+            if beside or file.is_dir():
+                _exchange(made, file.parent, Path(folder) / "old")
             else:
                 os.replace(aside, file)
     except OSError as error:
@@ -77,49 +70,10 @@ def _exchange(made: Sequence[Path], folder: Path, old: Path) -> None:
             placed.append(one.name)
     except OSError:
         for name in reversed(placed):
-            (folder / name).unlink()
+            os.replace(folder / name, made[0].with_name(name))
         for name in reversed(removed):
             os.replace(old / name, folder / name)
-        old.rmdir()  # nothing is left to finish
         raise
-
-
-def finish(file: Path) -> None:
-    """Carry on what a process began that was killed while it replaced this file and those beside it.
-
-    All new files were whole before the first old one was moved away.
-    """
-    for old in file.parent.glob(f".{glob.escape(file.stem)}.*/old"):
-        aside = old.parent
-        with _holding(aside) as ours:
-            if ours and (aside / file.name).exists():
-                for one in sorted(_new(aside, file.name), key=lambda each: each.name == file.name):
-                    place = file.with_name(one.name)
-                    if place.is_dir():  # which nothing can be renamed to
-                        os.replace(place, old / one.name)
-                    os.replace(one, place)
-            if ours and not _new(aside, file.name):
-                shutil.rmtree(aside)
-
-
-def _new(aside: Path, name: str) -> list[Path]:
-    """The files, and the directory of that name, that have not come to their places yet."""
-    return [one for one in aside.iterdir() if one.is_file() or one.name == name]
-
-
-@contextmanager
-def _holding(folder: Path) -> Iterator[bool]:
-    """Hold a directory, which the system lets go when the process ends, and tell whether no other process does."""
-    from filelock import FileLock, Timeout  # a requirement of torch's; for every system
-
-    (folder / "held").mkdir(exist_ok=True)
-    try:
-        held = FileLock(folder / "held" / "lock").acquire(timeout=0)
-    except Timeout:
-        yield False
-    else:
-        with held:
-            yield True
 
 
 def text(file: Path, content: str) -> Path:
@@ -155,13 +109,10 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
         folder_with: it is to be a directory; one that is replaced must have a file of this name.
 
     Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, it is another folder, or a link to
-            nothing.
+        OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
     """
-    check_link(file)
     if file.is_dir() and folder_with is None:
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
-    finish(file)
     if file.exists() and not force:
         raise OutputError(f"{file} exists", remedy=f"Give another name, or {spelled('force', True)} to replace it")
     if folder_with is not None and file.exists() and not (file / folder_with).is_file():
@@ -170,33 +121,7 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
 
 
-def check_link(place: Path) -> None:
-    """Check that what is to be written is no link whose target is gone: nobody knows which of the two is meant.
-
-    Raises:
-        OutputError: it is.
-    """
-    if place.is_symlink() and not place.exists():
-        what = f"{place} is a link to {place.readlink()}, which does not exist"
-        raise OutputError(what, remedy="Remove the link, or give another name")
-
-
-def swap(aside: Path, place: Path) -> None:
-    """Put `aside` at `place`; what was there lives until the new directory has its name."""
-    if not place.exists():
-        os.replace(aside, place)
-        return
-    old = place.with_name(f".{place.name}.old-{os.getpid()}")
-    os.replace(place, old)
-    try:
-        os.replace(aside, place)
-    except OSError:
-        os.replace(old, place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def umask() -> int:
+def _umask() -> int:
     """Return the permissions that new files do without."""
     mask = os.umask(0)
     os.umask(mask)

@@ -7,13 +7,11 @@ report and library versions; `config.json` is timm's hub layout; `norms.safetens
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import platform
-import shutil
-import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,17 +19,17 @@ from typing import TYPE_CHECKING
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OutputError, PlanError, SourceError
-from normswap.models import kinds, network_input, weight_files, zoo
+from normswap.errors import OutputError, PlanError, SourceError, first_line
+from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan, digest_of
 from normswap.provenance import Provenance
-from normswap.storage import atomic_write, hub_folder, model_card, network_folder, one_writer
-from normswap.storage.header_record import VERSION, read_header, weights_of
+from normswap.storage import atomic_write, model_card, network_folder
+from normswap.storage.header_record import VERSION, read_header
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -50,7 +48,7 @@ def open_model(
     named: bool = True,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Open any MODEL: a source of `zoo.open_source`, a directory that `save` wrote, or a file that `write_file` wrote.
+    """Open any MODEL: a source of `zoo.open_source`, or a directory that `save` wrote, here or on the hub.
 
     Args:
         input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`).
@@ -61,11 +59,10 @@ def open_model(
         SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
-    atomic_write.finish(folder)
     if folder.exists() and is_checkpoint(folder):
         zoo.check_unasked(str(folder), asked)
         model = load(folder, trust_factory=trust_factory)
-    elif (hub_copy := hub_folder.fetch(source)) is not None:
+    elif (hub_copy := _from_hub(source)) is not None:
         model = load(hub_copy, trust_factory=trust_factory)
     else:
         model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
@@ -101,38 +98,20 @@ def save(
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(place, error) from None
-    with one_writer.alone(place):
+        raise OutputError(f"cannot write {place}", error.strerror or str(error)) from None
+    with network_folder.one_writer(place):
         network_folder.check_writable(place, force=force)  # somebody may have written it since
-        _replace(place, model, record, report)
+        # of a link, the directory that it points to is replaced
+        with atomic_write.writing(place.resolve()) as aside:
+            aside.mkdir()
+            _write(aside, model, record, report)
     return place
-
-
-def _unwritable(place: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write to {place}", error.strerror or str(error))
-
-
-def _replace(place: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    """Write the directory beside its place, then put it there."""
-    real = place.resolve()  # a link stays; the directory that it points to is replaced
-    try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{real.name}.", dir=real.parent))
-    except OSError as error:
-        raise _unwritable(place, error) from None
-    try:
-        aside.chmod(0o777 & ~atomic_write.umask())
-        _write(aside, model, record, report)
-        atomic_write.swap(aside, real)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {place}", str(error), "Nothing was changed there") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def load(
     directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False, changed: bool = False
 ) -> nn.Module:
-    """Return the network that `save` or `write_file` wrote: in eval mode, on the CPU, carrying its provenance.
+    """Return the network that `save` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
@@ -147,10 +126,10 @@ def load(
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     folder = Path(directory)
-    header, file = read_header(folder), weights_of(folder)
-    arch = Arch(**header["arch"]) if header["arch"] else None
-    plan = Plan.from_json(json.dumps(header["plan"]), f"{file}: plan")
-    if header["plan"].get("digest") != digest_of(header["plan"]):
+    header, file = read_header(folder), folder / WEIGHTS
+    arch = Arch(**header.arch.model_dump()) if header.arch else None
+    plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
+    if header.plan.get("digest") != digest_of(header.plan):
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
     norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}
@@ -159,12 +138,12 @@ def load(
     model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
     if not changed:
-        _check_the_same(header.get("hashes") or {}, {WEIGHTS: state, NORMS: norms}, file.parent)
+        _check_the_same(header.hashes, {WEIGHTS: state, NORMS: norms}, folder)
     model.eval()
-    cfg = header["pretrained_cfg"]
+    cfg = header.pretrained_cfg
     known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)
-    record = Provenance(arch, header["source"], header["sha256"], cfg, plan, norms)
+    record = Provenance(arch, header.source, header.sha256, cfg, plan, norms)
     return provenance.attach(model, record)
 
 
@@ -172,51 +151,48 @@ def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str,
     """Check that the files hold the tensors that plan and proof were written beside.
 
     Raises:
-        SourceError: one does not.
+        SourceError: one does not, or is missing.
     """
     for name, known in hashes.items():
-        if name not in (WEIGHTS, *(path.name for path in folder.iterdir())):
-            raise SourceError(f"{folder / name} is missing", "it was written with the rest", "Get the directory again")
         if weight_files.hash_tensors(states.get(name, {})) != known:
-            raise SourceError(
-                f"the tensors of {folder / name} are not those that were saved",
-                "the file is damaged, or was changed by another program, and its proof is about others",
-                "Get it again; in Python `normswap.load(..., changed=True)` takes it as it is",
-            )
+            what = f"the tensors of {folder / name} are not those that were saved"
+            why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
+            raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Tell whether normswap wrote this directory."""
+    """Tell whether normswap wrote this directory, as its config.json says."""
     try:
-        with safe_open(weights_of(folder), "pt") as opened:
-            return "normswap" in (opened.metadata() or {})
-    except (OSError, SafetensorError):
-        return (folder / CARD).is_file() and model_card.is_card((folder / CARD).read_text(errors="replace"))
+        return "normswap" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
-def write_file(file: Path, model: nn.Module, metadata: Mapping[str, str]) -> None:
-    """Write a network that carries its provenance as one file, without the norms it once had; `load` reads it.
+def _from_hub(source: str) -> Path | None:
+    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind.
 
-    Args:
-        metadata: further entries of the header.
+    Raises:
+        SourceError: the repository cannot be read.
     """
-    record = provenance.of(model) or Provenance(source=type(model).__name__)
-    _write_tensors(file, model, replace(record, arch=unfolding.architecture(model)), None, metadata)
+    prefix, _, repo = source.partition(":")
+    if prefix not in ("hf-hub", "hf_hub"):
+        return None
+    try:
+        schemes = json.loads(hub.fetch(repo, (CONFIG,)).read_text(encoding="utf-8"))["normswap"]["schemes"]
+    except (ValueError, KeyError, TypeError):  # timm's reader says what is wrong with it
+        return None
+    if not schemes:
+        return None
+    with contextlib.suppress(SourceError):  # not every network had norms
+        hub.fetch(repo, (NORMS,))
+    return hub.fetch(repo, (WEIGHTS,)).parent
 
 
-def _write_tensors(
-    file: Path,
-    model: nn.Module,
-    record: Provenance,
-    report: Report | None,
-    metadata: Mapping[str, str] = {},
-    norms: Mapping[str, Tensor] = {},
-) -> None:
-    """Write the tensors with the record in the header; `norms` stand in a file of their own beside it."""
+def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+    """Write the tensors with the record in their header, the source's norms, config and card."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    hashes = {WEIGHTS: weight_files.hash_tensors(state)}
-    if norms:
-        hashes[NORMS] = weight_files.hash_tensors(norms)
+    norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
+    files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}
     header = {
         "version": VERSION,
         "source": record.source,
@@ -225,17 +201,12 @@ def _write_tensors(
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
         "report": None if report is None else report.to_dict(),
-        "hashes": hashes,
+        "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
         "versions": {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__,
                      "python": platform.python_version()},
     }  # fmt: skip
-    _save(state, file, {**metadata, "format": "pt", "normswap": json.dumps(header)})
-
-
-def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    _write_tensors(folder / WEIGHTS, model, record, report, norms=record.norms)
-    if record.norms:
-        norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
+    _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
+    if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
     config = {
         "architecture": kinds.spelled(record.arch) if record.arch else type(model).__name__,
@@ -245,14 +216,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / CARD).write_text(model_card.render(record, report, _own_layers(model)), encoding="utf-8")
-
-
-def _own_layers(model: nn.Module) -> Counter[str]:
-    """Count the layers with tensors whose classes are normswap's."""
-    tensors = {path.rpartition(".")[0] for path in model.state_dict()}
-    classes = (type(module) for path, module in model.named_modules() if path in tensors)
-    return Counter(kind.__name__ for kind in classes if kind.__module__.startswith("normswap.layers."))
+    (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
@@ -262,8 +226,10 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
         if tensor.data_ptr() in seen and tensor.numel():
             tensors[name] = tensor.clone()
         seen.add(tensor.data_ptr())
-    save_file(tensors, file, metadata)
-    file.chmod(0o666 & ~atomic_write.umask())  # safetensors makes private files
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:  # it words errors of the disk in its own way
+        raise OutputError(f"cannot write {file.name}", first_line(error)) from None
 
 
 def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:

@@ -1,14 +1,12 @@
-"""The record in the header of the weights: where the network is from, how it is built, its plan and its proof.
-
-It is looked through as a whole when it is read, so that nobody else meets a record that is half there.
-"""
+"""The record in the header of the weights: where the network is from, how it is built, its plan and its proof."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from normswap.errors import SourceError, first_line
@@ -17,27 +15,42 @@ from normswap.storage.network_folder import WEIGHTS
 from normswap.surgery.report import Report
 
 VERSION = 1
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "arch": (dict, type(None)), "plan": dict, "source": str, "sha256": (str, type(None)), "pretrained_cfg": dict,
-}  # fmt: skip
-_MAY_BE_MISSING: dict[str, type | tuple[type, ...]] = {
-    "report": (dict, type(None)), "hashes": (dict, type(None)), "versions": (dict, type(None)),
-}  # fmt: skip
-_ARCH: dict[str, type | tuple[type, ...]] = {"name": str, "kwargs": dict, "builder": str}
 
 
-def weights_of(place: Path) -> Path:
-    """Return the weights of a directory; a file is its own."""
-    return place if place.is_file() else place / WEIGHTS
+class _Arch(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    kwargs: dict[str, Any]
+    builder: str
 
 
-def read_header(folder: Path) -> Body:
-    """Read the record; its fields are there and of their types.
+class Header(BaseModel):
+    """The record as it is read.
+
+    Args:
+        hashes: of the tensors, by the name of their file.
+        report: of what was measured when the directory was written.
+    """
+
+    model_config = ConfigDict(strict=True)
+    version: int
+    arch: _Arch | None
+    plan: dict[str, Any]
+    source: str
+    sha256: str | None
+    pretrained_cfg: dict[str, Any]
+    report: dict[str, Any] | None
+    hashes: dict[str, str]
+    versions: dict[str, str]
+
+
+def read_header(folder: Path) -> Header:
+    """Read the record of a directory that normswap wrote; its fields are there and of their types.
 
     Raises:
         SourceError: missing, truncated, not ours, damaged, or from a later normswap.
     """
-    file = weights_of(folder)
+    file = folder / WEIGHTS
     if not file.is_file():
         raise SourceError(f"{folder} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
     try:
@@ -47,21 +60,20 @@ def read_header(folder: Path) -> Body:
         reason = first_line(error)
         raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
     if text is None:
-        raise SourceError(
-            f"{file} was not written by normswap", "its header holds no plan", "Name what `normswap convert` wrote"
-        )
+        remedy = "Name what `normswap convert` wrote"
+        raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
     try:
         header: Body = json.loads(text)
-        version = header["version"]
+        if header["version"] != VERSION:
+            what = f"{file} has schema version {header['version']}, this normswap reads {VERSION}"
+            raise SourceError(what, remedy="Upgrade it")
+        return Header.model_validate(header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+        raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{file}: the header cannot be read", repr(error)) from None
-    if version != VERSION:
-        raise SourceError(f"{file} has schema version {version}, this normswap reads {VERSION}", remedy="Upgrade it")
-    _check_fields(header, _TYPES, _MAY_BE_MISSING, file)
-    if header["arch"]:  # those of before there were other builders than timm have none
-        _check_fields(header["arch"], {"name": str}, _ARCH, file, "arch.")
-        _check_known(header["arch"], _ARCH, file)
-    return header
 
 
 def read_report(folder: Path) -> Report | None:
@@ -70,37 +82,8 @@ def read_report(folder: Path) -> Report | None:
     Raises:
         SourceError: as `read_header`; or the report is damaged.
     """
-    body = read_header(Path(folder)).get("report")
+    body = read_header(folder).report
     try:
         return None if body is None else Report.from_dict(body)
     except (KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{weights_of(Path(folder))}: the report cannot be read", repr(error)) from None
-
-
-def _check_fields(
-    record: Mapping[str, object],
-    types: Mapping[str, type | tuple[type, ...]],
-    maybe: Mapping[str, type | tuple[type, ...]],
-    file: Path,
-    above: str = "",
-) -> None:
-    """Check that the fields are there and of their types.
-
-    Raises:
-        SourceError: one is not; says which.
-    """
-    missing = [name for name in types if name not in record]
-    wrong = [name for name, kind in {**maybe, **types}.items() if name in record and not isinstance(record[name], kind)]
-    if missing or wrong:
-        what = (
-            f"{above}{missing[0]} is missing"
-            if missing
-            else f"{above}{wrong[0]} is a {type(record[wrong[0]]).__name__}"
-        )
-        raise SourceError(f"{file}: the header cannot be read", what, "The file is damaged: get it again")
-
-
-def _check_known(record: Mapping[str, object], known: Mapping[str, object], file: Path) -> None:
-    unknown = sorted(set(record) - set(known))
-    if unknown:
-        raise SourceError(f"{file}: the header cannot be read", f"arch has an unknown field {unknown[0]!r}")
+        raise SourceError(f"{folder / WEIGHTS}: the report cannot be read", repr(error)) from None

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+
+from huggingface_hub import ModelCardData
 
 from normswap import schemes
 from normswap.models import kinds
 from normswap.plan import Body
 from normswap.provenance import Provenance
-from normswap.surgery.held_out import accuracy_text
 from normswap.surgery.report import Report
 
-_MARK = "<!-- written by normswap -->"
 _PLACE = '"path/to/this/directory"'
 _LOAD = f"model = normswap.load({_PLACE}"
-_LIBRARY = "library_name: "
 
 
-def render(record: Provenance, report: Report | None, own_layers: Mapping[str, int] | None = None) -> str:
-    """Write in Markdown what this is, what was done, what was measured, and how to use it.
-
-    Args:
-        own_layers: how many layers of the network are classes of normswap, by their names; None: not looked at.
-    """
+def render(record: Provenance, report: Report | None) -> str:
+    """Write in Markdown what this is, what was done, what was measured, and how to use it."""
     steps = [f"{step.scheme}{_options(schemes.changed(step.scheme, step.options))}" for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
@@ -31,10 +26,8 @@ def render(record: Provenance, report: Report | None, own_layers: Mapping[str, i
     trust = ", trust_factory=True" if record.arch and foreign else ""
     lines = [
         "---",
-        f"{_LIBRARY}{builder}",
-        f"tags: [{', '.join([*task, builder, 'normswap'])}]",
+        ModelCardData(library_name=builder, tags=[*task, builder, "normswap"]).to_yaml(),
         "---",
-        _MARK,
         f"# {arch}{' converted to ' + steps[-1] if steps else ''}",
         "",
         f"- Source: `{record.source}`" + (f" (tensors' SHA-256 `{record.sha256}`)" if record.sha256 else ""),
@@ -54,20 +47,8 @@ def render(record: Provenance, report: Report | None, own_layers: Mapping[str, i
             if record.norms and (not report or report.exact)
             else "."
         ),
-        *([] if own_layers is None else ["", _elsewhere(own_layers)]),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _elsewhere(own_layers: Mapping[str, int]) -> str:
-    """Say whether the tensors are of use without normswap."""
-    if own_layers:
-        layers = ", ".join(f"{count} {name}" for name, count in own_layers.items())
-        return f"It loads with normswap only: some of its layers are normswap's ({layers})."
-    return (
-        "It loads without normswap, too: no layer is normswap's own. `model.safetensors` fits, strictly, the library's "
-        "network that is built with these layers (of timm and torchvision by `norm_layer=`), with their eps."
-    )
 
 
 def published(card: str, repo: str, *, alone: bool) -> str:
@@ -76,28 +57,11 @@ def published(card: str, repo: str, *, alone: bool) -> str:
     Args:
         alone: timm builds and loads it without normswap.
     """
-    lines = []
-    for line in card.splitlines():
-        if line.startswith(_LOAD):
-            fetched = line.replace(_PLACE, f'snapshot_download("{repo}")')
-            lines.append(f'model = timm.create_model("hf-hub:{repo}", pretrained=True).eval()' if alone else fetched)
-        elif line == "import normswap":
-            lines += ["import timm"] if alone else ["import normswap", "from huggingface_hub import snapshot_download"]
-        elif line.startswith(_LIBRARY) and not alone:
-            lines.append(f"{_LIBRARY}normswap")
-        else:
-            lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-def title(card: str) -> str:
-    """Return the card's first heading."""
-    return next((line.removeprefix("# ") for line in card.splitlines() if line.startswith("# ")), "a converted network")
-
-
-def is_card(text: str) -> bool:
-    """Tell whether `render` wrote this."""
-    return _MARK in text
+    if alone:
+        code = f'import timm\nmodel = timm.create_model("hf-hub:{repo}", pretrained=True).eval()'
+        return re.sub(rf"import normswap\n{re.escape(_LOAD)}.*", lambda _: code, card)
+    card = card.replace("import normswap\n", "import normswap\nfrom huggingface_hub import snapshot_download\n")
+    return re.sub(r"library_name: .*", "library_name: normswap", card).replace(_PLACE, f'snapshot_download("{repo}")')
 
 
 def _options(options: Body) -> str:
@@ -133,8 +97,10 @@ def _kept(report: Report) -> list[str]:
     if kept is None:
         why = f": {report.unmeasured}" if report.unmeasured else ""
         return [] if report.exact else [f"How much of the accuracy this keeps was not measured{why}.", ""]
-    same = "" if kept.agreement is None else f"the source's answer on {kept.agreement:.1%} of them, "
-    accuracy = accuracy_text(kept.right, kept.right_least).replace(" %", "%")
-    right = f"{accuracy} of the source's accuracy expected as a classifier, " if accuracy else ""
-    return [f"On {kept.count} of the {kept.of}, to which nothing was fitted: {same}{right}"
+    same = (
+        ""
+        if kept.agreement is None
+        else (f"the source's answer on {kept.agreement:.1%} of them (at least {kept.least:.0%}), ")
+    )
+    return [f"On {kept.count} of the calibration images, to which nothing was fitted: {same}"
             f"relative L2 {kept.relative_l2:.2g}. Other images may keep less.", ""]  # fmt: skip

@@ -1,11 +1,15 @@
-"""The files of a network's directory, and whether one may be written somewhere: seen before torch is imported."""
+"""The files of a network's directory, and whether one may be written somewhere, by whom: without importing torch."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from normswap.errors import OutputError, SourceError, spelled
-from normswap.storage import atomic_write
+from filelock import FileLock, Timeout
+
+from normswap.errors import OutputError, spelled
 
 WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
 
@@ -14,11 +18,9 @@ def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
     Raises:
-        OutputError: it exists (without `force`), holds something that normswap did not write, lies in a network, or
-            is a link to nothing.
+        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
     check_beside(place)
-    atomic_write.check_link(place)
     for parent in place.absolute().parents:
         if parent.is_file():
             raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")
@@ -36,29 +38,6 @@ def check_writable(place: Path, *, force: bool) -> None:
         raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
 
 
-def check_not_empty(place: Path) -> None:
-    """See that a directory that is to be opened has something in it; which files, its reader says.
-
-    Raises:
-        SourceError: it has not, or is a link to nothing.
-    """
-    if place.is_symlink() and not place.exists():
-        raise SourceError(f"{place} is a link to {place.readlink()}, which does not exist")
-    if place.is_dir() and not any(place.iterdir()):
-        remedy = f"A model directory has {CONFIG} and {WEIGHTS}; for weights alone name the file."
-        raise SourceError(f"{place} has no {CONFIG}", "it is empty", remedy)
-
-
-def check_directory(place: Path) -> None:
-    """See that a directory that is to be opened is one.
-
-    Raises:
-        SourceError: it is none.
-    """
-    if not place.is_dir():
-        raise SourceError(f"{place} is no directory", remedy="Name one that `normswap convert` wrote")
-
-
 def check_beside(place: Path) -> None:
     """See that `place` does not lie in the directory of a network, which is replaced as a whole.
 
@@ -69,3 +48,28 @@ def check_beside(place: Path) -> None:
         if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
             remedy = "Name a place beside it"
             raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
+
+
+@contextmanager
+def one_writer(place: Path) -> Iterator[None]:
+    """Hold a lock beside `place`, which the system lets go when the process ends; the same thread may hold it again.
+
+    Raises:
+        OutputError: another process, or thread, holds it.
+    """
+    real = place.resolve()
+    if not os.access(real.parent, os.W_OK):  # writing to it will say what is wrong
+        yield
+        return
+    lock = FileLock(real.with_name(f".{real.name}.lock"), timeout=0, is_singleton=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        what = f"{place} is being written by another process"
+        raise OutputError(what, remedy="Wait until that is done, or give another directory") from None
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:  # removed while it is held
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()

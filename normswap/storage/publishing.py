@@ -15,10 +15,10 @@ import huggingface_hub as client
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OutputError, first_line
+from normswap.errors import NormswapError, OptionError, OutputError, first_line
 from normswap.models import hub, timm_models, weight_files
 from normswap.plan import Arch
-from normswap.storage import checkpoint, hub_name, model_card
+from normswap.storage import checkpoint, model_card
 from normswap.storage.network_folder import CARD, CONFIG, FILES
 from normswap.surgery import comparison
 
@@ -56,7 +56,8 @@ def push(
         SourceError: it is no such directory, or is damaged.
         OutputError: the hub does not take it.
     """
-    hub_name.check(repo)
+    if repo.count("/") != 1:
+        raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
     folder = Path(directory)
     model = checkpoint.load(folder, trust_factory=trust_factory)  # also sees that it is whole
     record = provenance.of(model)
@@ -69,11 +70,11 @@ def push(
         client.CommitOperationAdd(name, value if isinstance(value, bytes) else str(value))
         for name, value in contents.items()
     ]
-    api = client.HfApi()
+    api, commit_message = client.HfApi(), message or f"{folder.name}, converted by normswap"
     try:
         with weight_files.quiet():
             api.create_repo(repo, private=private, exist_ok=True)
-            done = api.create_commit(repo, operations, commit_message=message or model_card.title(card))
+            done = api.create_commit(repo, operations, commit_message=commit_message)
     except client.errors.HFValidationError as error:
         raise OutputError(f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name") from None
     except Exception as error:  # the client's exceptions differ by version (requests, httpx)

@@ -1,8 +1,7 @@
-"""One step of a conversion: carried out, fitted to data if it asks for that, and proved."""
+"""One step of a conversion: applied, fitted to data if it asks for that, proved, and recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,16 +10,14 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap import copying, provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
-from normswap.images import stem_statistics
 from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import evaluating, full_precision, hooked
 from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, fitting, held_out, kept_accuracy, running
+from normswap.surgery import applying, comparison, fitting, held_out, running
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
-from normswap.surgery.verdict import require_passed
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,36 +75,24 @@ def carry_out(network: Network, step: Step) -> Conversion:
     if not chosen.exact:
         _check_runs(result, network.examples[0].first(1), step.scheme)
     fits = images is not None or (chosen.scheme.fits_without_images and not chosen.exact)
-    notes, dealt = fitting.fit(chosen.scheme, network, result, step, images) if fits else ((), None)
-    precise = _precise(network, result, step) if chosen.exact else None  # others differ by far more than float32 does
-    report = comparison.compare(network, result, exact=chosen.exact, precise=precise)
-    if dealt:
-        notes = (*notes, *_doubts(network, dealt))
-    if dealt and dealt.held:
-        kept = kept_accuracy.measured(
-            network.module, result, dealt.held, dealt.others, scores=not network.anatomy.features
-        )
-        report = replace(report, kept=kept)
-    elif images is not None:
-        report = replace(report, unmeasured=_why_unmeasured(dealt))
-    require_passed(network, report, step.scheme)
+    fitted = fitting.fit(chosen.scheme, network, result, step, images) if fits else fitting.Fitted()
+    report = prove(network, result, step, fitted)
     applying.check_gone(network.module, result, step)
-    renames = tuple(applying.renames(network.module, step))
-    return Conversion(network.after(result), report, {}, notes, renames)
+    return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
 
 
-def _doubts(network: Network, dealt: held_out.Dealt) -> Iterator[str]:
-    """Whatever makes the images that a result was fitted to doubtful."""
-    if dealt.held and dealt.copies:
-        yield f"{dealt.copies} of the held-out images are copies of others, and do not count"
-    if dealt.others:
-        yield from stem_statistics.doubt(network.module, dealt.others[0].images)
+def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
+    """Measure the result of one step against its source, and on the images that it was not fitted to.
 
-
-def _why_unmeasured(dealt: held_out.Dealt | None) -> str:
-    if dealt is None:
-        return held_out.NONE
-    return held_out.COPIES if dealt.copies else held_out.TOO_FEW
+    Raises:
+        VerificationError: the result is wrong.
+    """
+    exact = schemes.exact(step)
+    precise = _precise(network, result, step) if exact else None  # others differ by far more than float32 does
+    report = comparison.compare(network, result, exact=exact, precise=precise)
+    comparison.require_passed(network, report, step.scheme)
+    kept = held_out.measured(network.module, result, fitted.held, scores=not network.anatomy.features)
+    return replace(report, kept=kept, unmeasured=fitted.unmeasured)
 
 
 def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Precise | None:

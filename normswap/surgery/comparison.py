@@ -44,19 +44,18 @@ def verify(
     input_size: Sequence[int] | None = None,
     exact: bool = True,
     seed: int | None = None,
-    size: Sequence[int] | None = None,
 ) -> Report:
     """Measure how far `result` is from `source`, in their own precision; neither is changed.
 
     Args:
         inputs: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by default N(0, 1)
-            noise of at most `input_size` (by default the network's own; it was called `size`), from `seed`.
+            noise of at most `input_size` (by default the network's own), from `seed`.
         exact: whether they should agree; else the report passes if the numbers are finite.
 
     Returns:
         The distances by precision and input size, what is allowed, and whether that is kept.
     """
-    network = Network.of(source, inputs=inputs, size=size if input_size is None else input_size, seed=seed)
+    network = Network.of(source, inputs=inputs, size=input_size, seed=seed)
     return compare(network, network_input.require_module(result), exact=exact, traced=False)
 
 
@@ -111,6 +110,30 @@ def compare(
     report = Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
     _require_repeatable(network, calls[0], report)
     return report
+
+
+def require_passed(network: Network, report: Report, scheme: str) -> None:
+    """Check that the report says that the result is right.
+
+    Args:
+        network: the source, which is looked at where the result is not right.
+
+    Raises:
+        VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
+    """
+    if report.passed:
+        return
+    outputs, _ = run(network.module, network.calls[0])
+    if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
+        remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
+        raise VerificationError("the network itself gives NaN or infinite numbers", f"on {network.described}", remedy)
+    worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
+    size, precision = worst_error.relative_l2, worst_error.precision
+    raise VerificationError(
+        f"the result of {scheme} is wrong: relative L2 error {size:.1e} at the logits ({precision})",
+        f"allowed: {report.tolerance[precision]:.0e}" if report.exact else "it is not finite",
+        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+    )
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float] | None) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, Literal, TypedDict
 
+from timm.models.nfnet import NormFreeBlock
 from torch import nn
 
 from normswap import copying, schemes
@@ -15,16 +16,42 @@ from normswap.folding.outcomes import counts
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import selection
-from normswap.graph.inspection import Anatomy
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.selection import patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
-from normswap.surgery import applying, carrying_out, comparison, fitting, likeness, scheme_path, unfolding
+from normswap.surgery import applying, carrying_out, comparison, fitting, likeness, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Batches, Network
-from normswap.surgery.verdict import require_passed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ConvertOptions(TypedDict, total=False):
+    """What `convert` takes beside its own arguments, for editors and type checkers; a scheme refuses another's."""
+
+    only: str | Sequence[str]
+    skip: str | Sequence[str]
+    purpose: Literal["federated", "opacus"] | None
+    alpha: Literal["match", "inv-sqrt-depth"] | float
+    bend: float
+    branches: Literal["merge", "keep"]
+    depthwise: Literal["fit", "keep"]
+    dropout: float
+    ghost_batch: int
+    group_size: int
+    groups: int
+    init: Literal["keep", "fixup"]
+    like: str | nn.Module
+    mean: Literal["fit", "keep"]
+    rule: Literal["balduzzi", "szegedy", "hanin", "arpit", "rescale"]
+    steady: float
+    stem: Literal["fit", "keep"]
+    where: Literal["norms", "activation", "conv"]
 
 
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
@@ -51,7 +78,7 @@ def plan_steps(
     """
     schemes.check_target(to)
     before: Step | None = None
-    for chosen in scheme_path.steps(network.anatomy, to, options, measured=measured):
+    for chosen in scheme_path(network.anatomy, to, options, measured=measured):
         if before:
             network = network.after(carrying_out.applied(network, before))
         before, builder = _plan_step(network.anatomy, chosen)
@@ -100,7 +127,7 @@ def convert(
     seed: int | None = None,
     calibrate: Batches | None = None,
     progress: Progress | None = None,
-    **options: object,
+    **options: Unpack[ConvertOptions],
 ) -> Conversion:
     """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
 
@@ -109,8 +136,7 @@ def convert(
         to: a scheme (`normswap schemes` lists them).
         inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments, a dict of keywords,
             or a list of batches of these; by default N(0, 1) noise of `input_size`.
-        input_size: (C, H, W); by default what the model says of itself (`network_input.size`). It was called `size`,
-            which still works.
+        input_size: (C, H, W); by default what the model says of itself (`network_input.size`).
         calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
             gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
             What a batch has beyond the network's arguments is left out.
@@ -125,18 +151,17 @@ def convert(
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
-    size = cast("Sequence[int] | None", options.pop("size", None)) if input_size is None else input_size
-    network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=calibrate, progress=progress)
+    network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress)
     schemes.check_target(to)
-    road = _alike if to == "batchnorm" and options.get("like") else _unfolded if to == "unfold" else _converted
+    convert_to = _alike if to == "batchnorm" and options.get("like") else _unfolded if to == "unfold" else _converted
     if network.device_has_double:
-        return road(network, to, options)
-    done = road(network.on_cpu(), to, options)  # folding is done in float64
+        return convert_to(network, to, dict(options))
+    done = convert_to(network.on_cpu(), to, dict(options))  # folding is done in float64
     return replace(done, network=replace(done.network, module=done.model.to(network.device)))
 
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
-    steps = scheme_path.steps(source.anatomy, to, options, measured=source.calibrate is not None)
+    steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
     images = source.calibrate
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
@@ -145,12 +170,66 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
         if len(steps) == 1:
-            fitting.require_use(chosen, network)
+            fitting.require_use(chosen, source)
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         done.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
     return done[0] if len(done) == 1 else _joined(source, done)
+
+
+def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
+    """The schemes with their options, in order.
+
+    Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a
+    target that needs BatchNorms, where they are lost, they come back from the statistics that the network carries.
+    To become `batchnorm` a network that never had a norm gets some (`_adds_norms`). For a target that puts scalars on
+    branches, a normalizer-free block gives up its own first. After it: what the purpose needs.
+
+    Raises:
+        OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
+    """
+    purpose = options.get("purpose")
+    schemes.check_purpose(purpose)
+    options = {name: value for name, value in options.items() if name != "purpose"}
+    target = schemes.chosen(to, options)
+    part = patterns(options)
+    anatomy = restrict(anatomy, **part)
+    norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
+    alive = any(norm.is_batchnorm for norm in norms)
+    averaged = measured and any(norm.averages for norm in norms)
+    before = ["estimate"] if averaged else []
+    if target.scheme.on_branches and any(_ends_in_a_factor(anatomy, block) for block in anatomy.part()):
+        before.append("folded")
+    lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
+    if target.scheme.starts_from is not None and lost and not (alive or averaged):
+        before.append(target.scheme.starts_from)
+    if _adds_norms(target, known=alive or lost or averaged, measured=measured):
+        where = target.options["where"]
+        adding = schemes.chosen("measured-batchnorm", {**part, "where": "activation" if where == "norms" else where})
+        return _with_purpose([adding, *([target] if target.options["ghost_batch"] else [])], purpose)
+    there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
+    way = [schemes.chosen(name, part) for name in before] + ([] if there else [target])
+    if to == "folded" and target.options["branches"] == "merge":
+        merging = schemes.chosen("merged-branches", part)
+        way += [merging] if merging.scheme.plan(anatomy).replacements else []
+    return _with_purpose(way, purpose)
+
+
+def _with_purpose(way: list[Chosen], purpose: str | None) -> list[Chosen]:
+    return way if purpose is None else [*way, schemes.chosen(purpose, {})]
+
+
+def _adds_norms(target: Chosen, *, known: bool, measured: bool) -> bool:
+    """Whether BatchNorms are put where there were none: asked for, or there are images and no norm is known."""
+    if target.scheme.name != "batchnorm":
+        return False
+    return target.options["where"] != "norms" or (measured and not known)
+
+
+def _ends_in_a_factor(seen: Anatomy, block: Block) -> bool:
+    """Whether the branch of a block of timm's normalizer-free networks ends in a factor of the block's own."""
+    return block.tail is None and isinstance(seen.traced.modules[block.path.partition("+")[0]], NormFreeBlock)
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
@@ -182,7 +261,7 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
         report = replace(report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself")
-    require_passed(source, report, " and ".join(step.scheme for step in steps))
+    comparison.require_passed(source, report, " and ".join(step.scheme for step in steps))
     outcomes = {path: outcome for one in done for path, outcome in one.outcomes.items()}
     renames: dict[str, str] = {}
     for one in done:
@@ -202,7 +281,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     precise = None if rounded else comparison.compare_double(network, lambda: _unfolded_in_double(network))
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise)
-    require_passed(network, report, "unfold")
+    comparison.require_passed(network, report, "unfold")
     norms = [path for path, module in result.module.named_modules() if affine.is_affine_norm(module)]
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))
 

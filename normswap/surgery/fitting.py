@@ -1,4 +1,4 @@
-"""How data enter a conversion: whether a step wants them, and the call to its scheme's `fit`.
+"""DO: how data enter a conversion: whether a step wants them, and the call to its scheme's `fit`.
 
 A plan's structure never depends on data; a scheme with a `fit` sets values of the converted network afterwards.
 """
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from normswap.calibration.fit_task import FitTask
 from normswap.errors import OptionError, spelled
+from normswap.images import stem_statistics
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen, Scheme
 from normswap.surgery import applying
-from normswap.surgery.held_out import Dealt
+from normswap.surgery.held_out import COPIES, TOO_FEW, HeldOutSplit
 from normswap.surgery.network import Batches, Network
 
 
@@ -29,11 +30,10 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """
     if not chosen.fits:
         return None
+    remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
     if network.calibrate is None and chosen.measures:
-        remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", "there are none", remedy)
     if network.calibrate is None and chosen.requires_data:
-        remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
         if chosen.exact_instead is not None:
             remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
@@ -48,6 +48,21 @@ def require_use(chosen: Chosen, network: Network) -> None:
     """
     if network.calibrate is not None and not chosen.fits:
         raise OptionError(f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The outcome of a fit.
+
+    Args:
+        held: calls that nothing was fitted to.
+        unmeasured: why there are none.
+        notes: what the user should know.
+    """
+
+    held: tuple[Example, ...] = ()
+    unmeasured: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,25 +94,28 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
     return iter(calls) if isinstance(calls.batches, Iterator) else calls
 
 
-def fit(
-    scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None
-) -> tuple[tuple[str, ...], Dealt | None]:
-    """Let the step's scheme set the values of `result`, in place.
-
-    Returns:
-        What the user should know, and the images as they were dealt; None without images, and where the result is not
-        fitted to a target of its own but measures all images.
+def fit(scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
+    """Let the step's scheme set the values of `result`, in place; without images, those that need none.
 
     Raises:
         SourceError: unusable or too few images.
     """
-    dealt: Dealt | None = None
     batches = None if images is None else calls_of(images, network)
-    if batches is not None and scheme.fitting_target is not None:
-        batches = dealt = Dealt(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     source = network.module
-    if scheme.fitting_target is not None:  # what the result is fitted to: the source with the result's rescaling
+    split: HeldOutSplit | None = None
+    if scheme.fitting_target is not None:
+        # The result is fitted to the source with the rescaling that the result has.
         source = applying.apply_step(source, scheme.fitting_target(step))
+        if batches is not None:
+            batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert scheme.fit is not None
     task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
-    return tuple(scheme.fit(task) or ()), dealt
+    notes = tuple(scheme.fit(task) or ())
+    if split is None:
+        return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
+    if split.held and split.copies:
+        notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
+    if split.first is not None:
+        notes += tuple(stem_statistics.doubt(network.module, split.first.images))
+    why = "" if split.held else (COPIES if split.copies else TOO_FEW)
+    return Fitted(tuple(split.held), why, notes)

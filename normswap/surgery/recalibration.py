@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from torch import nn
 
 from normswap import copying
 from normswap.calibration.population import norms_of
 from normswap.calibration.restoring import Wanted, restore
-from normswap.errors import RefusedError, spelled
+from normswap.errors import OptionError, RefusedError, spelled
 from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Inputs
@@ -26,7 +25,6 @@ from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
 from normswap.surgery.fitting import calls_of
 from normswap.surgery.network import Batches, Network
-from normswap.surgery.verdict import require_passed
 
 
 def recalibrate(
@@ -49,7 +47,7 @@ def recalibrate(
             whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
             that still has its BatchNorms is folded for that. `Wanted(networks, scales=False)`: means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
-        input_size: (C, H, W) of the noise; it was called `size`, which is taken, too.
+        input_size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
         record: what the plan shall remember of the data: data, samples, batch_size.
 
@@ -57,14 +55,15 @@ def recalibrate(
 
     Raises:
         RefusedError: no BatchNorm with running statistics, and nothing to go by; or BatchNorms, and `against`.
+        OptionError: something else than that is to be remembered.
         SourceError: unusable images, or batches of less than two.
     """
+    if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
+        raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     broken = [] if isinstance(model, Network) else _broken(model)
     if broken and not isinstance(model, Network):
         model = _reset(model, broken)
-    older = cast("Sequence[int] | None", record.pop("size", None))
-    size = older if input_size is None else input_size
-    network = Network.of(model, inputs=inputs, size=size, seed=seed, calibrate=batches, progress=progress)
+    network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=batches, progress=progress)
     wanted = Wanted.of(against)
     if wanted.networks:
         return _restored(network, wanted, record)
@@ -102,7 +101,7 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
     result = applied(network, step)
     done = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
     report = comparison.compare(network, result, exact=False)
-    require_passed(network, report, step.scheme)
+    comparison.require_passed(network, report, step.scheme)
     what = "mean and variance" if wanted.scales else "mean"
     note = f"{what} per channel of {done.layers} layers, {done.images} images"
     lacking = f"{done.without_bias} layers have no bias: their means stay as they are"

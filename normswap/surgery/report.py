@@ -5,7 +5,33 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from normswap.plan import Body
-from normswap.surgery.held_out import Kept
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How far the answers of source and result go together on held-out images, without labels.
+
+    Args:
+        agreement: share of images, or of places in maps, with the same argmax; None where there is no such thing.
+        relative_l2: at the outputs.
+        count: of images.
+    """
+
+    agreement: float | None
+    relative_l2: float
+    count: int
+
+    @property
+    def least(self) -> float | None:
+        """The least agreement with 97.5 % confidence (Wilson 1927, as Brown et al. 2001, equation 4).
+
+        Places of one image go together: for maps the bound is too high.
+        """
+        if self.agreement is None:
+            return None
+        z, n, p = 1.96, self.count, self.agreement
+        middle, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
+        return float((middle - spread) / (1 + z * z / n))
 
 
 @dataclass(frozen=True)

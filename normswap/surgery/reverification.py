@@ -17,7 +17,7 @@ from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.models.source_names import SUFFIXES
 from normswap.plan import Body
-from normswap.surgery import comparison, kept_accuracy
+from normswap.surgery import comparison, held_out
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 
@@ -101,7 +101,7 @@ def _without_labels(source: Network, result: nn.Module, loader: Loader, progress
             if progress is not None:
                 progress(done, loader.count or 0)
 
-    kept = kept_accuracy.measured(source.module, result, calls(), scores=not source.anatomy.features)
+    kept = held_out.measured(source.module, result, calls(), scores=not source.anatomy.features)
     if kept is None:
         raise SourceError("no images to compare on")
     return {"agreement": kept.agreement, "relative_l2": kept.relative_l2, "count": kept.count}

@@ -174,7 +174,7 @@ CONVERTED = [
 @pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
 def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:
     side = NARROW[name].get("img_size", 48)
-    model = convert(timm.create_model(name, **NARROW[name]), to, size=(3, side, side), **options).model
+    model = convert(timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options).model
     assigned = roles(model)
     assert counts(assigned) == wanted
     assert {one.role for one in assigned if one.decay} == set(DECAYING) & set(wanted)
@@ -187,7 +187,7 @@ def test_every_scheme_has_a_row_here() -> None:
 
 
 def test_a_gamma_in_tune_mode_has_the_role_of_its_norm() -> None:
-    done = convert(timm.create_model("resnet18"), "tune", size=(3, 32, 32)).model
+    done = convert(timm.create_model("resnet18"), "tune", input_size=(3, 32, 32)).model
     role = {one.path: one.role for one in roles(done)}
     assert role["conv1.gamma"] == "gamma_0"
     assert role["layer1.0.conv1.gamma"] == "gamma_other"
@@ -197,7 +197,7 @@ def test_a_gamma_in_tune_mode_has_the_role_of_its_norm() -> None:
 
 def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     model = timm.create_model("resnetv2_18", act_layer="silu")
-    done = convert(model, "folded", size=(3, 32, 32)).model
+    done = convert(model, "folded", input_size=(3, 32, 32)).model
     role = {one.path: one for one in roles(done)}
     assert role["stages.1.blocks.0.norm1.weight"].role == "gamma_down"
     assert not role["stages.1.blocks.0.norm1.weight"].decay

@@ -321,10 +321,10 @@ def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
 
 def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     model = narrow("resnetv2_18")
-    done = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32), stem="fit")
+    done = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32), stem="fit")
     convs = [m for m in done.model.modules() if isinstance(m, nn.Conv2d)]
     assert sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1  # the classifier is none
-    kept = conversion.convert(model, "nf", calibrate=images(), size=(3, 32, 32)).model
+    kept = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32)).model
     assert [type(m) is ScaledStdConv2d for m in kept.modules() if isinstance(m, nn.Conv2d)] == [
         False, *[True] * (len(convs) - 2), False
     ]  # fmt: skip
@@ -368,7 +368,7 @@ def test_progress_batches_with_labels_and_functions() -> None:
     model, told = narrow(), []
     data = [(x, torch.zeros(len(x), dtype=torch.long)) for x in images()]
     conversion.convert(
-        model, "layernorm", size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
+        model, "layernorm", input_size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
     )
     assert told == [(i + 1, len(told)) for i in range(len(told))]
     assert len(told) == 27
@@ -437,7 +437,7 @@ def with_nan() -> list[Tensor]:
 )
 def test_bad_data_are_named(data: list[Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        conversion.convert(narrow(), "groupnorm", size=(3, 32, 32), calibrate=data)
+        conversion.convert(narrow(), "groupnorm", input_size=(3, 32, 32), calibrate=data)
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "nf"])
@@ -447,14 +447,14 @@ def test_a_layer_whose_numbers_overflow_is_named(to: str) -> None:
     with torch.no_grad():
         model.bn1.weight *= 1e20
     with pytest.raises(SourceError, match=r"layer1\.0\.conv1 cannot be fitted: .* overflows"):
-        conversion.convert(model, to, size=(3, 32, 32), calibrate=images())
+        conversion.convert(model, to, input_size=(3, 32, 32), calibrate=images())
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "nf", "centered-weightnorm"])
 def test_images_of_other_channels_do_not_fit(to: str) -> None:
     given = {"mean": "fit"} if to == "centered-weightnorm" else {}
     with pytest.raises(SourceError, match="the calibration images do not fit the network"):
-        conversion.convert(narrow(), to, size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
+        conversion.convert(narrow(), to, input_size=(3, 32, 32), calibrate=[torch.randn(4, 1, 32, 32)], **given)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_images_of_other_channels_do_not_fit(to: str) -> None:
 def test_options_are_checked(to: str, options: dict[str, Any], message: str) -> None:
     model = net(lambda m, x: m.bn(m.conv(x)) + x, **ONE)().eval()
     with pytest.raises(OptionError, match=message):
-        conversion.convert(model, to, size=(C, 9, 9), **options)
+        conversion.convert(model, to, input_size=(C, 9, 9), **options)
 
 
 def test_rows_of_features_are_fitted_to_as_images_are() -> None:

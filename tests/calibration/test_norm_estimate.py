@@ -50,7 +50,7 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     torch.manual_seed(0)
     net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), NORMS[kind](), nn.Conv2d(8, 4, 1)))
     batches = images()
-    result: Any = normswap.convert(net, "batchnorm", calibrate=batches, size=SIZE).model
+    result: Any = normswap.convert(net, "batchnorm", calibrate=batches, input_size=SIZE).model
     plain: Any = copy.deepcopy(net[1])
     if hasattr(plain, "act"):
         plain.act = nn.Identity()
@@ -77,7 +77,7 @@ def test_on_to_other_schemes(arch: str, to: str) -> None:
     norm = functools.partial(timm_layers.GroupNormAct, num_groups=2) if v2 else timm_layers.GroupNorm1
     net = randomized(timm.create_model(arch, norm_layer=norm, **small))
     assert batchnorms(net) == []
-    done = normswap.convert(net, to, calibrate=iter(images()), size=SIZE)
+    done = normswap.convert(net, to, calibrate=iter(images()), input_size=SIZE)
     steps = [step.scheme for step in done.plan.steps]
     assert steps == (["estimate"] if to == "batchnorm" else ["estimate", to])
     assert not done.report.exact
@@ -89,7 +89,7 @@ def test_on_to_other_schemes(arch: str, to: str) -> None:
     error = distance(run(net, x), run(done.model, x))
     assert error < 0.8
     if to in ("folded", "skipinit"):  # exactly what the estimated network computes
-        bn = normswap.convert(net, "batchnorm", calibrate=images(), size=SIZE).model
+        bn = normswap.convert(net, "batchnorm", calibrate=images(), input_size=SIZE).model
         assert distance(run(bn, x), run(done.model, x)) < 1e-10
 
 
@@ -98,7 +98,7 @@ def test_the_estimate_is_better_than_the_placeholder() -> None:
     torch.manual_seed(0)
     net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 1)))
     x = images(8, seed=7)[0]
-    done = normswap.convert(net, "batchnorm", calibrate=images(), size=SIZE)
+    done = normswap.convert(net, "batchnorm", calibrate=images(), input_size=SIZE)
     empty = applying.apply(net, done.plan)
     assert distance(run(net, x), run(done.model, x)) < 0.5 * distance(run(net, x), run(empty, x))
 
@@ -106,7 +106,7 @@ def test_the_estimate_is_better_than_the_placeholder() -> None:
 def test_only_a_part() -> None:
     torch.manual_seed(0)
     net = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
-    done = normswap.convert(net, "folded", calibrate=images(), size=SIZE, only="1")
+    done = normswap.convert(net, "folded", calibrate=images(), input_size=SIZE, only="1")
     assert [type(module).__name__ for module in done.model] == ["Conv2d", "Vacant", "Conv2d", "GroupNorm"]  # type: ignore[arg-type]
 
 
@@ -130,7 +130,7 @@ def with_nan() -> list[Tensor]:
 def test_without_data_it_says_how(to: str, data: Any, kind: type[NormswapError], message: str) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double().eval()
     with pytest.raises(kind, match=message):
-        normswap.convert(net, to, calibrate=data, size=SIZE)
+        normswap.convert(net, to, calibrate=data, input_size=SIZE)
 
 
 def test_images_that_can_be_read_once_are_kept_for_each_step() -> None:

@@ -53,7 +53,7 @@ def torchs_own(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "seresnet18"])
 def test_statistics_are_torchs_cumulative_averages(arch: str) -> None:
     model, batches = network(arch), shifted()
-    done = recalibrate(model, batches, size=SIZE)
+    done = recalibrate(model, batches, input_size=SIZE)
     expected = torchs_own(model, batches)
     state, before = done.model.state_dict(), model.state_dict()
     assert expected
@@ -78,7 +78,7 @@ def test_by_hand_in_float64() -> None:
     with torch.no_grad():
         for x in batches:
             twin(x)
-    result = recalibrate(model, batches, size=SIZE).model
+    result = recalibrate(model, batches, input_size=SIZE).model
     for path, values in seen.items():
         m = values[0].numel() // values[0].shape[1]
         means = torch.stack([v.mean((0, 2, 3)) for v in values])
@@ -92,7 +92,7 @@ def test_float32_and_modes() -> None:
     model = network().float().train()
     model.get_submodule("layer1").eval()
     before = copy.deepcopy(model.state_dict())
-    done = recalibrate(model, shifted(dtype=torch.float32), size=SIZE)
+    done = recalibrate(model, shifted(dtype=torch.float32), input_size=SIZE)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [m.training for m in done.model.modules()] == [m.training for m in model.modules()]
     expected = torchs_own(model.double(), shifted())
@@ -102,9 +102,9 @@ def test_float32_and_modes() -> None:
 
 
 def test_ghost_batches_are_batches() -> None:
-    model = normswap.convert(network(), "batchnorm", ghost_batch=4, size=SIZE).model
-    result = recalibrate(model, shifted(batch=8), size=SIZE).model
-    fine = recalibrate(model, shifted(batch=4), size=SIZE).model
+    model = normswap.convert(network(), "batchnorm", ghost_batch=4, input_size=SIZE).model
+    result = recalibrate(model, shifted(batch=8), input_size=SIZE).model
+    fine = recalibrate(model, shifted(batch=4), input_size=SIZE).model
     running = [name for name in result.state_dict() if "running" in name]
     assert all(distance(result.state_dict()[name], fine.state_dict()[name]) < 1e-12 for name in running)
 
@@ -112,9 +112,9 @@ def test_ghost_batches_are_batches() -> None:
 def test_a_smaller_last_batch_is_left_out() -> None:
     model, batches = network(), shifted(count=43)
     assert len(batches[-1]) == 3
-    done = recalibrate(model, batches, size=SIZE)
+    done = recalibrate(model, batches, input_size=SIZE)
     assert "40 images in 5 batches; a last batch of 3 is left out" in done.notes[0]
-    whole = recalibrate(model, batches[:-1], size=SIZE)
+    whole = recalibrate(model, batches[:-1], input_size=SIZE)
     assert all(torch.equal(a, b) for a, b in zip(done.model.state_dict().values(), whole.model.state_dict().values(),
                                                  strict=True))  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_it_is_a_step_like_others(tmp_path: Path) -> None:
     """Recorded, loaded, folded, unfolded: with the new statistics."""
     model = network()
     told: list[tuple[int, int]] = []
-    done = recalibrate(model, shifted(), size=SIZE, data="dark", progress=lambda *at: told.append(at))
+    done = recalibrate(model, shifted(), input_size=SIZE, data="dark", progress=lambda *at: told.append(at))
     assert told == [(i + 1, 5) for i in range(5)]
     loaded = normswap.load(normswap.save(done, tmp_path / "new"))
     record = provenance.of(loaded)
@@ -132,9 +132,9 @@ def test_it_is_a_step_like_others(tmp_path: Path) -> None:
     x = shifted()[0]
     reference = run(done.model, x)
     assert torch.equal(reference, run(loaded, x))
-    folded = normswap.convert(loaded, "folded", size=SIZE).model
+    folded = normswap.convert(loaded, "folded", input_size=SIZE).model
     assert distance(reference, run(folded, x)) < 1e-12
-    back = normswap.convert(folded, "unfold", size=SIZE).model
+    back = normswap.convert(folded, "unfold", input_size=SIZE).model
     assert distance(reference, run(back, x)) < 1e-12
     for name, tensor in back.state_dict().items():
         if "running" in name:
@@ -142,10 +142,10 @@ def test_it_is_a_step_like_others(tmp_path: Path) -> None:
 
 
 def test_a_part_that_kept_its_norms() -> None:
-    half = normswap.convert(network(), "folded", only="layer2", size=SIZE).model
-    done = recalibrate(half, shifted(), size=SIZE)
+    half = normswap.convert(network(), "folded", only="layer2", input_size=SIZE).model
+    done = recalibrate(half, shifted(), input_size=SIZE)
     x = shifted()[0]
-    back = normswap.convert(done.model, "unfold", size=SIZE).model
+    back = normswap.convert(done.model, "unfold", input_size=SIZE).model
     assert distance(run(done.model, x), run(back, x)) < 1e-12
     for path in batchnorms(done.model):
         for name, tensor in done.model.get_submodule(path).state_dict().items():
@@ -188,7 +188,7 @@ def test_what_cannot_be(make: Any, batches: Any, kind: type[NormswapError], mess
     model = make().double()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(kind, match=message):
-        recalibrate(model, batches, size=SIZE)
+        recalibrate(model, batches, input_size=SIZE)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
 
@@ -204,9 +204,9 @@ class Scale(nn.Module):
 def test_one_value_per_channel_is_too_few() -> None:
     """m = 1: the variance of one value is not defined."""
     flat = nn.Sequential(nn.Conv2d(3, 4, 32), nn.BatchNorm2d(4)).eval()
-    alone = normswap.convert(flat, "batchnorm", ghost_batch=1, size=SIZE).model
+    alone = normswap.convert(flat, "batchnorm", ghost_batch=1, input_size=SIZE).model
     with pytest.raises(SourceError, match="1 sees one value per channel"):
-        recalibrate(alone, shifted(dtype=torch.float32), size=SIZE)
+        recalibrate(alone, shifted(dtype=torch.float32), input_size=SIZE)
 
 
 @pytest.mark.parametrize("word", ["recalibrate", "estimate", "_estimate"])

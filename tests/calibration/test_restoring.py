@@ -76,7 +76,7 @@ def test_every_layer_has_the_moments_of_the_reference() -> None:
 def test_by_biases_alone_the_weights_stay() -> None:
     source, batches = network(), images()
     sparse = pruned(source)
-    done = recalibrate(sparse, batches, against=Wanted((source,), scales=False), size=(3, 9, 9))
+    done = recalibrate(sparse, batches, against=Wanted((source,), scales=False), input_size=(3, 9, 9))
     record = provenance.of(done.model)
     assert record is not None
     assert {name: record.plan.steps[-1].options[name] for name in ("against", "scales")} == {
@@ -93,7 +93,7 @@ def test_of_several_references_the_moments_are_averaged() -> None:
     one, two, batches = network(), network(), images()
     with torch.no_grad():
         two[0].bias.add_(1.0)  # type: ignore[index, operator, union-attr]
-    got = moments(recalibrate(network(), batches, against=[one, two], size=(3, 9, 9)).model, batches)
+    got = moments(recalibrate(network(), batches, against=[one, two], input_size=(3, 9, 9)).model, batches)
     first, second = moments(one, batches), moments(two, batches)
     assert torch.allclose(got["0"][0], (first["0"][0] + second["0"][0]) / 2)
     assert torch.allclose(got["2"][1].sqrt(), (first["2"][1].sqrt() + second["2"][1].sqrt()) / 2)
@@ -101,7 +101,7 @@ def test_of_several_references_the_moments_are_averaged() -> None:
 
 def test_a_layer_without_bias_keeps_its_means() -> None:
     source = network(bias=False)
-    done = recalibrate(pruned(source), images(), against=source, size=(3, 9, 9))
+    done = recalibrate(pruned(source), images(), against=source, input_size=(3, 9, 9))
     assert done.notes[1] == "1 layers have no bias: their means stay as they are"
 
 
@@ -124,7 +124,7 @@ def test_a_layer_that_is_called_twice_stays_as_it_is(times: tuple[int, int]) -> 
     """Its one weight cannot give two outputs the moments of one, nor one those of two."""
     source, changed = (Calls(count).double().eval() for count in times)
     sparse = pruned(changed)
-    done = recalibrate(sparse, images(), against=source, size=(3, 9, 9))
+    done = recalibrate(sparse, images(), against=source, input_size=(3, 9, 9))
     assert "of 1 layers" in done.notes[0]
     before, after = sparse.state_dict(), done.model.state_dict()
     assert [name for name in before if not before[name].equal(after[name])] == ["last.weight", "last.bias"]
@@ -135,7 +135,7 @@ def test_channels_that_do_not_vary_are_not_blown_up() -> None:
     dead = copy.deepcopy(source)
     with torch.no_grad():
         dead[0].weight[0] = 0  # type: ignore[index, union-attr]
-    done = recalibrate(dead, images(), against=source, size=(3, 9, 9))
+    done = recalibrate(dead, images(), against=source, input_size=(3, 9, 9))
     assert all(bool(parameter.isfinite().all()) for parameter in done.model.parameters())
 
 
@@ -145,7 +145,7 @@ def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     faint = copy.deepcopy(source)
     with torch.no_grad():
         faint[0].weight[0] *= 1e-7  # type: ignore[index, union-attr, operator]
-    done = recalibrate(faint, images(), against=source, size=(3, 9, 9))
+    done = recalibrate(faint, images(), against=source, input_size=(3, 9, 9))
     before, after = (model.get_parameter("0.weight") for model in (faint, done.model))
     assert torch.equal(before[0], after[0])
     assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
@@ -173,7 +173,7 @@ def distance(one: nn.Module, two: nn.Module, batches: list[Tensor]) -> float:
 ])  # fmt: skip
 def test_what_cannot_be_restored_is_refused(model: nn.Module, options: dict[str, Any], words: str) -> None:
     with pytest.raises(RefusedError) as error:
-        recalibrate(model.eval(), images(), size=(3, 9, 9), **options)
+        recalibrate(model.eval(), images(), input_size=(3, 9, 9), **options)
     assert words in str(error.value)
 
 
@@ -187,14 +187,14 @@ def test_weights_that_are_made_of_others_are_refused_by_path(how: Callable[[nn.M
     path, layer = next((path, one) for path, one in model.named_modules() if isinstance(one, nn.Conv2d))
     how(layer)
     with pytest.raises(RefusedError, match=rf"the weight of {path} is made of other tensors.*prune\.remove"):
-        recalibrate(model, images(), against=source, size=(3, 9, 9))
+        recalibrate(model, images(), against=source, input_size=(3, 9, 9))
 
 
 def test_a_weight_that_is_made_of_others_may_stand_where_no_reference_has_a_layer() -> None:
     """A head for other classes: its moments are nobody's."""
     source, model = network(), network()
     model[6] = parametrizations.weight_norm(nn.Linear(8, 7).double())  # type: ignore[operator]
-    done = recalibrate(pruned(model), images(), against=source, size=(3, 9, 9))
+    done = recalibrate(pruned(model), images(), against=source, input_size=(3, 9, 9))
     assert "of 2 layers" in done.notes[0]
 
 
@@ -263,7 +263,7 @@ class Hooked(nn.Sequential):
 def test_what_is_hooked_in_is_not_overlooked() -> None:
     source = network()
     with pytest.raises(RefusedError, match="something else than its modules"):
-        recalibrate(Hooked(*copy.deepcopy(source)), images(), against=source, size=(3, 9, 9))
+        recalibrate(Hooked(*copy.deepcopy(source)), images(), against=source, input_size=(3, 9, 9))
 
 
 def test_the_command(capfd: Capture, tmp_path: Any) -> None:

@@ -39,8 +39,8 @@ def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:
     torch.manual_seed(0)
     model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
     with pytest.raises(RefusedError, match=r"layer4\.0\.bn1 on \(1, 8, 1, 1\).*larger inputs"):
-        normswap.convert(model, "instancenorm", size=(3, 32, 32))
-    normswap.convert(model, "instancenorm", size=(3, 32, 32), skip="layer4")
+        normswap.convert(model, "instancenorm", input_size=(3, 32, 32))
+    normswap.convert(model, "instancenorm", input_size=(3, 32, 32), skip="layer4")
 
 
 def test_plain_pictures_without_classes_do(here: Path, capfd: Capture) -> None:

@@ -200,15 +200,9 @@ def not_loaded(model: nn.Module) -> None:
         norm.reset_parameters()
 
 
-def put_in(model: nn.Module) -> None:
-    """Norms that do nothing, behind trained convolutions, as a tool puts them into a fused graph."""
-    for norm in norms(model)[9:12]:
-        norm.reset_parameters()
-
-
 @pytest.mark.parametrize(
     ("plant", "name"),
-    [(half_updated, "never-updated"), (not_loaded, "not-loaded"), (put_in, "identity-norm")],
+    [(half_updated, "never-updated"), (not_loaded, "not-loaded")],
 )  # fmt: skip
 def test_what_was_never_updated_is_told_apart(plant: Callable[[nn.Module], None], name: str) -> None:
     model = opened("demo")
@@ -227,9 +221,7 @@ def test_channels_whose_weights_have_decayed_are_no_fault() -> None:
     assert [finding.name for finding in diagnosed(model, "demo").faults] == ["zero-variance"]
     conv.weight[dead] *= 1e-8
     norm.running_mean[dead] = 0.0
-    diagnosis = diagnosed(model, "demo")
-    assert diagnosis.faults == ()
-    assert "constant-channel" in [finding.name for finding in diagnosis.findings]
+    assert diagnosed(model, "demo").faults == ()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -244,10 +236,8 @@ def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(g
     up.weight[:, :2] *= 1e-8  # of each group
     dead = [at + group * 16 // groups for group in range(groups) for at in range(2)]
     model[4].running_var[dead] = 0.0
-    diagnosis = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8))
-    names = [finding.name for finding in diagnosis.findings]
-    assert "zero-variance" not in names
-    assert "constant-channel" in names
+    faults = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).faults
+    assert "zero-variance" not in [fault.name for fault in faults]
 
 
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
@@ -289,43 +279,9 @@ def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None
     assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
 
 
-def test_an_untrained_network_is_called_so() -> None:
-    assert [one.name for one in diagnosed(timm.create_model("resnet18").eval()).faults] == ["untrained"]
-
-
-def test_maps_of_one_pixel_are_named() -> None:
-    torch.manual_seed(0)
-    strides = [
-        layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, 2, 1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
-    ]
-    model = nn.Sequential(*strides)
-    for _ in range(3):
-        model.train()(torch.randn(8, 3, 16, 16))
-    diagnosis = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 16, 16))
-    assert [(one.name, one.paths) for one in diagnosis.faults] == [("one-value", ("10",))]
-
-
-def test_a_norm_behind_a_pooling_to_one_pixel_is_no_fault() -> None:
-    torch.manual_seed(0)
-    pooled = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)]
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
-    for _ in range(3):
-        model.train()(torch.randn(8, 3, 16, 16))
-    found = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 16, 16)).findings
-    seen = [(one.name, one.paths, one.fault) for one in found if one.name in ("one-value", "pooled-norm")]
-    assert seen == [("pooled-norm", ("5",), False)]
-
-
-@pytest.mark.parametrize(("behind", "names"), [(True, ["stale-copy"]), (False, [])])
-def test_buffers_of_an_average_are_held_against_its_source(behind: bool, names: list[str]) -> None:
-    source = opened("demo")
-    average = copy.deepcopy(source)
-    with torch.no_grad():
-        for parameter in average.parameters():
-            parameter.mul_(1.001)
-        for norm in norms(average) if not behind else ():
-            norm.running_mean.mul_(1.001)
-    assert [one.name for one in diagnosed(average, other=source).faults] == names
+def test_an_untrained_network_was_not_loaded() -> None:
+    faults = diagnosed(timm.create_model("resnet18", channels=(8, 8, 8, 8)).eval()).faults
+    assert [fault.name for fault in faults] == ["not-loaded"]
 
 
 def test_recalibration_mends_stale_statistics() -> None:
@@ -374,53 +330,23 @@ def test_a_file_of_broken_statistics_is_mended_by_the_command_that_is_named(capf
     assert diagnosed(normswap.load(tmp_path / "out")).faults == ()
 
 
-def test_faults_stand_before_remarks() -> None:
-    """A channel in which nothing varies is a remark, also where its check comes before that of a fault."""
-    model = opened("demo")
-    at(model, 0.5).running_var[0] = 0
-    contradicted = FAULTS["mean and variance exchanged"][0]
-    contradicted(model)
-    found = diagnosed(model).findings
-    assert [one.fault for one in found] == sorted((one.fault for one in found), reverse=True)
-    assert {one.fault for one in found} == {True, False}
-
-
-def test_channels_in_which_nothing_varies_are_counted() -> None:
-    model = opened("demo")
-    at(model, 0.5).running_var[:3] = 0
-    (found,) = (one for one in diagnosed(model).findings if one.name == "constant-channel")
-    assert found.evidence.startswith("3 channels")
-    assert not any(one.name == "constant-channel" for one in diagnosed(opened("demo")).findings)
-
-
 @pytest.mark.parametrize("training", [True, False])
-def test_frozen_norms_are_counted_in_either_mode(*, training: bool) -> None:
+def test_frozen_norms_are_counted_while_their_statistics_move(*, training: bool) -> None:
     model = opened("demo")
     thawed(model)
     model.train(training)
-    (found,) = (one for one in diagnosed(model).findings if one.name == "thawed")
-    assert f"frozen in 5 of {len(norms(model))}" in found.evidence
-    assert found.fault is training
-    assert len(found.paths) == 5
+    faults = [fault for fault in diagnosed(model).faults if fault.name == "thawed"]
+    assert [f"frozen in 5 of {len(norms(model))}" in fault.evidence for fault in faults] == [True] * training
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_norms_that_are_all_frozen_are_a_fault_while_their_statistics_move(*, training: bool) -> None:
-    model = opened("demo")
-    for norm in norms(model):
-        norm.requires_grad_(False)
-    model.train(training)
-    assert [one.fault for one in diagnosed(model).findings if one.name == "thawed"] == [True] * training
-
-
-@pytest.mark.parametrize(("usual", "fault"), [(3, False), (4, True), (6, True)])
+@pytest.mark.parametrize(("usual", "fault"), [(3, False), (4, True)])
 def test_one_eps_among_others_is_a_fault_from_four_on(usual: int, fault: bool) -> None:
     layers = [layer for _ in range(usual + 1) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())]
     model = nn.Sequential(*layers)
     model.get_submodule("1").eps = 1e-2  # type: ignore[assignment]
     model.train()(torch.randn(8, 3, 8, 8))
-    found = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).findings
-    assert [(one.fault, one.paths) for one in found if one.name == "uneven-eps"] == [(fault, ("1",))]
+    faults = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).faults
+    assert [one.paths for one in faults if one.name == "uneven-eps"] == [("1",)] * fault
 
 
 def test_what_a_relu_leaves_of_a_normal_distribution_is_foretold() -> None:

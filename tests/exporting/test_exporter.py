@@ -107,7 +107,7 @@ def plain_nodes() -> dict[str, int]:
 def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
     model, _ = network()
     options = {"mean": "keep"} if scheme == "nf" else {}
-    converted = normswap.convert(model, scheme, size=(3, 64, 64), **options)
+    converted = normswap.convert(model, scheme, input_size=(3, 64, 64), **options)
     done = normswap.export(converted, tmp_path / "a.pt2", input_size=(3, 64, 64))
     plain = plain_nodes()
     per_sample = {"group_norm.default": 14} if scheme == "groupnorm" else {}
@@ -118,7 +118,7 @@ def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
 
 def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
     model, _ = network()
-    folded = normswap.convert(model, "folded", size=(3, 64, 64)).model
+    folded = normswap.convert(model, "folded", input_size=(3, 64, 64)).model
     assert normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2 <= 1e-6
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     assert normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6

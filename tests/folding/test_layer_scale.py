@@ -60,7 +60,9 @@ def test_unfold_gives_the_architecture_back() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, side, side, dtype=torch.float64)
     model = randomize(timm.create_model(arch, **args)).double().eval()
-    back = normswap.convert(normswap.convert(model, "folded", size=x.shape[1:]).model, "unfold", size=x.shape[1:]).model
+    back = normswap.convert(
+        normswap.convert(model, "folded", input_size=x.shape[1:]).model, "unfold", input_size=x.shape[1:]
+    ).model
     assert scaled(back) == scaled(model)
     assert back.state_dict().keys() == model.state_dict().keys()
     assert distance(run(model, x), run(back, x)) <= TOLERANCE
@@ -180,7 +182,7 @@ def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
 def test_a_part() -> None:
     arch, args, _, _ = SMALL["vit"]
     model = timm.create_model(arch, **args).double().eval()
-    result = normswap.convert(model, "folded", size=(3, 32, 32), only=["blocks.0"]).model
+    result = normswap.convert(model, "folded", input_size=(3, 32, 32), only=["blocks.0"]).model
     assert scaled(result) == ["blocks.1.ls1", "blocks.1.ls2"]
 
 

@@ -116,10 +116,10 @@ def test_every_gamma_and_beta_counts(name: str, harm: str) -> None:
 
 def test_convert_and_restore() -> None:
     model, _ = small("convnext")
-    done = normswap.convert(model.float(), "folded", size=(3, 64, 64))
+    done = normswap.convert(model.float(), "folded", input_size=(3, 64, 64))
     assert done.report.passed
     assert str(done.outcomes["stages.0.blocks.0.norm"]) == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
-    back = normswap.convert(done.model, "unfold", size=(3, 64, 64))
+    back = normswap.convert(done.model, "unfold", input_size=(3, 64, 64))
     assert with_affine(back.model) == with_affine(model)
 
 

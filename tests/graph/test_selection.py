@@ -126,7 +126,7 @@ def test_half_a_normalizer_free_network() -> None:
 def test_fitting_leaves_the_norms_outside() -> None:
     model, _, _ = lived("resnet18")
     batches = list(torch.randn(32, 3, 32, 32).split(8))
-    done = normswap.convert(model, "groupnorm", size=SIZE, calibrate=batches, only="layer4")
+    done = normswap.convert(model, "groupnorm", input_size=SIZE, calibrate=batches, only="layer4")
     kept = [path for path in batchnorms(model) if not path.startswith("layer4")]
     assert batchnorms(done.model) == kept
 
@@ -137,8 +137,8 @@ def test_what_cannot_be_read_can_be_left() -> None:
     net = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
     net.get_submodule("layer2.0").bn1 = nn.BatchNorm2d(8, track_running_stats=False)
     with pytest.raises(RefusedError, match=r"layer2\.0\.bn1.*no running statistics"):
-        normswap.convert(net, "folded", size=SIZE)
-    done = normswap.convert(net, "folded", size=SIZE, skip="layer2.0.bn1")
+        normswap.convert(net, "folded", input_size=SIZE)
+    done = normswap.convert(net, "folded", input_size=SIZE, skip="layer2.0.bn1")
     assert batchnorms(done.model) == ["layer2.0.bn1"]
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_can_be_left() -> None:
 )
 def test_patterns_that_cannot_be(to: str, options: dict[str, Any], kind: type[NormswapError], message: str) -> None:
     with pytest.raises(kind, match=message):
-        normswap.convert(lived("resnet18")[0], to, size=SIZE, **options)
+        normswap.convert(lived("resnet18")[0], to, input_size=SIZE, **options)
 
 
 def test_patterns() -> None:

@@ -84,7 +84,7 @@ ADDITIONS = (
             "tests/analysis/test_weight_decay.py": ("CONVERTED = [\n",
                 "CONVERTED = [\n    (\"resnet18\", \"example\", {}, TABLE[\"resnet18\"]),\n"),
         },
-        "done = normswap.convert(net(), 'example', size=(3, 32, 32))\n"
+        "done = normswap.convert(net(), 'example', input_size=(3, 32, 32))\n"
         "assert done.report.exact and done.report.passed\n"
         "assert any(type(m).__name__ == 'ChannelAffine' for m in done.model.modules())\n"
         "assert 'example' in schemes.names()",
@@ -96,7 +96,7 @@ ADDITIONS = (
                 TABLE, TABLE + '    "affine": (Option("even", bool, False, "an example"),),\n'),
             "normswap/schemes/affine.py": ("def plan(anatomy: Anatomy)", "def plan(anatomy: Anatomy, *, even: bool)"),
         },
-        "done = normswap.convert(net(), 'affine', size=(3, 32, 32), even=True)\n"
+        "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=True)\n"
         "assert done.plan.steps[-1].options == {'even': True}",
     ),
     Addition(

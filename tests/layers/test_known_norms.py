@@ -205,7 +205,7 @@ def test_what_computes_in_float32_stays_and_says_so() -> None:
 
 def test_rmsnorm_of_maps_is_estimated_from_images() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), RmsNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5)).eval()
-    done = normswap.convert(model, "folded", size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+    done = normswap.convert(model, "folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
     assert not any(affine.is_norm(module) for module in done.model.modules())
 
 
@@ -219,7 +219,7 @@ def test_dynamic_tanhs_alpha_is_not_called_skipinits() -> None:
     torch.manual_seed(0)
     model = lived_in(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)),
                      torch.randn(4, 3, 8, 8, dtype=torch.float64))  # fmt: skip
-    done = normswap.convert(model, "dyt", size=(3, 8, 8)).model
+    done = normswap.convert(model, "dyt", input_size=(3, 8, 8)).model
     (alpha,) = (one for one in roles(done) if one.path.endswith("alpha"))
     assert not alpha.decay
     assert "Dynamic Tanh" in alpha.reason

@@ -131,21 +131,21 @@ def network(kind, seed=0):
 )
 def test_networks_of_them_convert_and_keep_their_function(kind, scheme, options):
     model = network(kind)
-    result = normswap.convert(model, scheme, size=(3, 32, 32), **options)
+    result = normswap.convert(model, scheme, input_size=(3, 32, 32), **options)
     x = torch.randn(2, 3, 32, 32)
     assert torch.allclose(result.model(x), model(x), atol=1e-4)
     if scheme == "folded":
         assert not any(isinstance(module, nn.BatchNorm2d) for module in result.model.modules())
     else:
-        back = normswap.convert(result, "folded", size=(3, 32, 32))
+        back = normswap.convert(result, "folded", input_size=(3, 32, 32))
         assert torch.allclose(back.model(x), model(x), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Ahead, BySize])
 def test_they_are_fitted_to_images(kind):
     model, images = network(kind), torch.randn(64, 3, 32, 32)
-    plain = normswap.convert(model, "groupnorm", size=(3, 32, 32)).model
-    fitted = normswap.convert(model, "groupnorm", size=(3, 32, 32), calibrate=[images]).model
+    plain = normswap.convert(model, "groupnorm", input_size=(3, 32, 32)).model
+    fitted = normswap.convert(model, "groupnorm", input_size=(3, 32, 32), calibrate=[images]).model
     changed = [not torch.equal(a.weight, b.weight) for a, b in zip(plain.modules(), fitted.modules(), strict=True)
                if isinstance(a, nn.Conv2d)]  # fmt: skip
     assert all(changed)

@@ -8,8 +8,6 @@ import functools
 import json
 import math
 import operator
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +110,7 @@ BESIDE: dict[str, Callable[[Any], Any]] = {
 
 @functools.cache
 def recalibrated() -> Conversion:
-    return recalibrate(trunk(), batches(), size=SIZE)
+    return recalibrate(trunk(), batches(), input_size=SIZE)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,8 +127,8 @@ def test_statistics_are_those_of_plain_tensors(form: str, beside: str) -> None:
 @functools.cache
 def of_plain_images() -> tuple[nn.Module, nn.Module]:
     data = [(x, LABELS) for x in batches()]
-    fitted = normswap.convert(trunk(), "groupnorm", size=SIZE, calibrate=data)
-    return fitted.model, recalibrate(trunk(), data, size=SIZE).model
+    fitted = normswap.convert(trunk(), "groupnorm", input_size=SIZE, calibrate=data)
+    return fitted.model, recalibrate(trunk(), data, input_size=SIZE).model
 
 
 IMAGES: dict[str, Any] = {"keywords": Keyword, "a list": Listed}
@@ -141,8 +139,8 @@ def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> No
     """As those of a folder do on the command line: by name, or as a list, as its forward says."""
     data = [(x, LABELS) for x in batches()]
     fitted, recalibrated = of_plain_images()
-    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", size=SIZE, calibrate=data).model)
-    same(recalibrated, recalibrate(IMAGES[form](trunk()), data, size=SIZE).model)
+    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", input_size=SIZE, calibrate=data).model)
+    same(recalibrated, recalibrate(IMAGES[form](trunk()), data, input_size=SIZE).model)
 
 
 def test_a_detector_is_fitted() -> None:
@@ -346,50 +344,6 @@ def test_images_of_a_folder_reach_any_of_them(
             file["figures"]["top1"], checked["data"], told["accuracy"],
         ]  # fmt: skip
     assert found["make"] == found["plain"]
-
-
-def own_file(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of the user's with a factory, and random weights in another."""
-    code = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})", "from input_forms import *"]
-    (folder / "mine.py").write_text("\n".join([*code, f"def make(): return {what}"]))
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.chdir(folder)
-    torch.manual_seed(0)
-    made = eval(what)
-    safetensors.torch.save_file(made.state_dict(), folder / "mine.safetensors")
-    return folder / "mine.safetensors"
-
-
-QUICK = ["--batch-size", "1", "--input-size", "3,32,32", "--rounds", "2", "--seconds", "0.05"]
-
-
-@pytest.mark.slow
-def test_what_takes_images_by_name_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weights = own_file(tmp_path, "Keyword(trunk())", monkeypatch)
-    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK, "--json"]) == 0, capfd.readouterr().err
-    rows = json.loads(capfd.readouterr().out)["rows"]
-    assert {row["form"]: row["status"] for row in rows} == {"original": "ok", "folded": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("Unpacked(trunk())", "mine-make is not timed: the network takes more than images, it takes 2 tensors"),
-        ("Listed(trunk())", "mine-make is not timed: the network does not give one tensor"),
-    ],
-)
-def test_what_is_not_timed_is_said(
-    what: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weights = own_file(tmp_path, what, monkeypatch)
-    assert main(["bench", "mine:make", "--weights", str(weights), *QUICK]) == 2
-    said = capfd.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
 
 
 def test_a_function_that_writes_to_its_list_may_do_so_for_every_batch() -> None:

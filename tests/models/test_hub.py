@@ -85,7 +85,7 @@ def test_hub_fails(
 
 @pytest.mark.parametrize(
     "config",
-    [b"", b"not JSON", b"[]", b'"normswap"', b"3", b"null", b"\xff\xfe{", b'{"normswap": 3}', b'{"normswap": {}}'],
+    [b"", b"not JSON", b'"normswap"', b"null", b"\xff\xfe{", b'{"normswap": 3}'],
 )
 def test_a_config_that_nobody_can_read_is_said_in_a_line(
     config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None

@@ -143,7 +143,7 @@ def test_a_factory(here: Path, run: Run, fails: Run) -> None:
 
 
 def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> None:
-    done = normswap.convert(small(), "folded", size=(3, 32, 32))
+    done = normswap.convert(small(), "folded", input_size=(3, 32, 32))
     known = Arch("resnet18", {**ARGS, "num_classes": 10})
     evil = provenance.Provenance(known, "users_nets:make", "0", {}, origin(done.model).plan)
     normswap.save(provenance.attach(done.model, evil), "a")
@@ -155,9 +155,7 @@ def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     source = torchvision.models.get_model("mobilenet_v3_small", num_classes=4).eval()
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, "w.pth")
     words = ("--weights", "w.pth", "--num-classes", 4)
-    said = run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
-    assert "'state_dict'" in said
-    assert "'module.'" in said
+    run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
     x = torch.randn(2, 3, 64, 64)
     assert torch.allclose(normswap.load("a")(x), source(x), atol=1e-4)
     run("verify", "a")
@@ -207,7 +205,7 @@ def test_hugging_face_in_memory(here: Path) -> None:
     own = transformers.ResNetForImageClassification.from_pretrained(
         hugging_face(here / "hf"), local_files_only=True
     ).eval()
-    done = normswap.convert(own, "folded", size=(3, 40, 40))
+    done = normswap.convert(own, "folded", input_size=(3, 40, 40))
     again = normswap.load(normswap.save(done, "a"))
     x = torch.randn(1, 3, 40, 40)
     assert torch.equal(again(x).logits, done.model(x).logits)

@@ -75,13 +75,6 @@ def test_impossible(values: Preprocessing) -> None:
         state(silent(), values)
 
 
-def test_a_whole_image_may_be_kept_and_what_is_stated_stands_before_the_library_s_own() -> None:
-    model: Any = zoo.open_source("resnet18", weights="random")
-    before = model.pretrained_cfg["crop_pct"]
-    state(model, Preprocessing(crop_pct=1.0))
-    assert (model.pretrained_cfg["crop_pct"], data_config(model)["crop_pct"]) == (before, 1.0)
-
-
 # --- the first norm knows ---------------------------------------------------------------------------------------------
 
 
@@ -141,8 +134,6 @@ STATED = ("--image-mean", "0.5", "--image-std", "0.25,0.25,0.25", "--crop-pct", 
     "command",
     [
         ("evaluate", "--data", "photos", "--workers", "0"),
-        ("recalibrate", "--data", "photos", "--workers", "0", "-o", "new"),
-        ("convert", "--to", "groupnorm", "--calibrate", "photos", "-o", "new"),
         ("export", "-o", "net.onnx", "--data", "photos"),
     ],
     ids=lambda command: command[0],
@@ -215,7 +206,7 @@ def model_images(model: nn.Module, pixels: Tensor) -> Tensor:
     return (pixels - mean) / std
 
 
-@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), (0.5, 0.5), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
 @pytest.mark.parametrize("white", [0, 1, 255])
 def test_pixels_that_were_not_normalized_are_doubted(mean: Any, std: Any, white: int) -> None:
     """0: they were. To a record of half and a quarter, or to the usual ways."""

@@ -130,10 +130,6 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "complex": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}), ["holds complex tensors: fc.bias"]),
     "sparse": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}), ["sparse tensors: fc.weight"]),
     "twice": (_pickled(lambda s, _: {**s, "module.fc.bias": s["fc.bias"]}), ["holds fc.bias twice", "module.fc.bias"]),
-    "other prefix": (
-        _pickled(lambda s, _: {f"net.body.{key}": value for key, value in s.items()} | {"loss.weight": s["fc.bias"]}),
-        ["with 'net.body.' before their names"],
-    ),
     "shapes": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}), ["fc.bias is (4,)", "(10,) in the network"]),
 }
 

@@ -327,7 +327,7 @@ def test_convert_proves_the_new_schemes(tmp_path: Path) -> None:
     single = skeleton("resnet18").float()
     single.load_state_dict(model.state_dict())
     for scheme, options in NEW:
-        done = normswap.convert(single, scheme, size=(3, 64, 64), **options)
+        done = normswap.convert(single, scheme, input_size=(3, 64, 64), **options)
         assert done.report.passed
         assert done.report.exact
         normswap.save(done, tmp_path / f"{scheme}{len(options)}", force=True)
@@ -335,23 +335,23 @@ def test_convert_proves_the_new_schemes(tmp_path: Path) -> None:
         x = torch.randn(2, 3, 64, 64)
         assert torch.equal(run(again, x), run(done.model, x))
     named = timm.create_model("resnet18", num_classes=10).eval()
-    normswap.save(normswap.convert(named, "weightnorm", size=(3, 64, 64)), tmp_path / "named")
+    normswap.save(normswap.convert(named, "weightnorm", input_size=(3, 64, 64)), tmp_path / "named")
     normswap.load(tmp_path / "named")
 
 
 def test_what_there_is_already_is_said_without_contradiction() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match=r"to batchnorm: .* stay as they are: 1 kept. `normswap schemes`"):
-        normswap.convert(model, "batchnorm", size=(3, 8, 8))
+        normswap.convert(model, "batchnorm", input_size=(3, 8, 8))
     mixed = nn.Sequential(model, nn.Conv2d(4, 4, 3), nn.GroupNorm(1, 4), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match=r"1 kept, 1 with statistics per sample. 'calibrate=DATA'"):
-        normswap.convert(mixed, "batchnorm", size=(3, 8, 8))
+        normswap.convert(mixed, "batchnorm", input_size=(3, 8, 8))
 
 
 def test_a_network_without_a_weight_to_reparametrize_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
     with pytest.raises(RefusedError, match="no convolution or linear layer that could be changed"):
-        normswap.convert(model, "weightnorm", size=(3, 8, 8))
+        normswap.convert(model, "weightnorm", input_size=(3, 8, 8))
 
 
 @pytest.mark.parametrize("scheme", ["skipinit", "fixup"])

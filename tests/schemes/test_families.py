@@ -106,11 +106,11 @@ def test_one_wrong_channel_is_noticed(arch: str) -> None:
 def test_groups_of_a_size(channels: int, groups: int) -> None:
     """As robot policies count them: channels // 16 groups, one where there are fewer channels."""
     model = nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels)).eval()
-    done = convert(model, "groupnorm", size=(3, 16, 16), group_size=16)
+    done = convert(model, "groupnorm", input_size=(3, 16, 16), group_size=16)
     assert done.model[1].num_groups == groups
 
 
 @pytest.mark.parametrize("options", [{"group_size": -1}, {"group_size": True}, {"groups": 2, "group_size": 16}])
 def test_group_sizes_that_say_nothing(options: dict[str, int]) -> None:
     with pytest.raises(OptionError, match="group_size="):
-        convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "groupnorm", size=(3, 16, 16), **options)
+        convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "groupnorm", input_size=(3, 16, 16), **options)

@@ -245,8 +245,8 @@ def test_a_convolution_that_is_called_twice_gets_none() -> None:
 def test_like_a_name(arch: str, tmp_path: Path) -> None:
     x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
     own = lived_in(open_model(arch, weights="random", num_classes=7), x).float()
-    net = provenance.attach(normswap.convert(own, "folded", size=(3, 64, 64)).model, provenance.Provenance())
-    done = normswap.convert(net, "batchnorm", size=(3, 64, 64), calibrate=[x.float()], like=arch)
+    net = provenance.attach(normswap.convert(own, "folded", input_size=(3, 64, 64)).model, provenance.Provenance())
+    done = normswap.convert(net, "batchnorm", input_size=(3, 64, 64), calibrate=[x.float()], like=arch)
     own.load_state_dict(done.model.state_dict())
     assert next(error for error in done.report.logits if error.precision == "float64").relative_l2 < LIMIT
     again = normswap.load(normswap.save(done, tmp_path / "net"))

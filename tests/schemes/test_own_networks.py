@@ -26,7 +26,7 @@ def lived(block: type[nn.Module]) -> nn.Module:
 def test_factors_of_a_sum_that_no_module_follows(block: type[nn.Module], rule: str) -> None:
     """Three blocks after one another, no module on any sum: exact, and by Balduzzi's rule 1, sqrt 2, 2."""
     source = lived(block)
-    done = normswap.convert(source, "residual-scale", rule=rule, size=(3, 33, 33))
+    done = normswap.convert(source, "residual-scale", rule=rule, input_size=(3, 33, 33))
     x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
     with torch.no_grad():
         assert (source(x) - done.model(x)).norm() <= 1e-12 * source(x).norm()
@@ -40,7 +40,7 @@ def test_factors_of_a_sum_that_no_module_follows(block: type[nn.Module], rule: s
 def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Path) -> None:
     """The pool is a function: the dropout sits in the linear layer's place. It can be set anew, and taken out."""
     source, x = lived(block), torch.randn(2, 3, 41, 41, dtype=torch.float64)
-    done = normswap.convert(source, "regularized-skipinit", dropout=0.6, size=(3, 33, 33))
+    done = normswap.convert(source, "regularized-skipinit", dropout=0.6, input_size=(3, 33, 33))
     torch.manual_seed(0)
     with torch.no_grad():
         seen: list[Tensor] = []
@@ -48,14 +48,14 @@ def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Pa
         for _ in range(50):
             done.model.train()(x)
         assert float((torch.stack(seen) == 0).double().mean()) == pytest.approx(0.6, abs=0.06)
-        again = normswap.convert(done.model, "regularized-skipinit", dropout=0.1, size=(3, 33, 33))
-        plain = normswap.convert(again.model, "skipinit", size=(3, 33, 33))
+        again = normswap.convert(done.model, "regularized-skipinit", dropout=0.1, input_size=(3, 33, 33))
+        plain = normswap.convert(again.model, "skipinit", input_size=(3, 33, 33))
         assert torch.equal(plain.model.train()(x), plain.model(x))
         assert (plain.model.eval()(x) - source(x)).norm() <= 1e-10 * source(x).norm()
     loaded = normswap.load(normswap.save(plain, tmp_path / "out"), skeleton=Net(block).double())
     assert torch.equal(loaded(x), plain.model(x))
     with pytest.raises(RefusedError, match="nothing to convert"):
-        normswap.convert(plain.model, "skipinit", size=(3, 33, 33))
+        normswap.convert(plain.model, "skipinit", input_size=(3, 33, 33))
 
 
 def test_a_classifier_that_is_read_elsewhere_gets_no_dropout() -> None:
@@ -66,7 +66,7 @@ def test_a_classifier_that_is_read_elsewhere_gets_no_dropout() -> None:
     torch.manual_seed(0)
     source = lived_in(Tied(PostAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
     with pytest.raises(RefusedError, match="no place for a dropout"):
-        normswap.convert(source, "regularized-skipinit", size=(3, 33, 33))
+        normswap.convert(source, "regularized-skipinit", input_size=(3, 33, 33))
 
 
 class Smooth(PostAct):
@@ -76,15 +76,15 @@ class Smooth(PostAct):
 
 def test_a_factor_does_not_pass_gelu() -> None:
     with pytest.raises(RefusedError, match="cannot pass the activation that follows"):
-        normswap.convert(lived(Smooth), "residual-scale", rule="balduzzi", size=(3, 33, 33))
-    normswap.convert(lived(Smooth), "residual-scale", rule="hanin", size=(3, 33, 33))
+        normswap.convert(lived(Smooth), "residual-scale", rule="balduzzi", input_size=(3, 33, 33))
+    normswap.convert(lived(Smooth), "residual-scale", rule="hanin", input_size=(3, 33, 33))
 
 
 @pytest.mark.parametrize("block", [PreAct, PostAct])
 @pytest.mark.parametrize("to", ["folded", "skipinit", "regularized-skipinit"])
 def test_exact_with_one_scalar_per_block(block: type[nn.Module], to: str, tmp_path: Path) -> None:
     source = lived(block)
-    done = normswap.convert(source, to, size=(3, 33, 33))
+    done = normswap.convert(source, to, input_size=(3, 33, 33))
     x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
     with torch.no_grad():
         a, b = source(x), done.model(x)
@@ -96,7 +96,7 @@ def test_exact_with_one_scalar_per_block(block: type[nn.Module], to: str, tmp_pa
     names = dict(done.renames)
     assert all(old in source.state_dict() and new in done.model.state_dict() for old, new in names.items())
     if to != "folded":  # and on to the canonical form
-        folded = normswap.convert(loaded, "folded", size=(3, 33, 33)).model
+        folded = normswap.convert(loaded, "folded", input_size=(3, 33, 33)).model
         with torch.no_grad():
             assert (folded(x) - a).norm() <= 1e-10 * a.norm()
         assert not any(isinstance(module, Scale) for module in folded.modules())

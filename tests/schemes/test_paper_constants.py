@@ -189,8 +189,8 @@ def test_norms_that_stay_keep_their_settings() -> None:
 
 def test_norms_put_back_have_torchs_settings() -> None:
     source: Any = normed()
-    folded = normswap.convert(source, "folded", size=(3, 9, 9)).model
-    back: Any = normswap.convert(folded, "batchnorm", size=(3, 9, 9)).model
+    folded = normswap.convert(source, "folded", input_size=(3, 9, 9)).model
+    back: Any = normswap.convert(folded, "batchnorm", input_size=(3, 9, 9)).model
     theirs = nn.BatchNorm2d(1)
     assert (back.bn.eps, back.bn.momentum) == (theirs.eps, theirs.momentum)
     assert distance(run(source, x := torch.randn(2, 3, 9, 9).double()), run(back, x)) < 1e-12

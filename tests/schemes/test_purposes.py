@@ -109,7 +109,7 @@ def test_fused_norms_that_opacus_misses(arch: str) -> None:
     assert any(isinstance(module, BatchNormAct2d) for module in fixed.modules())
     assert ModuleValidator.validate(fixed, strict=True) == []
     for to in ("groupnorm", "skipinit" if arch == "resnetv2_18" else "folded"):
-        result = normswap.convert(model, to, purpose="opacus", size=(3, 32, 32)).model
+        result = normswap.convert(model, to, purpose="opacus", input_size=(3, 32, 32)).model
         assert not any(isinstance(module, BatchNormAct2d) for module in result.modules())
         losses = trained_privately(result)
         assert losses[-1] < losses[0]
@@ -121,9 +121,9 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> Non
     to, options = way
     if (arch, to) in UNFIT:
         with pytest.raises(RefusedError, match="no residual blocks"):
-            normswap.convert(small(arch), to, purpose="opacus", size=(3, 32, 32), **options)
+            normswap.convert(small(arch), to, purpose="opacus", input_size=(3, 32, 32), **options)
         return
-    done = normswap.convert(small(arch), to, purpose="opacus", size=(3, 32, 32), **options)
+    done = normswap.convert(small(arch), to, purpose="opacus", input_size=(3, 32, 32), **options)
     assert done.steps == 2
     x, y = torch.randn(3, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 3, 7])
     oracle = copy.deepcopy(done.model).train()
@@ -152,8 +152,8 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> Non
 def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str, dict[str, Any]]) -> None:
     (arch, purpose), (to, options) = one, way
     model = small(arch)
-    plain = normswap.convert(model, to, size=(3, 32, 32), **options)
-    done = normswap.convert(model, to, purpose=purpose, size=(3, 32, 32), **options)
+    plain = normswap.convert(model, to, input_size=(3, 32, 32), **options)
+    done = normswap.convert(model, to, purpose=purpose, input_size=(3, 32, 32), **options)
     x = torch.randn(2, 3, 48, 48, dtype=torch.float64)
     assert distance(run(plain.model, x), run(done.model, x)) <= 1e-12
     assert [step.scheme for step in done.plan.steps] == [to, purpose]
@@ -168,7 +168,9 @@ def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str
 
 @ways
 def test_federated_training_changes_parameters_only(to: str, options: dict[str, Any]) -> None:
-    model = normswap.convert(small("resnetv2_18"), to, purpose="federated", size=(3, 32, 32), **options).model.train()
+    model = normswap.convert(
+        small("resnetv2_18"), to, purpose="federated", input_size=(3, 32, 32), **options
+    ).model.train()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     x, y = images(16)
     F.cross_entropy(model(x.double()), y).backward()
@@ -190,32 +192,32 @@ def test_federated_training_changes_parameters_only(to: str, options: dict[str, 
 def test_what_no_purpose_allows(purpose: str, to: str, why: str) -> None:
     options = {"ghost_batch": 4} if to == "batchnorm" else {}
     with pytest.raises(RefusedError, match=why):
-        normswap.convert(small("resnet18"), to, purpose=purpose, size=(3, 32, 32), **options)
+        normswap.convert(small("resnet18"), to, purpose=purpose, input_size=(3, 32, 32), **options)
     with pytest.raises(RefusedError, match="bn1"):  # by path
-        normswap.convert(small("resnet18"), "folded", only="layer1", purpose=purpose, size=(3, 32, 32))
+        normswap.convert(small("resnet18"), "folded", only="layer1", purpose=purpose, input_size=(3, 32, 32))
 
 
 @pytest.mark.parametrize(("to", "purpose"), [("folded", "opacs"), ("opacus", None), ("unfold", "opacus")])
 def test_words_that_are_none(to: str, purpose: str | None) -> None:
     with pytest.raises(OptionError, match=r"opac|purpose"):
-        normswap.convert(small("resnet18"), to, purpose=purpose, size=(3, 32, 32))
+        normswap.convert(small("resnet18"), to, purpose=purpose, input_size=(3, 32, 32))
 
 
 def test_sums_in_place_of_other_peoples_networks() -> None:
     """`out += x` overwrites what the last layer of the branch returned."""
     torch.manual_seed(0)
     model = lived_in(Net(PreAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
-    done = normswap.convert(model, "skipinit", purpose="opacus", size=(3, 33, 33))
+    done = normswap.convert(model, "skipinit", purpose="opacus", input_size=(3, 33, 33))
     assert sum(isinstance(module, Copy) for module in done.model.modules()) == 3
     x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
     GradSampleModule(copy.deepcopy(done.model).train())(x).sum().backward()
-    again = normswap.convert(done.model, "skipinit", alpha=0.5, purpose="opacus", size=(3, 33, 33)).model
+    again = normswap.convert(done.model, "skipinit", alpha=0.5, purpose="opacus", input_size=(3, 33, 33)).model
     assert sum(isinstance(module, Copy) for module in again.modules()) == 3
 
 
 def test_without_copies_opacus_fails() -> None:
     """The test above can fail: the same network, not prepared."""
-    model = normswap.convert(small("resnet18"), "skipinit", size=(3, 32, 32)).model
+    model = normswap.convert(small("resnet18"), "skipinit", input_size=(3, 32, 32)).model
     with pytest.raises(RuntimeError, match="modified inplace"):
         GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
 
@@ -225,9 +227,9 @@ def test_the_way_back_stays_open() -> None:
     for arch in ("resnet18", "resnetv2_18"):
         model = small(arch)
         x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-        made = normswap.convert(model, "skipinit", purpose="opacus", size=(3, 32, 32)).model
+        made = normswap.convert(model, "skipinit", purpose="opacus", input_size=(3, 32, 32)).model
         for to in ("folded", "batchnorm", "fixup", "unfold"):
-            back = normswap.convert(made, to, size=(3, 32, 32)).model
+            back = normswap.convert(made, to, input_size=(3, 32, 32)).model
             assert distance(run(model, x), run(back, x)) <= 1e-10
             if to in ("batchnorm", "unfold"):
                 norms = [sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())

@@ -122,14 +122,14 @@ def test_dtype_is_kept(dtype: torch.dtype) -> None:
 def test_convert_save_load(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model: Any = inhabit(timm.create_model("vit_tiny_patch16_224", **TINY))
-    done = normswap.convert(model, "rmsnorm", size=(3, 32, 32))
+    done = normswap.convert(model, "rmsnorm", input_size=(3, 32, 32))
     assert done.report.passed
     assert done.report.logits[0].precision == "float64"
     normswap.save(done, tmp_path / "r")
     again = normswap.load(tmp_path / "r")
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(run(again, x), run(done.model, x))
-    back = normswap.convert(again, "unfold", size=(3, 32, 32))
+    back = normswap.convert(again, "unfold", input_size=(3, 32, 32))
     assert kinds(back.model, nn.LayerNorm) == kinds(model, nn.LayerNorm)
     assert back.model.state_dict().keys() == model.state_dict().keys()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,71 +27,8 @@ from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.images.datasets import make_loader
 from normswap.models import weight_files
-from normswap.storage import atomic_write, checkpoint, network_folder, one_writer
+from normswap.storage import atomic_write, checkpoint, network_folder
 from normswap.storage.header_record import read_header
-
-FILES = {"one": "1", "two": "2"}
-
-
-def folder(place: Path, version: str) -> Path:
-    place.mkdir()
-    for name, text in FILES.items():
-        (place / name).write_text(f"{version} {text}")
-    return place
-
-
-def holds(place: Path, version: str) -> bool:
-    return {p.name: p.read_text() for p in place.iterdir()} == {n: f"{version} {t}" for n, t in FILES.items()}
-
-
-class Killed(BaseException):
-    """As by a signal: nothing that cleans up after errors sees it."""
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_process_killed_in_the_swap_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Before each of the renames, the old directory and the new one are there, whole."""
-    place, aside = folder(tmp_path / "out", "old"), folder(tmp_path / ".new", "new")
-    rename, calls = os.replace, []
-
-    def killed(*paths: Any) -> None:
-        if len(calls) == at:
-            raise Killed
-        calls.append(paths)
-        rename(*paths)
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(Killed):
-        atomic_write.swap(aside, place)
-    for version in ("old", "new"):
-        assert sum(holds(one, version) for one in tmp_path.iterdir()) == 1
-
-
-def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, rename = tmp_path / "out", os.replace
-    checkpoint.save(small(), place)
-    before = {path.name: path.read_bytes() for path in place.iterdir()}
-
-    def fails(source: Any, target: Any) -> None:
-        if Path(target) == place and ".old-" not in str(source):
-            raise OSError(28, "No space left on device")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OutputError, match="No space left"):
-        checkpoint.save(convert(small(), "folded").model, place, force=True)
-    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_the_swap_leaves_the_new_directory_alone(tmp_path: Path) -> None:
-    place = folder(tmp_path / "out", "old")
-    atomic_write.swap(folder(tmp_path / ".new", "new"), place)
-    assert holds(place, "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
 
 NET = ("net.bin", "net.xml.json", "net.xml")
 
@@ -115,14 +50,8 @@ def versions(folder: Path) -> dict[str, str]:
     return {name: (folder / name).read_text().split()[0] for name in NET if (folder / name).exists()}
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("at", range(7))
-def test_a_process_killed_at_any_rename_leaves_no_mixture(
-    at: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process of its own, ended without a word: under the name is nothing, or what belongs together, whole."""
-    if replaces:
-        export(tmp_path, "old")
+def killed_in(monkeypatch: pytest.MonkeyPatch, at: int, work: Any) -> bool:
+    """Whether a process of its own ends at the n-th renaming that it does for `work`."""
     renames, replace = itertools.count(), os.replace
 
     def killed(source: Any, target: Any) -> None:
@@ -130,60 +59,30 @@ def test_a_process_killed_at_any_rename_leaves_no_mixture(
             os._exit(9)
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", killed)
     child = os.fork()
     if not child:
-        export(tmp_path, "new")
+        monkeypatch.setattr(os, "replace", killed)
+        work()
         os._exit(0)
-    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("at", range(7))
+def test_a_process_killed_at_any_rename_leaves_no_mixture(
+    at: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name is nothing, or what belongs together, whole; the next export replaces it."""
+    if replaces:
+        export(tmp_path, "old")
+    died = killed_in(monkeypatch, at, lambda: export(tmp_path, "new"))
     assert died is (at < (6 if replaces else 3))
-    found = versions(tmp_path)
-    if "net.xml" in found:
-        assert found == dict.fromkeys(NET, "new" if not died else "old")
-    elif replaces:
-        kept = {path.name: path.read_text().split()[0] for path in tmp_path.rglob("old/*")}
-        assert {**found, **kept} == dict.fromkeys(NET, "old"), "the old ones are still somewhere"
-    monkeypatch.undo()
-    atomic_write.finish(tmp_path / "net.xml")
-    if died or replaces:
-        assert versions(tmp_path) == dict.fromkeys(NET, "new"), "all of it had been written"
-    assert {path.name for path in tmp_path.iterdir()} == set(NET)
+    names = versions(tmp_path)
+    if "net.xml" in names:
+        assert names == dict.fromkeys(NET, "new" if not died else "old")
     export(tmp_path, "next")
     assert versions(tmp_path) == dict.fromkeys(NET, "next")
-    assert all((tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write.umask() for name in NET)
-
-
-def test_what_another_process_is_about_to_replace_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export(tmp_path, "old")
-    replace = os.replace
-
-    def meanwhile(source: Any, target: Any) -> None:
-        before = {path: path.exists() for path in tmp_path.rglob("*")}
-        child = os.fork()
-        if not child:
-            monkeypatch.undo()
-            atomic_write.finish(tmp_path / "net.xml")
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert {path: path.exists() for path in tmp_path.rglob("*")} == before
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", meanwhile)
-    export(tmp_path, "new")
-    assert versions(tmp_path) == dict.fromkeys(NET, "new")
-
-
-@pytest.mark.parametrize("name", ["net.xml.json", "net.onnx", "other.xml"])
-def test_only_the_file_itself_is_finished(name: str, tmp_path: Path) -> None:
-    for place in (left := tmp_path / ".net.1234", left / "old"):
-        place.mkdir()
-    (left / "net.xml").write_text("new")
-    atomic_write.finish(tmp_path / name)
-    assert (left / "net.xml").exists()
-    atomic_write.finish(tmp_path / "net.xml")
-    assert [path.name for path in tmp_path.iterdir()] == ["net.xml"]
+    assert all((tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write._umask() for name in NET)
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -223,40 +122,18 @@ def whole_version(folder: Path) -> str:
     return version
 
 
-def killed_in(monkeypatch: pytest.MonkeyPatch, at: int, work: Any) -> bool:
-    """Whether a process of its own ends at the n-th renaming that it does for `work`."""
-    renames, replace = itertools.count(), os.replace
-
-    def killed(source: Any, target: Any) -> None:
-        if next(renames) == at:
-            os._exit(9)
-        replace(source, target)
-
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(os, "replace", killed)
-        work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
-@pytest.mark.parametrize("again", range(4))
 @pytest.mark.parametrize("at", range(5))
-def test_a_directory_is_replaced_whole_wherever_processes_are_killed(
-    at: int, again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_is_replaced_whole_wherever_a_process_is_killed(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package(tmp_path, "old")
     died = killed_in(monkeypatch, at, lambda: package(tmp_path, "new"))
     assert died is (at < 4)
     if (tmp_path / "net.pack").exists():
         assert whole_version(tmp_path) == ("old" if died else "new")
-    killed_in(monkeypatch, again, lambda: atomic_write.finish(tmp_path / "net.pack"))
-    if (tmp_path / "net.pack").exists():
-        assert whole_version(tmp_path) in ("old", "new")
-    atomic_write.finish(tmp_path / "net.pack")
-    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("new", "new")
-    assert {path.name for path in tmp_path.iterdir()} == {"net.pack", "net.json"}
-    assert (tmp_path / "net.pack").stat().st_mode & 0o777 == 0o777 & ~atomic_write.umask()
+    package(tmp_path, "next")
+    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("next", "next")
+    assert (tmp_path / "net.pack").stat().st_mode & 0o777 == 0o777 & ~atomic_write._umask()
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -264,19 +141,14 @@ def test_where_a_directory_cannot_come_the_old_one_is_back(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package(tmp_path, "old")
-    renames, replace, remove = itertools.count(), os.replace, tempfile.TemporaryDirectory.cleanup
+    renames, replace = itertools.count(), os.replace
 
     def fails(source: Any, target: Any) -> None:
         if next(renames) == at:
             raise OSError(28, "No space left on device")
         replace(source, target)
 
-    def removed(aside: Any) -> None:
-        assert not (Path(aside.name) / "old").exists(), "`finish` would take what is half removed for what is to come"
-        remove(aside)
-
     monkeypatch.setattr(os, "replace", fails)
-    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", removed)
     with pytest.raises(OutputError, match=r"cannot write .*net\.pack: No space left"):
         package(tmp_path, "new")
     assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("old", "old")
@@ -361,12 +233,31 @@ def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:
 
 
 HOLDER = (
-    "import pathlib, sys; from normswap.storage import one_writer\nwith one_writer.alone(pathlib.Path(sys.argv[1])): "
+    "import pathlib, sys; from normswap.storage import network_folder\n"
+    "with network_folder.one_writer(pathlib.Path(sys.argv[1])): "
 )
 HOLDER += "print('held', flush=True); sys.stdin.read()"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
+def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, rename = tmp_path / "out", os.replace
+    checkpoint.save(small(), place)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+
+    def fails(source: Any, target: Any) -> None:
+        if Path(target) == place and Path(source).parent.name != "old":
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OutputError, match="No space left"):
+        checkpoint.save(convert(small(), "folded").model, place, force=True)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_one_process_at_a_time_writes_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     place, model = tmp_path / "out", small()
     said = f"{place} is being written by another process"
@@ -389,83 +280,21 @@ def test_one_process_at_a_time_writes_a_directory(tmp_path: Path, capfd: pytest.
 
 def test_who_holds_a_directory_writes_it_and_another_thread_does_not(tmp_path: Path) -> None:
     place, model = tmp_path / "out", small()
-    with one_writer.alone(place), ThreadPoolExecutor(1) as thread:
+    with network_folder.one_writer(place), ThreadPoolExecutor(1) as thread:
         with pytest.raises(OutputError, match="is being written"):
             thread.submit(checkpoint.save, model, place).result()
         checkpoint.save(model, place)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
 def test_a_directory_and_a_link_to_it_are_one_place(tmp_path: Path) -> None:
     place, model = tmp_path / "out", small()
     place.mkdir()
     (tmp_path / "link").symlink_to(place)
-    with one_writer.alone(tmp_path / "link"), ThreadPoolExecutor(1) as thread:
+    with network_folder.one_writer(tmp_path / "link"), ThreadPoolExecutor(1) as thread:
         written = thread.submit(checkpoint.save, model, place, force=True)
         with pytest.raises(OutputError, match="is being written"):
             written.result()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
-def test_a_lock_is_removed_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one process could take it before it is gone, and the next one a new file of that name."""
-    import fcntl
-
-    remove, removed = Path.unlink, []
-
-    def held(file: Path, *, missing_ok: bool = False) -> None:
-        with file.open() as other, pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        removed.append(file.name)
-        remove(file, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", held)
-    with one_writer.alone(tmp_path / "out"):
-        pass
-    assert removed == [".out.lock"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
-def test_a_lock_that_its_holder_removed_meanwhile_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between opening and locking it the holder ended, and a third process has made the file anew."""
-    import fcntl
-
-    lock, file, locked = fcntl.flock, tmp_path / ".out.lock", []
-
-    def late(opened: int, how: int) -> None:
-        lock(opened, how)
-        if not locked:
-            file.unlink()
-            file.touch()
-        locked.append(os.fstat(opened).st_ino)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with one_writer.alone(tmp_path / "out"):
-        assert locked[-1] == file.stat().st_ino
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no flock")
-def test_a_file_system_without_locks_is_written_to_and_nothing_is_left_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fcntl
-
-    def none(opened: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    with one_writer.alone(tmp_path / "out"):
-        assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", [network_folder.WEIGHTS, network_folder.CONFIG])
-def test_a_directory_with_one_of_a_networks_files_is_not_replaced(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("somebody's")
-    with pytest.raises(OutputError, match="is not a model directory"):
-        network_folder.check_writable(tmp_path, force=True)
 
 
 def test_what_another_process_wrote_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

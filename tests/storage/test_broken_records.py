@@ -82,7 +82,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint.save(convert(small(), "skipinit", size=(3, 33, 33)), tmp_path_factory.mktemp("data") / "out")
+    return checkpoint.save(
+        convert(small(), "skipinit", input_size=(3, 33, 33)), tmp_path_factory.mktemp("data") / "out"
+    )
 
 
 def header(folder: Path) -> Any:

@@ -337,10 +337,10 @@ def test_odd_outputs_and_inputs() -> None:
     torch.manual_seed(0)
     model = lived_in(Two(), torch.randn(4, 1, 28, 28, dtype=torch.float64)).float()
     assert [x.images.shape for x in running.noise(model, (1, 28, 28))] == [(2, 1, 28, 28)]
-    assert conversion.convert(model, "folded", size=(1, 28, 28)).report.passed
+    assert conversion.convert(model, "folded", input_size=(1, 28, 28)).report.passed
     wrong = applying.apply_step(model, step(model, "folded")[0])
     wrong.get_submodule("conv").get_parameter("bias").data += 1e-3
-    assert not comparison.verify(model, wrong, size=(1, 28, 28)).passed
+    assert not comparison.verify(model, wrong, input_size=(1, 28, 28)).passed
     with pytest.raises(VerificationError, match="does not run"):
         running.noise(model, (1, 100, 100))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import normswap
 from normswap.models.calling import Example
-from normswap.surgery.held_out import COPIES, Dealt
+from normswap.surgery.held_out import COPIES, HeldOutSplit
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from normswap.surgery.held_out import COPIES, Dealt
 )
 def test_a_copy_of_an_image_is_not_measured_on(numbers: list[int], fitted: list[int], held: list[int]) -> None:
     images = torch.tensor(numbers).double()[:, None, None, None].expand(-1, 1, 2, 3)
-    dealt = Dealt([Example((part,)) for part in images.split(4)], torch.device("cpu"))
+    dealt = HeldOutSplit([Example((part,)) for part in images.split(4)], torch.device("cpu"))
     for _ in range(2):
         assert [int(x) for one in dealt for x in one.images[:, 0, 0, 0]] == fitted
         assert [int(x) for one in dealt.held for x in one.images[:, 0, 0, 0]] == held

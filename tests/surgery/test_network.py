@@ -60,7 +60,7 @@ def test_it_does_not_change() -> None:
 
 def test_it_is_made_of_modules_results_and_itself() -> None:
     model = net()
-    done = normswap.convert(model, "folded", size=SIZE)
+    done = normswap.convert(model, "folded", input_size=SIZE)
     assert Network.of(model).module is model
     assert Network.of(done).module is done.model
     network = Network.of(model, size=SIZE, seed=3)
@@ -126,7 +126,7 @@ def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
 def test_it_says_where_it_is_from() -> None:
     model = net()
     assert Network(model).provenance.plan.steps == ()
-    done = normswap.convert(model, "folded", size=SIZE)
+    done = normswap.convert(model, "folded", input_size=SIZE)
     assert [step.scheme for step in Network.of(done).provenance.plan.steps] == ["folded"]
 
 
@@ -147,17 +147,19 @@ def measured_again(network: Network) -> None:
 
 X = torch.randn(16, *SIZE)
 WAYS: dict[str, Callable[[Any, Path], Any]] = {
-    "an exact step": lambda net, _: normswap.convert(net, "skipinit", size=SIZE),
-    "an approximate one, of images": lambda net, _: normswap.convert(net, "groupnorm", size=SIZE, calibrate=[X]),
-    "of none": lambda net, _: normswap.convert(net, "dyt", size=SIZE),
-    "several steps": lambda net, _: normswap.convert(net, "skipinit", size=SIZE, purpose="opacus"),
+    "an exact step": lambda net, _: normswap.convert(net, "skipinit", input_size=SIZE),
+    "an approximate one, of images": lambda net, _: normswap.convert(net, "groupnorm", input_size=SIZE, calibrate=[X]),
+    "of none": lambda net, _: normswap.convert(net, "dyt", input_size=SIZE),
+    "several steps": lambda net, _: normswap.convert(net, "skipinit", input_size=SIZE, purpose="opacus"),
     "several, of images": lambda net, _: normswap.convert(
-        normswap.convert(net, "groupnorm", size=SIZE), "nf", mean="fit", size=SIZE, calibrate=[X]
+        normswap.convert(net, "groupnorm", input_size=SIZE), "nf", mean="fit", input_size=SIZE, calibrate=[X]
     ),
-    "and back": lambda net, _: normswap.convert(normswap.convert(net, "folded", size=SIZE), "unfold", size=SIZE),
+    "and back": lambda net, _: normswap.convert(
+        normswap.convert(net, "folded", input_size=SIZE), "unfold", input_size=SIZE
+    ),
     "measured again": lambda net, _: measured_again(Network(net, size=SIZE)),
-    "verify": lambda net, _: normswap.verify(net, copy.deepcopy(net), size=SIZE),
-    "recalibrate": lambda net, _: recalibrate(net, [X], size=SIZE),
+    "verify": lambda net, _: normswap.verify(net, copy.deepcopy(net), input_size=SIZE),
+    "recalibrate": lambda net, _: recalibrate(net, [X], input_size=SIZE),
     "planned only": lambda net, _: list(conversion.plan_steps(Network(net, size=SIZE), "skipinit", purpose="opacus")),
     "advise": lambda net, _: advice.advise(Network(net, size=SIZE), "net", 2),
     "the signal": lambda net, _: signal(Network(net, X[:4])),

@@ -66,19 +66,27 @@ class Restless(nn.Sequential):
 SIZE = (3, 16, 16)
 X = torch.ones(2, *SIZE)
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
-    "a name": (lambda: "resnet50", {}, ["not the text 'resnet50'", "timm.create_model"]),
-    "weights": (lambda: network().state_dict(), {}, ["not a dict of tensors", "load_state_dict"]),
-    "a class": (lambda: nn.Sequential, {}, ["Sequential is a class", "Give an instance"]),
+    "a name": (lambda: "resnet50", {}, ["of type str", "timm.create_model"]),
+    "weights": (lambda: network().state_dict(), {}, ["of type OrderedDict", "normswap.load"]),
+    "a class": (lambda: nn.Sequential, {}, ["not Sequential", "Give an instance"]),
     "a number": (lambda: 3, {}, ["not something of type int"]),
     "one side": (network, {"input_size": 64}, ["input_size=64", "(C, H, W)"]),
-    "one side by its old name": (network, {"size": 64}, ["input_size=64", "(C, H, W)"]),
-    "a text": (network, {"size": "3,64,64"}, ["size='3,64,64'", "(C, H, W)"]),
-    "meta": (lambda: network().to("meta"), {"size": SIZE}, ["0.weight has no values", "meta device"]),
-    "NaN": (lambda: broken("0.weight", torch.nan), {"size": SIZE}, ["0.weight holds NaN", "weights again"]),
-    "infinite": (lambda: broken("0.weight", torch.inf), {"size": SIZE}, ["0.weight holds infinite", "weights again"]),
-    "mean": (lambda: broken("1.running_mean", torch.nan), {"size": SIZE}, ["statistics of 1 are broken"]),
-    "variance": (lambda: broken("1.running_var", -1), {"size": SIZE}, ["statistics of 1 are broken", "below zero"]),
-    "int8": (lambda: WeightedQuantizedModule(8, 8), {"size": (8,)}, ["is quantized", "as it was before"]),
+    "the name of a record": (network, {"size": SIZE}, ["scheme 'folded' has no option size"]),
+    "a text": (network, {"input_size": "3,64,64"}, ["size='3,64,64'", "(C, H, W)"]),
+    "meta": (lambda: network().to("meta"), {"input_size": SIZE}, ["0.weight has no values", "meta device"]),
+    "NaN": (lambda: broken("0.weight", torch.nan), {"input_size": SIZE}, ["0.weight holds NaN", "weights again"]),
+    "infinite": (
+        lambda: broken("0.weight", torch.inf),
+        {"input_size": SIZE},
+        ["0.weight holds infinite", "weights again"],
+    ),
+    "mean": (lambda: broken("1.running_mean", torch.nan), {"input_size": SIZE}, ["statistics of 1 are broken"]),
+    "variance": (
+        lambda: broken("1.running_var", -1),
+        {"input_size": SIZE},
+        ["statistics of 1 are broken", "below zero"],
+    ),
+    "int8": (lambda: WeightedQuantizedModule(8, 8), {"input_size": (8,)}, ["is quantized", "as it was before"]),
     "complex": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dtype=torch.complex64)), {}, ["complex weights"]),
     "two kinds of number": (lambda: nn.Sequential(network(), nn.Conv2d(8, 8, 1).half()), {}, ["float32 and float16"]),
     "bytes": (network, {"inputs": X.to(torch.uint8)}, ["input is of uint8, the network of float32", "Cast it"]),
@@ -86,18 +94,18 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "no values": (network, {"inputs": X.to("meta")}, ["the inputs have no values"]),
     "an overflow": (
         lambda: nn.Sequential(network(), Times(1e38), Times(1e38)),
-        {"size": SIZE},
+        {"input_size": SIZE},
         ["gives NaN", "too large"],
     ),
     "inputs and their size": (network, {"inputs": X, "input_size": SIZE}, ["inputs= and input_size=", "Give one"]),
-    "a pattern": (network, {"size": SIZE, "only": 3}, ["only=3 is no pattern"]),
-    "a seed": (network, {"size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
+    "a pattern": (network, {"input_size": SIZE, "only": 3}, ["only=3 is no pattern"]),
+    "a seed": (network, {"input_size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
     "no image": (network, {"inputs": torch.zeros(0, *SIZE)}, ["no image (0x3x16x16)", "at least one"]),
     "no pixel in one of two": (network, {"inputs": [torch.ones(1, *SIZE), torch.ones(1, 3, 0, 9)]}, ["(1x3x0x9)"]),
     "NaN inputs": (network, {"inputs": torch.full((1, *SIZE), torch.nan)}, ["inputs (1x3x16x16) hold NaN"]),
-    "a norm alone": (lambda: nn.BatchNorm2d(3).eval(), {"size": SIZE}, ["the network itself: forward reads"]),
-    "nothing returned": (Silent, {"size": SIZE}, ["gives no tensor", "nothing to compare"]),
-    "random": (Restless, {"size": SIZE}, ["gives another answer each time"]),
+    "a norm alone": (lambda: nn.BatchNorm2d(3).eval(), {"input_size": SIZE}, ["the network itself: forward reads"]),
+    "nothing returned": (Silent, {"input_size": SIZE}, ["gives no tensor", "nothing to compare"]),
+    "random": (Restless, {"input_size": SIZE}, ["gives another answer each time"]),
 }
 
 
@@ -113,7 +121,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "inspect": normswap.inspect,
     "export": lambda model: normswap.export(model, "net.onnx"),
     "save": lambda model: normswap.save(model, "out"),
-    "verify": lambda model: normswap.verify(network(), model, size=SIZE),
+    "verify": lambda model: normswap.verify(network(), model, input_size=SIZE),
     "param_groups": normswap.param_groups,
     "diagnose": normswap.diagnose,
 }
@@ -141,7 +149,7 @@ def test_arguments_of_another_kind(case: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_asks_for_a_network(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SourceError, match="a network is wanted, not the text 'resnet50'"):
+    with pytest.raises(SourceError, match="a network is wanted, not something of type str"):
         VERBS[verb]("resnet50")
     assert not any(tmp_path.iterdir())
 
@@ -163,7 +171,7 @@ PYTHON: list[tuple[Any, dict[str, Any], str]] = [
 def test_options_are_spelled_as_the_reader_writes_them(to: str, options: dict[str, Any], message: str) -> None:
     """In Python `calibrate=`; what the command line says, its own tests hold."""
     with pytest.raises(NormswapError, match=message) as caught:
-        normswap.convert(network(), to, size=SIZE, **options)
+        normswap.convert(network(), to, input_size=SIZE, **options)
     assert "--" not in str(caught.value)
     assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == ("calibrate=DATA", "force=True")
     with command_line():
@@ -172,12 +180,12 @@ def test_options_are_spelled_as_the_reader_writes_them(to: str, options: dict[st
 
 
 def test_a_conversion_shows_its_report_first() -> None:
-    done = normswap.convert(network(), "folded", size=SIZE)
+    done = normswap.convert(network(), "folded", input_size=SIZE)
     assert re.fullmatch(r"Conversion\(passed, exact, relative L2 \d\.\de-\d\d: Sequential -> folded\)", repr(done))
 
 
 def test_an_output_inside_a_network_is_refused(tmp_path: Path) -> None:
-    done = normswap.convert(network(), "folded", size=SIZE)
+    done = normswap.convert(network(), "folded", input_size=SIZE)
     place = normswap.save(done, tmp_path / "out")
     with pytest.raises(OutputError, match=r"lies in .*out: that is the directory of a network"):
         normswap.save(done, place / "inner" / "deeper")
@@ -193,12 +201,12 @@ def test_public_names_are_listed() -> None:
 def test_pixels_as_bytes() -> None:
     bytes_ = torch.zeros(4, *SIZE, dtype=torch.uint8)
     with pytest.raises(NormswapError, match=r"of type Tensor, torch.uint8. Give them as the network takes them"):
-        normswap.convert(network(), "groupnorm", size=SIZE, calibrate=[bytes_])
+        normswap.convert(network(), "groupnorm", input_size=SIZE, calibrate=[bytes_])
 
 
 def test_a_missing_file_is_called_missing(tmp_path: Path) -> None:
     model = network()
-    place = normswap.save(normswap.convert(model, "folded", size=SIZE), tmp_path / "out")
+    place = normswap.save(normswap.convert(model, "folded", input_size=SIZE), tmp_path / "out")
     (place / "norms.safetensors").unlink()
     with pytest.raises(NormswapError, match=r"norms.safetensors is missing"):
         normswap.load(place, skeleton=model)

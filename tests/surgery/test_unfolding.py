@@ -44,4 +44,4 @@ def test_the_size_that_is_given_is_the_size_that_is_looked_at(network: nn.Module
     folded = normswap.convert(network, "folded").model
     record = normswap.Network(folded).provenance.pretrained_cfg
     record.pop("input_size")
-    assert normswap.convert(folded, "unfold", size=SIZE).report.passed
+    assert normswap.convert(folded, "unfold", input_size=SIZE).report.passed

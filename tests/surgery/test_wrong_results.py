@@ -30,7 +30,7 @@ from normswap.models import calling
 from normswap.models.calling import Example
 from normswap.plan import Arch, Step
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, kept_accuracy, running
+from normswap.surgery import applying, comparison, held_out, running
 from normswap.surgery.network import Network
 from normswap.training.engine import TrainingRun
 
@@ -77,18 +77,18 @@ def test_convert_sees_in_float64_what_float32_cannot_hold(monkeypatch: pytest.Mo
         slightly(new)
         return new
 
-    report = convert(right, "folded", size=SIZE).report
+    report = convert(right, "folded", input_size=SIZE).report
     assert 0 < next(e.relative_l2 for e in report.logits if e.precision == "float64") < 1e-13
     monkeypatch.setattr(Folded, "replacing", wrong)
     with pytest.raises(VerificationError, match="float64"):
-        convert(right, "folded", size=SIZE)
+        convert(right, "folded", input_size=SIZE)
 
 
 @pytest.mark.parametrize("make", [biased, residual])
 def test_unfold_gives_the_weights_that_were_there(make: Callable[[], nn.Module]) -> None:
     """And the function; where a gamma is 0, the weights are lost. Biases before a norm may go to its beta."""
     source = make()
-    back = convert(convert(source, "folded", size=SIZE).model, "unfold", size=SIZE).model
+    back = convert(convert(source, "folded", input_size=SIZE).model, "unfold", input_size=SIZE).model
     x, seen = torch.randn(2, *SIZE, dtype=torch.float64), 0
     assert distance(run(copy.deepcopy(source).double(), x), run(copy.deepcopy(back).double(), x)) < 1e-6
     for name, tensor in source.state_dict().items():
@@ -108,7 +108,7 @@ def _norm_of(weight: str) -> str:
 
 @pytest.mark.parametrize("harm", ["a digit that float32 has not", "a bias", "a sign"])
 def test_a_wrong_unfold_is_refused(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
-    folded, inverted = convert(biased(), "folded", size=SIZE).model, Folded.invert
+    folded, inverted = convert(biased(), "folded", input_size=SIZE).model, Folded.invert
 
     def wrong(old: Any, *given: Any, **args: Any) -> None:
         inverted(old, *given, **args)
@@ -121,7 +121,7 @@ def test_a_wrong_unfold_is_refused(monkeypatch: pytest.MonkeyPatch, harm: str) -
 
     monkeypatch.setattr(Folded, "invert", wrong)
     with pytest.raises(VerificationError, match="unfold"):
-        convert(folded, "unfold", size=SIZE)
+        convert(folded, "unfold", input_size=SIZE)
 
 
 def widely(model: nn.Module, row: Row) -> tuple[Step, nn.Module]:
@@ -352,10 +352,10 @@ class Picks(nn.Module):
 
 def test_who_keeps_another_number_of_boxes_is_as_far_off_as_one_who_gives_nothing() -> None:
     x = torch.linspace(-1, 1, 20).reshape(20, 1, 1, 1).expand(-1, 2, 1, 1)
-    kept = kept_accuracy.measured(Picks(0.0), Picks(0.5), [Example((x,))])
+    kept = held_out.measured(Picks(0.0), Picks(0.5), [Example((x,))])
     assert kept is not None
     assert (kept.agreement, kept.relative_l2, kept.count) == (None, 1.0, 20)
-    kept = kept_accuracy.measured(Picks(0.0), Picks(0.0), [Example((x,)), Example((x[12:],))])
+    kept = held_out.measured(Picks(0.0), Picks(0.0), [Example((x,)), Example((x[12:],))])
     assert kept is not None
     assert (kept.agreement, kept.relative_l2, kept.count) == (1.0, 0.0, 28)
 
@@ -408,14 +408,14 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     x = torch.randn(8, 5)
     one, two = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
     assert verify(one, two, x, exact=False).logits[0].agreement is None
-    kept = kept_accuracy.measured(one, two, [Example((x,))])
+    kept = held_out.measured(one, two, [Example((x,))])
     assert kept is not None
-    assert (kept.agreement, kept.least, kept.right) == (None, None, None)
+    assert (kept.agreement, kept.least) == (None, None)
     found = checks.check(Reference.of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
     assert quantizing.points_lost(found) is None
     parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)
-    done = convert(nn.Sequential(*parts).eval(), "folded", size=(3, 9, 9))
+    done = convert(nn.Sequential(*parts).eval(), "folded", input_size=(3, 9, 9))
     save(done, tmp_path / "one")
     (row,) = re.findall(r"^\| float64 .*$", (tmp_path / "one" / "README.md").read_text(), re.M)
     assert row.endswith("|  |")

@@ -23,7 +23,7 @@ from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
 from normswap.schemes import Options, all_options, purpose_names
 from normswap.schemes.parts.options import Option
-from normswap.storage import atomic_write, network_folder, one_writer
+from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -168,7 +168,7 @@ def run(
         network_folder.check_writable(place, force=target.force)
     if planning.plan is not None:
         atomic_write.check_writable(planning.plan, force=target.force)
-    with nullcontext() if dry_run else one_writer.alone(place):
+    with nullcontext() if dry_run else network_folder.one_writer(place):
         net = opening.open(model)
         from normswap.analysis import summary  # torch is there now
         from normswap.models import devices

@@ -11,7 +11,6 @@ from normswap.cli import progress
 from normswap.cli.options import Json, Trust
 from normswap.cli.tables import facts, line, next_step, show
 from normswap.plan import Body
-from normswap.storage import hub_name, network_folder
 
 KEYS = "url (of the commit), repo, files, alone (whether timm loads it without normswap)"
 EXAMPLES = (
@@ -34,8 +33,6 @@ def run(
     Weights with plan and proof, config, card and the source's norms go up in one commit. `hf-hub:OWNER/NAME` is a MODEL
     then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
     """
-    hub_name.check(repo)
-    network_folder.check_directory(directory)
     with progress.working(f"pushing {directory} to {repo}"):
         from normswap.storage import publishing
         from normswap.training.run_folder import check_no_run

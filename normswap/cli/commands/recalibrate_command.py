@@ -16,7 +16,7 @@ from normswap.cli.proof_table import proof
 from normswap.cli.tables import facts, line, next_step, show
 from normswap.errors import OptionError
 from normswap.plan import Body
-from normswap.storage import network_folder, one_writer
+from normswap.storage import network_folder
 
 KEYS = "source, data, output, notes (how much was read), report (how much the outputs change, on noise)"
 EXAMPLES = (
@@ -72,7 +72,7 @@ def run(
         raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
-    with one_writer.alone(place):
+    with network_folder.one_writer(place):
         from normswap.models.weight_files import with_broken_statistics
 
         with with_broken_statistics():

@@ -48,7 +48,6 @@ def run(
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
     check_writable(file, force=force)
-    network_folder.check_directory(directory)
     with progress.stages() as say:
         say("starting")
         from normswap.reporting import page, report

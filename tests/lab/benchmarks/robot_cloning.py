@@ -37,11 +37,11 @@ Make = Callable[[nn.Sequential, Tensor], nn.Module]
 
 
 def ours(to: str, **options: Any) -> Make:
-    return lambda source, _: normswap.convert(source, to, size=(3, SIDE, SIDE), **options).model
+    return lambda source, _: normswap.convert(source, to, input_size=(3, SIDE, SIDE), **options).model
 
 
 def fitted(source: nn.Sequential, frames: Tensor) -> nn.Module:
-    done = normswap.convert(source, "groupnorm", group_size=SIZE, size=(3, SIDE, SIDE), calibrate=[frames])
+    done = normswap.convert(source, "groupnorm", group_size=SIZE, input_size=(3, SIDE, SIDE), calibrate=[frames])
     return done.model
 
 

@@ -101,7 +101,7 @@ def rows(name: str, images: int, say: Callable[[str], None]) -> None:
     wanted = features(source, batches)
 
     def ours(to: str, **options: Any) -> nn.Module:
-        return normswap.convert(source, to, size=shape, **options).model
+        return normswap.convert(source, to, input_size=shape, **options).model
 
     ways: dict[str, Callable[[], nn.Module]] = {
         "source (BatchNorm)": lambda: source,

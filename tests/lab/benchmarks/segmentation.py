@@ -68,7 +68,7 @@ def grouped(unet: nn.Module, *, keep: bool) -> nn.Module:
 
 def ours(to: str, **options: int) -> Change:
     shape = (3, SIDE, SIDE)
-    return lambda unet: normswap.convert(unet, to, only="encoder", size=shape, **options).model
+    return lambda unet: normswap.convert(unet, to, only="encoder", input_size=shape, **options).model
 
 
 WAYS = {
