@@ -453,7 +453,7 @@ def test_a_full_disk_leaves_nothing(here: Path, capfd: Capture, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    refused((*DEMO, "folded", "-o", "out", "--plan", "p.json"), ("cannot write out", "No space"), here, capfd)
+    refused((*DEMO, "folded", "-o", "out", "--plan", "p.json"), ("cannot write", "No space"), here, capfd)
 
 
 @pytest.mark.parametrize(

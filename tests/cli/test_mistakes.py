@@ -153,7 +153,7 @@ LATE: list[Mistake] = [
     ("not converted", None, ("verify", MODEL), ("holds no plan. Name what `normswap convert` wrote",)),
     ("unknown layer in a plan", edit(layer="Nope"), PLAN, ("Nope",)),
     ("path of no module", edit(path="nope.x"), PLAN, ("nope.x",)),
-    ("plan is wrong", edit(), PLAN, ("is wrong", "relative L2")),
+    ("plan is wrong", edit(path="bn1", layer="Vacant", reads=[]), PLAN, ("is wrong", "relative L2")),
     ("no network in it", None, ("inspect", "os.path:join"), ("os.path:join",)),
     ("a factory that leaves", text("leaving.py", b"import sys\ndef net(): sys.exit('bye')\n"),
      ("inspect", "leaving:net"), ("leaving:net cannot be built", "bye")),
