@@ -13,7 +13,6 @@ from normswap.folding.outcomes import left_affine
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers.channelwise import ChannelAffine
-from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_insertion import insert_norms
 
 
@@ -29,6 +28,3 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
 def _keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     builder.replace(path, ChannelAffine.__name__)
     builder.settle(path, left_affine("its own map"))
-
-
-SCHEME = Scheme(plan, paper="Touvron et al. 2021, ResMLP, arXiv:2105.03404, section 2 (Aff)")

@@ -17,7 +17,6 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome
-from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_insertion import insert_norms
 
 
@@ -35,9 +34,3 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
             builder.settle(path, Outcome("statistics over some samples", sentence))
 
     return insert_norms(anatomy, "SiteNorm", keep, **ghost)
-
-
-SCHEME = Scheme(
-    plan,
-    paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
-)

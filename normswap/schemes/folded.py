@@ -14,7 +14,6 @@ from normswap.folding import layer_scale, norm_affine
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
@@ -23,9 +22,3 @@ def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
     norm_affine.move(builder)
     layer_scale.move(builder)
     return builder
-
-
-SCHEME = Scheme(
-    plan,
-    paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
-)

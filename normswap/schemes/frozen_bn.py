@@ -14,7 +14,6 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Outcome
-from normswap.schemes import Scheme
 from normswap.schemes.parts.norm_insertion import insert_norms
 
 
@@ -33,9 +32,3 @@ def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     else:
         builder.replace(path, "FrozenNorm")
         builder.settle(path, Outcome("frozen", "frozen"))
-
-
-SCHEME = Scheme(
-    plan,
-    paper="He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d",
-)

@@ -18,7 +18,7 @@ from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
 from normswap.graph.inspection import inspect
-from normswap.layers import measured_norm
+from normswap.layers import site_norm
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import likeness
 from normswap.surgery.conversion import plan_steps
@@ -99,13 +99,13 @@ def test_float32_is_proved_in_float64() -> None:
 
 
 def test_the_proof_sees_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = measured_norm.settle
+    right = site_norm.settle
 
     def wrong(source: Any, conv: Any, norm: Any) -> None:
         right(source, conv, norm)
         norm.bias.data[0] += 1e-3 * norm.running_mean[0]  # 0 until something is measured
 
-    monkeypatch.setattr(measured_norm, "settle", wrong)
+    monkeypatch.setattr(site_norm, "settle", wrong)
     with pytest.raises(VerificationError, match="measured-batchnorm is wrong"):
         normswap.convert(network(), "batchnorm", inputs=images()[0], calibrate=images())
 
@@ -353,5 +353,5 @@ def test_the_architecture_gets_as_many_classes_as_the_network_has() -> None:
     torch.manual_seed(0)
     headless = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
     whole = nn.Sequential(*headless, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 7)).eval()
-    for model, classes in ((headless, None), (whole, 7)):
+    for model, classes in ((headless, 0), (whole, 7)):
         assert likeness._classes(inspect(model, torch.randn(2, 3, 8, 8))) == classes

@@ -10,16 +10,16 @@ import pytest
 
 from normswap import schemes
 from normswap.errors import OptionError
-from normswap.schemes.parts.options import OPTIONS, Option, Range
+from normswap.schemes.catalogue import PURPOSES, TARGETS, Function
+from normswap.schemes.parts.options import Option, Range
 
 
 def test_every_keyword_of_a_plan_has_a_record() -> None:
-    for name in schemes.names():
-        scheme = schemes.get(name)
-        keywords = [p.name for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name, scheme in {**TARGETS, **PURPOSES}.items():
+        assert isinstance(scheme.plan, Function)
+        signature = inspect.signature(scheme.plan.load())
+        keywords = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
         assert keywords == [option.name for option in scheme.options], name
-        assert keywords == [option.name for option in OPTIONS.get(name, ())], name
-    assert OPTIONS.keys() <= set(schemes.names())
 
 
 def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:

@@ -20,7 +20,7 @@ from normswap.layers import affine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Body, Outcome
-from normswap.schemes.parts.tokenwise import require_no_tokenwise_norms
+from normswap.schemes.parts.replaceable_batchnorms import require_no_tokenwise_norms
 
 Wish = Callable[[PlanBuilder, str, nn.Module], None]
 

@@ -27,7 +27,7 @@ import normswap
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
-from normswap.schemes.parts.per_sample_norms import nearest_divisor
+from normswap.schemes.groupnorm import nearest_divisor
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 

@@ -18,7 +18,6 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.merged import pool_offsets
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
-from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
@@ -46,10 +45,3 @@ def _merge(builder: PlanBuilder, merge: Branches) -> None:
     for path in reads:
         if affine.is_affine(modules[path]):
             builder.settle(path, merged)
-
-
-SCHEME = Scheme(
-    plan,
-    paper="Ding et al. 2021, arXiv:2101.03697, section 3.3",
-    may_do_nothing=True,
-)
