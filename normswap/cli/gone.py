@@ -21,6 +21,8 @@ class Removed(NamedTuple):
     instead: str
 
 
+_PT2 = "Use FILE.pt2: torch.export is what torch offers in place of TorchScript."
+_FOLDED = "`normswap convert MODEL --to folded` writes the folded weights as safetensors."
 REMOVED = (
     Removed("--check", "schemes", "The pytest fixture `check_scheme` tries a scheme on small networks."),
     Removed("--side *", "spp", "Use --input-size C,H,W."),
@@ -28,24 +30,14 @@ REMOVED = (
     Removed("--std *", "convert|doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-std R,G,B."),
     Removed("--dtype *", "export", "Use --precision."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
-    Removed("--calibrate synthetic", "convert", "Give images (25 or more of anything, no labels needed), or none."),
     Removed("--calibrate noise", "convert", "Give images (25 or more of anything, no labels needed), or none."),
-    Removed("--format torchscript", "export", "Use pt2: torch.export is what torch offers in its place."),
-    Removed("*.ts", "export", "Use FILE.pt2: torch.export is what torch offers in place of TorchScript."),
-    Removed("*.torchscript", "export", "Use FILE.pt2: torch.export is what torch offers in place of TorchScript."),
-    Removed(
-        "--format onnx-data",
-        "export",
-        "Use onnx; onnx.save_model(..., save_as_external_data=True) puts the weights beside it.",
-    ),
-    Removed(
-        "--format safetensors",
-        "export",
-        "`normswap convert MODEL --to folded` writes the folded weights as safetensors.",
-    ),
-    Removed(
-        "*.safetensors", "export", "`normswap convert MODEL --to folded` writes the folded weights as safetensors."
-    ),
+    Removed("--format torchscript", "export", _PT2),
+    Removed("-o *.ts", "export", _PT2),
+    Removed("--output *.ts", "export", _PT2),
+    Removed("--format onnx-data", "export", "Use onnx; onnx.save_model can put the weights beside it."),
+    Removed("--format safetensors", "export", _FOLDED),
+    Removed("-o *.safetensors", "export", _FOLDED),
+    Removed("--output *.safetensors", "export", _FOLDED),
     Removed("--count-plain", "export", "`normswap inspect FILE` counts the operators of a file."),
     Removed("--sensitive *", "export", "Every layer is quantized; use --precision fp16 where int8 loses too much."),
     Removed("--max-drop *", "export", "What int8 loses is printed, and written into FILE.preprocess.json."),
@@ -63,6 +55,16 @@ REMOVED = (
     Removed("--max-restarts *", "finetune", "Use torchrun --max-restarts N ... finetune ... --resume auto."),
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
+    Removed(
+        "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."
+    ),
+    Removed("*.tar.gz", "*", "Unpack it: a plain .tar, or a folder."),
+    Removed("*.tgz", "*", "Unpack it: a plain .tar, or a folder."),
+    Removed("*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),
+    Removed("anneal.means=*", "finetune|sweep", "convert.to=nf convert.calibrate=true fits the filters' means."),
+    Removed("distill.kind=*", "finetune|sweep", "A teacher teaches by its logits."),
+    Removed("train.not_finite=*", "finetune|sweep", "A loss that is not finite stops the run; lower optim.lr."),
+    Removed("train.rollbacks=*", "finetune|sweep", "A loss that is not finite stops the run; lower optim.lr."),
 )
 
 

@@ -119,27 +119,9 @@ def chosen(name: str, options: Options) -> Chosen:
     return Chosen(scheme, {**scheme.defaults, **options})
 
 
-def check_options(name: str, options: Options) -> None:
-    """Check options of a target, without what it computes with.
-
-    Raises:
-        OptionError: as `chosen`.
-    """
-    check_given(name, get(name).options, options)
-
-
 def of(step: Step) -> Chosen:
     """The scheme and the options that a step was planned with."""
     return chosen(step.scheme, step.options)
-
-
-def resolve(name: str, options: Options) -> Options:
-    """All options of the scheme: its defaults, overruled by these.
-
-    Raises:
-        OptionError: as `chosen`.
-    """
-    return chosen(name, options).options
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:

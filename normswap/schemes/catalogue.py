@@ -73,12 +73,12 @@ _FILTER_MEANS = (
 
 TARGETS: dict[str, Scheme] = {
     "affine": Scheme(
-        Function("schemes.affine.plan"),
+        Function("schemes.norm_insertion.plan_affine"),
         summary="A scale and a shift per channel in place of every norm; they learn; no statistics at all.",
         paper="Touvron et al. 2021, ResMLP, arXiv:2105.03404, section 2 (Aff)",
     ),
     "batchnorm": Scheme(
-        Function("schemes.batchnorm.plan"),
+        Function("schemes.norm_insertion.plan"),
         summary="BatchNorm wherever one stood; `--ghost-batch N` takes training statistics over N samples at a time.",
         paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
         options=(
@@ -167,7 +167,7 @@ TARGETS: dict[str, Scheme] = {
         ),
     ),
     "frozen-bn": Scheme(
-        Function("schemes.frozen_bn.plan"),
+        Function("schemes.norm_insertion.plan_frozen"),
         summary="Frozen BatchNorm: statistics, gamma and beta as constants, as in detection and small batches.",
         paper="He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d",
     ),
@@ -322,7 +322,7 @@ STEPS: dict[str, Scheme] = {
         options=(Option("where", str, "activation"),),
     ),
     "merged-branches": Scheme(
-        Function("schemes.merged_branches.plan"),
+        Function("schemes.folded.plan_merged"),
         paper="Ding et al. 2021, arXiv:2101.03697, section 3.3",
         may_do_nothing=True,
     ),

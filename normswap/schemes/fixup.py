@@ -18,7 +18,7 @@ from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine, reparametrized
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.own import scales_branch
-from normswap.schemes.parts.branch_scale import check_blocks, place_scale
+from normswap.schemes.skipinit import check_blocks, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:

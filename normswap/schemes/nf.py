@@ -24,7 +24,7 @@ from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
 from normswap.layers import own_forwards, reparametrized
 from normswap.plan import Step
-from normswap.schemes.parts.branch_scale import scale_branches
+from normswap.schemes.skipinit import scale_branches
 
 
 def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:

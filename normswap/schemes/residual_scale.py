@@ -24,7 +24,7 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import scales_branch
-from normswap.schemes.parts.branch_scale import check_blocks, place_scale
+from normswap.schemes.skipinit import check_blocks, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),

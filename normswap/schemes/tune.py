@@ -16,7 +16,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Outcome
-from normswap.schemes.parts.norm_insertion import insert_norms
+from normswap.schemes.norm_insertion import insert_norms
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:

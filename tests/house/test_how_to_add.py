@@ -37,7 +37,7 @@ from torch import nn
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.outcomes import left_affine
 from normswap.graph.inspection import Anatomy
-from normswap.schemes.parts.norm_insertion import insert_norms
+from normswap.schemes.norm_insertion import insert_norms
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
@@ -90,10 +90,11 @@ ADDITIONS = (
     Addition(
         "option of a scheme", "affine",
         {
-            "normswap/schemes/catalogue.py": ('        Function("schemes.affine.plan"),\n',
-                '        Function("schemes.affine.plan"),\n'
+            "normswap/schemes/catalogue.py": ('        Function("schemes.norm_insertion.plan_affine"),\n',
+                '        Function("schemes.norm_insertion.plan_affine"),\n'
                 '        options=(Option("even", bool, False, "an example"),),\n'),
-            "normswap/schemes/affine.py": ("def plan(anatomy: Anatomy)", "def plan(anatomy: Anatomy, *, even: bool)"),
+            "normswap/schemes/norm_insertion.py": (
+                "def plan_affine(anatomy: Anatomy)", "def plan_affine(anatomy: Anatomy, *, even: bool)"),
         },
         "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=True)\n"
         "assert done.plan.steps[-1].options == {'even': True}",

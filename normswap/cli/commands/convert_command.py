@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
     from normswap.surgery.carrying_out import Conversion
-    from normswap.surgery.network import Network
+    from normswap.surgery.network import Batches, Network
 
 KEYS = (
     "source, output (null for a dry run), plan (file, or null), steps (each with scheme, options, edits: of the plan, "
@@ -78,9 +78,15 @@ class Fitting:
     GROUP: ClassVar[str] = "Images to fit values to"
     calibrate: Annotated[
         str | None,
-        typer.Option(metavar="DATA", help="Fit values to these images (as --data elsewhere); no labels are needed."),
+        typer.Option(
+            metavar="DATA|synthetic",
+            help="Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the "
+            "statistics of its BatchNorms.",
+        ),
     ] = None
-    samples: Annotated[int, typer.Option(min=2, metavar="N", help="Take this many of them.")] = 1000
+    samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
+        None
+    )
     seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
     device: Device = "cpu"
 
@@ -89,13 +95,16 @@ class Fitting:
         from normswap.images.datasets import make_loader
         from normswap.surgery.network import Network
 
-        loader = None
-        if self.calibrate is not None:
+        images: Batches | str | None = self.calibrate
+        if self.calibrate == "synthetic" and self.samples:
+            raise OptionError("--samples cannot go with --calibrate synthetic", "128 images are made")
+        if self.calibrate not in (None, "synthetic"):
             loader = make_loader(
-                model, self.calibrate, split="train", samples=self.samples, seed=self.seed, labelled=False
+                model, self.calibrate, split="train", samples=self.samples or 1000, seed=self.seed, labelled=False
             )
             remark_on_images(model, loader)
-        return Network(model, seed=self.seed, calibrate=loader, progress=advance)
+            images = loader
+        return Network(model, seed=self.seed, calibrate=images, progress=advance)
 
 
 @dataclass(frozen=True)
@@ -231,7 +240,7 @@ def _check_request(to: str | None, purpose: str | None, options: Options, *, pla
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         return
     schemes.check_target(to)
-    schemes.check_options(to, options)
+    schemes.chosen(to, options)
     schemes.check_purpose(purpose)
 
 
@@ -242,7 +251,7 @@ def _follow(network: Network, plan: Plan, origin: str) -> tuple[Conversion | Non
 
     bodies: list[Body] = []
     done: Conversion | None = None
-    images, advance = network.calibrate, network.progress
+    images, advance = network.images, network.progress
     for step in plan.steps:
         try:
             done = carry_out(network.fitted_to(images, advance), step)
