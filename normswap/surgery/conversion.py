@@ -103,14 +103,14 @@ def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
     kinds = sorted({norm.kind for norm in norms})
     where = "what is chosen" if seen.outside else "the network"
-    steps = seen.provenance.plan.steps
+    steps, others = seen.provenance.plan.steps, "`normswap schemes` lists what else there is"
     why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if builder.outcomes:
         what = ", ".join(f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items())
-        why, remedy = f"the norms of {where} stay as they are: {what}", "`normswap schemes` lists what else there is"
+        why, remedy = f"the norms of {where} stay as they are: {what}", others
     if steps and steps[-1].scheme == to:
-        why, remedy = f"{where} is that already", "`normswap schemes` lists what else there is"
+        why, remedy = f"{where} is that already", others
     if per_sample := sum(norm.averages for norm in norms):
         why += f", {per_sample} with statistics per sample" if builder.outcomes else ""
         remedy = f"{norm_estimate.remedy()}, in the way to {to}"

@@ -9,7 +9,7 @@ the identity). The result needs no layer of normswap's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,31 +34,6 @@ _ANOTHER = "the network is not that architecture without its norms"
 _MEASURED = Outcome("norms measured", "has statistics measured on images")
 
 
-@dataclass(frozen=True)
-class _Filled:
-    """The architecture with the network's weights.
-
-    Args:
-        shifts: by path of each norm, what it adds while its statistics are 0 and 1, float64 (C,).
-    """
-
-    module: nn.Module
-    shifts: dict[str, Tensor]
-
-    @property
-    def norms(self) -> dict[str, Any]:
-        return {path: self.module.get_submodule(path) for path in self.shifts}
-
-    @torch.no_grad()
-    def settle(self, module: nn.Module) -> nn.Module:
-        """Let gamma and beta undo the statistics, in the precision of `module`, the one here or a copy."""
-        for path, shift in self.shifts.items():
-            norm: Any = module.get_submodule(path)
-            norm.weight.copy_((norm.running_var.double() + norm.eps).sqrt())
-            norm.bias.copy_(norm.running_mean.double() + shift)
-        return module
-
-
 def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[object]) -> Conversion:
     """The network in the class of `like`, with BatchNorms where that has them and statistics measured on `batches`.
 
@@ -71,18 +46,28 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
         VerificationError: a variance is not finite, or too large for its dtype.
     """
     skeleton = _skeleton(network, like)
-    filled = _fill(network, skeleton)
-    seen = _measure(filled, batches, network.progress)
-    filled.settle(filled.module)
-    result = skeleton.after(filled.module)
-    precise = comparison.compare_double(network, lambda: filled.settle(copying.to_double(filled.module)))
-    report = comparison.compare(network, filled.module, precise=precise)
+    module = skeleton.module
+    shifts = _fill(network, skeleton)
+    image_count = _measure(module, shifts, batches, network.progress)
+    _undo_statistics(module, shifts)
+    precise = comparison.compare_double(network, lambda: _undo_statistics(copying.to_double(module), shifts))
+    report = comparison.compare(network, module, precise=precise)
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
         why = f"with its weights that computes something else (relative L2 error {worst.relative_l2:.1e})"
         raise RefusedError(_ANOTHER, why)
-    notes = (f"the statistics of {len(filled.shifts)} norms were measured on {seen} images",)
-    return Conversion(result, report, dict.fromkeys(filled.shifts, _MEASURED), notes)
+    notes = (f"the statistics of {len(shifts)} norms were measured on {image_count} images",)
+    return Conversion(skeleton.after(module), report, dict.fromkeys(shifts, _MEASURED), notes)
+
+
+@torch.no_grad()
+def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Module:
+    """Let gamma and beta undo the norms' statistics, in the precision of `module`, but for the shifts."""
+    for path, shift in shifts.items():
+        norm: Any = module.get_submodule(path)
+        norm.weight.copy_((norm.running_var.double() + norm.eps).sqrt())
+        norm.bias.copy_(norm.running_mean.double() + shift)
+    return module
 
 
 def _skeleton(network: Network, like: str | nn.Module) -> Network:
@@ -110,17 +95,17 @@ def _built(network: Network, like: str) -> nn.Module:
     return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=source)
 
 
-def _classes(seen: Anatomy) -> int | None:
-    """How many outputs the classifier has, if there is one."""
-    if seen.classifier is None:
-        return None
-    weight = seen.traced.linear(seen.classifier).weight
-    return int(weight.shape[0])
+def _classes(seen: Anatomy) -> int:
+    """How many outputs the classifier has; 0 without one."""
+    return 0 if seen.classifier is None else int(seen.traced.linear(seen.classifier).weight.shape[0])
 
 
 @torch.no_grad()
-def _fill(network: Network, skeleton: Network) -> _Filled:
-    """Copy the weights, and make every norm the identity.
+def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
+    """Copy the weights, and let every norm's statistics be 0 and 1.
+
+    Returns:
+        By path of each norm, what it adds then, float64 (C,).
 
     Raises:
         RefusedError: a tensor has no counterpart, or a norm cannot be the identity.
@@ -140,9 +125,7 @@ def _fill(network: Network, skeleton: Network) -> _Filled:
         elif source.bias is not None:
             _shift(shifts, absorbing.get(path), source.bias.double().cpu(), path)
     _copy_the_rest(network.module, module, {*pairs, *norms})
-    for path, shift in shifts.items():
-        shifts[path] = shift.to(skeleton.device)
-    return _Filled(module, shifts)
+    return {path: shift.to(skeleton.device) for path, shift in shifts.items()}
 
 
 def _pairs(source: Anatomy, target: Anatomy) -> dict[str, Any]:
@@ -203,12 +186,14 @@ def _copy_the_rest(source: nn.Module, module: nn.Module, done: Iterable[str]) ->
 
 
 @torch.no_grad()
-def _measure(filled: _Filled, batches: Iterable[object], progress: Progress | None) -> int:
+def _measure(
+    module: nn.Module, shifts: Mapping[str, Tensor], batches: Iterable[object], progress: Progress | None
+) -> int:
     """Set the running statistics; returns the number of images."""
-    norms: Mapping[str, Any] = filled.norms
-    for path, shift in filled.shifts.items():
+    norms: dict[str, Any] = {path: module.get_submodule(path) for path in shifts}
+    for path, shift in shifts.items():
         norms[path].bias.copy_(shift)
-    seen = channel_moments.measure(filled.module, norms, batches, progress)
+    seen = channel_moments.measure(module, norms, batches, progress)
     for path, moments in seen.moments.items():
         norms[path].running_mean.copy_(moments.mean)
         norms[path].running_var.copy_(moments.variance)

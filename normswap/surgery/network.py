@@ -93,18 +93,12 @@ class Network:
             module = module_of(model)
             network_input.check_values(module)
             return cls(module, inputs, size, seed or 0, calibrate, progress)
-        if all(value is None for value in (inputs, size, seed, calibrate, progress)):
+        given = {"inputs": inputs, "size": size, "seed": seed, "calibrate": calibrate, "progress": progress}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if not changes:
             return model
-        network = cls(
-            model.module,
-            model.inputs if inputs is None else inputs,
-            model.size if size is None else size,
-            model.seed if seed is None else seed,
-            model.calibrate if calibrate is None else calibrate,
-            model.progress if progress is None else progress,
-        )
-        same = inputs is None and size is None and seed is None
-        return network._seen_as(model) if same else network
+        network = replace(model, **changes)  # type: ignore[arg-type]
+        return network._seen_as(model) if changes.keys() <= {"calibrate", "progress"} else network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
         """The same network, as it was looked at, with other images to fit values to."""

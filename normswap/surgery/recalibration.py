@@ -60,9 +60,7 @@ def recalibrate(
     """
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
-    broken = [] if isinstance(model, Network) else _broken(model)
-    if broken and not isinstance(model, Network):
-        model = _reset(model, broken)
+    model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)
     network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=batches, progress=progress)
     wanted = Wanted.of(against)
     if wanted.networks:
@@ -114,16 +112,13 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
     return convert(reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep").model
 
 
-def _broken(model: nn.Module) -> list[str]:
+def _without_broken_statistics(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The network, where statistics cannot be run a copy with mean 0 and variance 1 in their place; and their paths."""
     modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
-    return [path for path, module in modules if network_input.has_broken_statistics(module)]
-
-
-def _reset(model: nn.Module, paths: list[str]) -> nn.Module:
-    """A copy with mean 0 and variance 1 in place of statistics that cannot be run; they are measured anew anyway."""
-    other = copying.duplicate(model, {})
-    for path in paths:
-        norm = other.get_submodule(path)
-        norm.get_buffer("running_mean").zero_()
-        norm.get_buffer("running_var").fill_(1.0)
-    return other
+    broken = [path for path, module in modules if network_input.has_broken_statistics(module)]
+    if broken:
+        model = copying.duplicate(model, {})
+    for path in broken:
+        model.get_submodule(path).get_buffer("running_mean").zero_()
+        model.get_submodule(path).get_buffer("running_var").fill_(1.0)
+    return model, broken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -13,7 +12,6 @@ from normswap.errors import SourceError, spelled
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import calling, kinds, network_input
-from normswap.models.calling import Example
 from normswap.models.modes import Progress
 from normswap.models.source_names import SUFFIXES
 from normswap.plan import Body
@@ -73,46 +71,24 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
 
     Args:
         loader: batches of images and labels; -1: no label.
+        progress: called with the images done and their total; twice over all where there are labels.
 
     Raises:
         SourceError: no images, or labels that are no classes of the networks.
     """
-    if source.anatomy.features or labels_are_missing(loader):
-        return _without_labels(source, result, loader, progress)
-    half = _halves(progress)
-    one, answers = classify(source.module, loader, progress=half(0))
-    two, others = classify(result, loader, progress=half(1))
-    same = agreement(answers, others)
-    return {"source": one.top1, "result": two.top1, "agreement": same, "count": one.count}
-
-
-def labels_are_missing(loader: Loader) -> bool:
-    """Whether images of the first batch have no label: -1."""
-    return any(bool((labels < 0).any()) for _, labels in itertools.islice(loader, 1))
-
-
-def _without_labels(source: Network, result: nn.Module, loader: Loader, progress: Progress | None) -> Body:
-    def calls() -> Iterator[Example]:
-        done, form = 0, calling.form(source.module)
-        for batch in loader:
-            example, _ = form.read(batch)
-            yield example
-            done += example.count
-            if progress is not None:
-                progress(done, loader.count or 0)
-
-    kept = held_out.measured(source.module, result, calls(), scores=not source.anatomy.features)
+    features = source.anatomy.features
+    if not features and not labels_are_missing(loader):
+        one, answers = classify(source.module, loader, progress=progress)
+        two, others = classify(result, loader, progress=progress)
+        same = agreement(answers, others)
+        return {"source": one.top1, "result": two.top1, "agreement": same, "count": one.count}
+    form = calling.form(source.module)
+    kept = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
     if kept is None:
         raise SourceError("no images to compare on")
     return {"agreement": kept.agreement, "relative_l2": kept.relative_l2, "count": kept.count}
 
 
-def _halves(progress: Progress | None) -> Callable[[int], Progress | None]:
-    """The progress of two passes as one."""
-
-    def part(index: int) -> Progress | None:
-        if progress is None:
-            return None
-        return lambda done, total: progress(done + index * total, 2 * total)
-
-    return part
+def labels_are_missing(loader: Loader) -> bool:
+    """Whether images of the first batch have no label: -1."""
+    return any(bool((labels < 0).any()) for _, labels in itertools.islice(loader, 1))

@@ -71,12 +71,6 @@ def both(
         raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
 
-def run_double(model: nn.Module, x: calling.Inputs) -> Tensor:
-    """The outputs in float64, those of each sample in a row."""
-    outputs = outputs_double(model, calling.batches(x)[0])
-    return torch.cat([value.double().flatten(1) for value in outputs.values()], 1)
-
-
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
     """The outputs in float64, by parts, or, where a forward reads another module's tensors, of a copy."""
     outputs = by_parts(model, example)
