@@ -64,7 +64,7 @@ def _layers(theirs: Interpreter, ours: Interpreter) -> list[tuple[fx.Node, fx.No
         for node in ours.nodes
         if isinstance(ours.traced.module(node), SiteNorm)
         and str(node.target) in calls
-        and affine.average_refusal(theirs.traced.modules[str(node.target)]) is None
+        and affine.has_average(theirs.traced.modules[str(node.target)])
     ]
 
 

@@ -23,7 +23,7 @@ from normswap.folding import channel_factors
 from normswap.folding.channel_factors import Channels, Reach
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
-from normswap.layers.bounded import BoundedReLU
+from normswap.layers.activations import BoundedReLU
 from normswap.layers.own import per_channel
 from normswap.models import calling
 from normswap.models.modes import hooked

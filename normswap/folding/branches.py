@@ -73,7 +73,8 @@ def find(builder: PlanBuilder) -> list[Branches]:
         for source in dict.fromkeys(arm.source for arm in arms):
             merged = _merged(builder, [arm for arm in arms if arm.source is source])
             if merged is not None:
-                merges.append(_with_scale_after(builder, node, merged, whole=all(arm.source is source for arm in arms)))
+                whole = all(arm.source is source for arm in arms)
+                merges.append(replace(merged, after=_scale_after(builder, node)) if whole else merged)
     return merges[::-1]
 
 
@@ -84,11 +85,8 @@ def _is_sum(node: fx.Node) -> bool:
 def _adds_nothing(node: fx.Node) -> bool:
     """Whether it adds the number 0, which stands where a branch was."""
     numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
-    return len(inputs(node)) == 1 and len(node.args) == 2 and numbers in ([0], [0.0]) and _adds(node)
-
-
-def _adds(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", str(node.target)).strip("_") in ("add", "iadd", "radd")
+    adds = getattr(node.target, "__name__", str(node.target)).strip("_") in ("add", "iadd", "radd")
+    return adds and len(inputs(node)) == 1 and len(node.args) == 2 and numbers == [0]
 
 
 def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]) -> Iterator[_Arm]:
@@ -216,18 +214,14 @@ def _fits_pool(main: _ConvNd, pool: nn.Module) -> bool:
     return centred and main.stride == _pair(pool.stride)
 
 
-def _with_scale_after(builder: PlanBuilder, total: fx.Node, merged: Branches, *, whole: bool) -> Branches:
-    """The same with a scale and shift of the whole sum: x itself, as a term, is then scaled by the convolution, too."""
+def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:
+    """The path of a scale and shift of the whole sum: x itself, as a term, is then scaled by the convolution, too."""
     traced = builder.anatomy.traced
-    node = total
     while len(traced.users[node]) == 1:
         (node,) = traced.users[node]
         module = traced.module(node)
         if isinstance(module, OwnLayer) and _is_scale(module) and _may_join(builder, node):
-            centred = not merged.skips or _fits(cast(_ConvNd, traced.modules[merged.main]), None)
-            if whole and centred:
-                return replace(merged, after=str(node.target))
-            break
+            return str(node.target)
         if not _passes(builder, node):
             break
-    return merged
+    return None

@@ -10,22 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import fx, nn
+from torch import nn
 
 from normswap.folding import norm_free, rescaling
 from normswap.folding.outcomes import FOLDED_FORWARD, LEFT_SHIFT, NEVER_CALLED, folded_back, left_affine, stays
 from normswap.folding.overwriting import overwritten
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.producers import producers
-from normswap.folding.propagation import (
-    NotFoldable,
-    check_linear,
-    consumers,
-    distinct,
-    last_linear,
-    name,
-    propagates_scale,
-)
+from normswap.folding.propagation import NotFoldable, check_linear, consumers, distinct, name, propagates_scale
 from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import Anatomy
 from normswap.graph.node_reader import LINEAR
@@ -89,7 +81,7 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
         builder.refusals[path] = site.refusal
         return
     reasons = []
-    for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar, _fold_stream):
+    for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
         try:
             way(builder, path, site.module)
         except NotFoldable as reason:
@@ -148,47 +140,14 @@ def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """A scalar after a gate: through the gate into the convolution before it."""
-    if not scales_branch(module):
-        raise NotFoldable("it is no scalar")
-    alpha = module.alpha.item()
-    if not alpha >= 0 or (module.bias is not None and module.bias.any()):
-        raise NotFoldable("only a scalar that is not negative, without a bias, can pass a gate")
-    calls = builder.anatomy.traced.calls[id(module)]
-    if len(calls) > 1:
-        raise NotFoldable("it is called more than once")
-    (above,) = inputs(calls[0])
-    conv, readers = last_linear(builder, above, calls[0])
-    if not alpha and any(_escapes(builder, reader, calls[0]) for reader in readers):
-        raise NotFoldable("it is 0, and the branch is read elsewhere too")
-    builder.linear(conv).gain *= alpha
-    for reader in readers if alpha else ():  # what a gate makes of a dead branch does not matter
-        builder.linear(reader).in_gain /= alpha
-    builder.remove(path)
-    builder.settle(path, folded_back(conv, reason="through the gate"))
-
-
-def _escapes(builder: PlanBuilder, path: str, end: fx.Node) -> bool:
-    """Whether what the module at `path` computes reaches the model's output by a way that avoids `end`."""
-    traced = builder.anatomy.traced
-    seen = set(traced.calls[id(traced.modules[path])])
-    ahead = list(seen)
-    while ahead:
-        fresh = {user for user in traced.users[ahead.pop()] if user is not end} - seen
-        seen |= fresh
-        ahead += fresh
-    return any(node.op == "output" for node in seen)
-
-
-def _fold_stream(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """A factor of a residual stream: through sums and gates into all that makes it (`rescaling`)."""
-    if not scales_branch(module) or module.bias is not None:
+    """A scalar: through sums and gates into all that makes what it scales (`rescaling`)."""
+    if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
-    calls = builder.anatomy.traced.calls[id(module)]
-    if len(calls) > 1:
+    call, *others = builder.anatomy.traced.calls[id(module)]
+    if others:
         raise NotFoldable("it is called more than once")
-    (above,) = inputs(calls[0])
+    (above,) = inputs(call)
     with rescaling.attempt(builder):
-        rescaling.enlarge(builder, above, module.alpha.item(), {calls[0]})
+        linears = rescaling.enlarge(builder, above, module.alpha.item(), {call})
     builder.remove(path)
-    builder.settle(path, folded_back("what makes the stream"))
+    builder.settle(path, folded_back(*linears))

@@ -22,8 +22,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
-from normswap.layers.activations import is_homogeneous
-from normswap.layers.bounded import BoundedReLU
+from normswap.layers.activations import BoundedReLU, is_homogeneous
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import Linearity
@@ -67,13 +66,11 @@ class Channels:
         roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
         kept, groups = roots.unique(return_inverse=True)
         self.count = len(kept)
-
-        def reach(node: fx.Node, reads: list[int]) -> Reach:
-            return Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
-
-        reached = [(self.traced.module(node), reach(node, reads)) for node, reads in visited]
-        self.layers = [one for module, one in reached if not _level(module)]
-        self.levels = [one for module, one in reached if _level(module)]
+        self.layers: list[Reach] = []
+        self.levels: list[Reach] = []
+        for node, reads in visited:
+            reach = Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
+            (self.levels if _level(self.traced.module(node)) else self.layers).append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Follow the channels through a node; those it reads, where its parameters depend on their factors."""

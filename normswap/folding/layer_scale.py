@@ -13,7 +13,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
-from normswap.layers.layer_scale import scaled_dim
+from normswap.layers.channel_norm import scaled_dim
 from normswap.plan import AbsorbMode
 
 
@@ -22,12 +22,9 @@ def move(builder: PlanBuilder) -> None:
     traced = builder.anatomy.traced
     for call, *_ in traced.calls.values():
         module, path = traced.module(call), str(call.target)
-        if (
-            module is None
-            or scaled_dim(module) is None
-            or not builder.anatomy.takes_part(path)
-            or path in builder.replacements
-        ):
+        if module is None or scaled_dim(module) is None or path in builder.replacements:
+            continue
+        if not builder.anatomy.takes_part(path):
             continue
         try:
             linear = producer(builder, module)

@@ -11,13 +11,12 @@ from torch import fx, nn
 
 from normswap.folding.outcomes import stays
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, check_linear, distinct, name
+from normswap.folding.propagation import NotFoldable, absorbing, readers
 from normswap.graph import channel_axes
-from normswap.graph.channel_axes import Axes
+from normswap.graph.channel_axes import Axes, Axis
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import Traced, inputs
-from normswap.layers import channel_norm, own_forwards, reparametrized
+from normswap.layers import channel_norm, own_forwards
+from normswap.layers.planned_layer import Linearity
 from normswap.plan import AbsorbMode, Outcome
 
 
@@ -41,14 +40,14 @@ def move(builder: PlanBuilder) -> None:
     seen = channel_axes.read(builder.anatomy.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
-            readers = linear_readers(builder, seen, path, norm)
+            linears = linear_readers(builder, seen, path, norm)
         except NotFoldable as why:
             builder.settle(path, stays(str(why), " with its scale and shift"))
             continue
-        for reader in readers:
-            builder.linear(reader).add(path, AbsorbMode.BEFORE)
+        for linear in linears:
+            builder.linear(linear).add(path, AbsorbMode.BEFORE)
         builder.replace(path, "BareNorm")
-        into = ", ".join(readers)
+        into = ", ".join(linears)
         builder.settle(path, Outcome("scale and shift moved on", f"its scale and shift move to {into}"))
 
 
@@ -59,46 +58,25 @@ def linear_readers(builder: PlanBuilder, seen: Axes, path: str, norm: nn.Module)
         NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of its input.
     """
     traced = builder.anatomy.traced
-    why = channel_norm.refusal(norm) or seen.why
+    why = channel_norm.refusal(norm)
     read = traced.read_directly(norm)
     if why or read:
         raise NotFoldable(why or f"{read} is read in forward, not only by the norm itself")
     if any(n.path == path and n.role == "head" for n in builder.anatomy.norms):
         raise NotFoldable("its output is the network's features")
-    ends = [end for call in traced.calls[id(norm)] for end in _ends(traced, builder, seen, call)]
-    for source, end in ends:
-        _check(builder, seen, source, end, {node for _, node in ends})
-    if not ends:
-        raise NotFoldable("nothing reads it")
-    return distinct(traced.modules, [str(end.target) for _, end in ends])
+
+    def passes(node: fx.Node) -> bool:
+        return builder.is_identity(node) or channel_axes.is_step(traced, node)
+
+    readings = [reading for call in traced.calls[id(norm)] for reading in readers(builder, call, passes)]
+    paths = absorbing(builder, [reader for _, reader in readings])
+    for value, reader in readings:
+        _check_channels(traced.linear(str(reader.target)), str(reader.target), seen.get(value))
+    return paths
 
 
-def _ends(traced: Traced, builder: PlanBuilder, seen: Axes, start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """(value, reader) wherever the norm's output is read by more than a step that passes it on."""
-    ends = []
-    for user in traced.users[start]:
-        if user.op == "output":
-            raise NotFoldable("the model returns it")
-        if (builder.is_identity(user) or channel_axes.is_step(traced, user)) and len(inputs(user)) == 1:
-            ends += _ends(traced, builder, seen, user)
-        else:
-            ends.append((start, user))
-    return ends
-
-
-def _check(builder: PlanBuilder, seen: Axes, source: fx.Node, end: fx.Node, ends: set[fx.Node]) -> None:
-    traced = builder.anatomy.traced
-    linear = traced.module(end)
-    if not isinstance(linear, LINEAR):
-        raise NotFoldable(f"{name(end)} reads it, not a linear layer")
-    path, axis = str(end.target), seen.get(source)
-    if path == builder.anatomy.classifier:
-        raise NotFoldable(f"the features that {path} reads would change")
-    check_linear(builder, path, linear)
-    if reparametrized.keeps_input_bias(linear):
-        raise NotFoldable(f"{path} adds a scalar to its input")
-    if any(call not in ends for call in traced.calls[id(linear)]):
-        raise NotFoldable(f"{path} is called elsewhere too, on another input")
+def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
+    """See that the inputs of a linear layer are the norm's channels, and that it pads none with zeros."""
     if axis is None:
         raise NotFoldable(f"which of the inputs of {path} its channels become is not known")
     if not axis.pure:

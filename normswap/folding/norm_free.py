@@ -10,11 +10,12 @@ keeps its gamma, since the features that the network returns would change.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from timm.models.nfnet import GammaAct, NormFreeBlock
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, scalar_readers
@@ -30,18 +31,19 @@ def free(builder: PlanBuilder) -> None:
         if not isinstance(module, GammaAct) or not builder.anatomy.takes_part(str(node.target)):
             continue
         if module.gamma != 1 and len(traced.calls[id(module)]) == 1:
-            _try(
-                builder, str(node.target), lambda node=node, gamma=module.gamma: _forward(builder, node, gamma, "gamma")
-            )
+            with _or_note(builder, str(node.target)):
+                _forward(builder, node, module.gamma, f"{node.target}.gamma")
     for path, module in traced.modules.items():
         if isinstance(module, NormFreeBlock) and path not in traced.opaque and builder.anatomy.takes_part(path):
             _free_block(builder, path, module)
 
 
-def _try(builder: PlanBuilder, path: str, way: Callable[..., None]) -> None:
+@contextmanager
+def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
+    """What cannot be folded is noted."""
     try:
         with attempt(builder):
-            way()
+            yield
     except NotFoldable as why:
         builder.notes.append(f"{path} keeps its factor: {why}")
 
@@ -56,42 +58,39 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
         builder.notes.append(f"{path} keeps its factors: they are not those of a NormFreeBlock")
         return
     nodes = dict(zip([name for name, _ in named], factors, strict=True))
-    if "beta" in nodes:
-        _try(builder, path, lambda: _forward(builder, nodes["beta"], block.beta, "beta", path))
-    for name in ("attn_gain", "alpha"):
-        if name in nodes:
-            _try(builder, path, lambda name=name: _back(builder, nodes[name], getattr(block, name), name, path))
+    for name, value in named:
+        with _or_note(builder, path):
+            (_forward if name == "beta" else _back)(builder, nodes[name], value, f"{path}.{name}")
     if isinstance(block.skipinit_gain, Tensor):
-        _try(builder, path, lambda: _back_skipinit(builder, nodes_of_block, block, path))
+        with _or_note(builder, path):
+            _back_skipinit(builder, nodes_of_block, float(block.skipinit_gain.detach()), f"{path}.skipinit_gain")
 
 
-def _forward(builder: PlanBuilder, node: fx.Node, factor: float, name: str, path: str = "") -> None:
+def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
     """A factor of what the next convolutions read; the classifier's features are left alone."""
     for reader in scalar_readers(builder, node, set()):
         if reader == builder.anatomy.classifier:
             raise NotFoldable("the features of the network would change")
         shrink_input(builder, reader, 1 / factor)
-    builder.replace(f"{path or node.target}.{name}", "Number", value=1.0)
+    builder.replace(path, "Number", value=1.0)
 
 
-def _back(builder: PlanBuilder, node: fx.Node, factor: float, name: str, path: str) -> None:
+def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
     """A factor of what was computed: through gates into the last convolution."""
     (above,) = inputs(node)
     while _is_in_place(above):  # SkipInit's gain, between the attention and alpha
         node, above = above, inputs(above)[0]
     enlarge(builder, above, factor, {node})
-    builder.replace(f"{path}.{name}", "Number", value=1.0)
+    builder.replace(path, "Number", value=1.0)
 
 
-def _back_skipinit(builder: PlanBuilder, nodes_of_block: list[fx.Node], block: nn.Module, path: str) -> None:
-    gain = float(block.get_parameter("skipinit_gain").detach())
+def _back_skipinit(builder: PlanBuilder, nodes_of_block: list[fx.Node], gain: float, path: str) -> None:
     node = next((node for node in nodes_of_block if _is_in_place(node)), None)
     if node is None:
         raise NotFoldable("it is not in the graph")
     source = inputs(node)[0]
-    readers = set(builder.anatomy.traced.users[source])
-    enlarge(builder, source, gain, readers)
-    builder.replace(f"{path}.skipinit_gain", "Number", value=None)
+    enlarge(builder, source, gain, set(builder.anatomy.traced.users[source]))
+    builder.replace(path, "Number", value=None)
 
 
 def _is_in_place(node: fx.Node) -> bool:

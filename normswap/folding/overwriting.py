@@ -49,9 +49,7 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
     traced, conflicts = builder.anatomy.traced, {}
     for node in traced.nodes:
         if node.meta.get("old_name") and _copies(builder, str(node.target)):
-            conflicts[str(node.target)] = (
-                "it writes into what it reads, which is read later under the name it had before"
-            )
+            conflicts[str(node.target)] = "it writes into what it reads, and that is read later by its older name"
         if node.target is not after:
             continue
         one, other = (_passing(traced, value) for value in inputs(node))

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, check_linear, is_flat, name
+from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, listed
@@ -66,8 +66,7 @@ def _above(builder: PlanBuilder, module: nn.Module, call: fx.Node) -> Iterator[t
         _only_user(builder, node)
         above = inputs(node)
     _only_user(builder, node)
-    linear = isinstance(traced.module(node), nn.Linear) and not is_flat(builder, node)
-    if channels > 1 and (stepped or linear):
+    if channels > 1 and (stepped or isinstance(traced.module(node), nn.Linear)):
         _prove(builder, value, node)
     yield node, None
 
@@ -79,12 +78,10 @@ def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
 
 def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
     """See that the norm's channels are the outputs of the linear layer that `node` calls, whatever was done to them."""
-    seen = builder.axes()
-    axis = seen.get(value)
+    axis = builder.axes().get(value)
     if axis is None or axis.dim != 1:
         kind = type(builder.anatomy.traced.module(node)).__name__
-        why = f": {seen.why}" if seen.why else ""
-        raise NotFoldable(f"the outputs of {node.target} ({kind}) may not be its channels{why}")
+        raise NotFoldable(f"the outputs of {node.target} ({kind}) may not be its channels")
     if not axis.pure:
         raise NotFoldable(f"zeros are padded after {node.target}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +14,13 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, is_constant_mul, is_mul
 from normswap.layers import affine, own_forwards, reparametrized
-from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, IDENTITIES, RELUS, is_homogeneous
+from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous
 
-_LINEAR_FORWARDS = {
-    nn.Linear.forward,
-    nn.Conv1d.forward,
-    nn.Conv2d.forward,
-    nn.Conv3d.forward,
-    nn.ConvTranspose1d.forward,
-    nn.ConvTranspose2d.forward,
-    nn.ConvTranspose3d.forward,
-    timm_layers.Conv2dSame.forward,
-    timm_layers.Linear.forward,
-}
+_LINEAR_CLASSES = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    timm_layers.Conv2dSame, timm_layers.Linear,
+)  # fmt: skip
+_LINEAR_FORWARDS = {kind.forward for kind in _LINEAR_CLASSES}
 _POOLS = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, timm_layers.BlurPool2d,
@@ -44,33 +38,58 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
 def consumers(builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]) -> list[str]:
     """Paths of the convolutions that read this module, and nothing else reads it."""
     traced = builder.anatomy.traced
-    ends = [end for call in traced.calls[id(module)] for end in _ends(builder, call, propagates)]
-    for node in ends:
-        conv = traced.module(node)
-        if not isinstance(conv, LINEAR):
-            raise NotFoldable(f"{name(node)} reads it, not a convolution")
-        if str(node.target) == builder.anatomy.classifier:
-            raise NotFoldable(f"the features that {node.target} reads would change")
-        check_linear(builder, str(node.target), conv)
-        if reparametrized.keeps_input_bias(conv):
-            raise NotFoldable(f"{node.target} adds a scalar to its input")
-        if any(call not in ends for call in traced.calls[id(conv)]):
-            raise NotFoldable(f"{node.target} is called elsewhere too, on another input")
-        if isinstance(conv, nn.Linear):
-            raise NotFoldable(f"{node.target} is a Linear: which of its inputs a channel becomes is not known")
-    if not ends:
-        raise NotFoldable("nothing reads it")
-    return distinct(traced.modules, [str(node.target) for node in ends])
+    calls = traced.calls[id(module)]
+    paths = absorbing(builder, [reader for call in calls for _, reader in readers(builder, call, propagates)])
+    for path in paths:
+        if isinstance(traced.modules[path], nn.Linear):
+            raise NotFoldable(f"{path} is a Linear: which of its inputs a channel becomes is not known")
+    return paths
 
 
-def _ends(builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+def readers(
+    builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(value, reader) wherever the value of `start` is read by more than a step that passes it on.
+
+    Raises:
+        NotFoldable: the model returns it.
+    """
     for user in builder.anatomy.traced.users[start]:
         if user.op == "output":
             raise NotFoldable("the model returns it")
         if propagates(user) and len(inputs(user)) == 1:
-            yield from _ends(builder, user, propagates)
+            yield from readers(builder, user, propagates)
         else:
-            yield user
+            yield start, user
+
+
+def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
+    """Paths of the linear layers that the nodes call, which can absorb a scale and shift of their input.
+
+    Raises:
+        NotFoldable: a node calls something else, or one of the layers is called elsewhere, or cannot.
+    """
+    traced = builder.anatomy.traced
+    for node in nodes:
+        layer = _reading_linear(builder, node)
+        if str(node.target) == builder.anatomy.classifier:
+            raise NotFoldable(f"the features that {node.target} reads would change")
+        if any(call not in nodes for call in traced.calls[id(layer)]):
+            raise NotFoldable(f"{node.target} is called elsewhere too, on another input")
+    if not nodes:
+        raise NotFoldable("nothing reads it")
+    return distinct(traced.modules, [str(node.target) for node in nodes])
+
+
+def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) -> nn.Module:
+    """The linear layer that `node` calls, if it can absorb a scale of its input."""
+    layer = builder.anatomy.traced.module(node)
+    if not isinstance(layer, LINEAR):
+        raise NotFoldable(f"{name(node)} reads it, not a linear layer")
+    check_linear(builder, str(node.target), layer, once=once)
+    if reparametrized.keeps_input_bias(layer):
+        raise NotFoldable(f"{node.target} adds a scalar to its input")
+    return layer
 
 
 def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
@@ -94,25 +113,20 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
     def propagates(node: fx.Node) -> bool:
         return node.target in _SCALAR_FUNCTIONS or is_constant_mul(node) or propagates_scale(builder, node)
 
-    readers = []
+    paths = []
     for user in traced.users[start]:
         if user in main:
             continue
-        for end in [*_ends(builder, user, propagates)] if propagates(user) else [user]:
-            conv = traced.module(end)
-            if end in main or not isinstance(conv, LINEAR):
-                raise NotFoldable(f"{name(end)} reads it")
-            check_linear(builder, str(end.target), conv)
-            if reparametrized.keeps_input_bias(conv):
-                raise NotFoldable(f"{end.target} adds a scalar to its input")
-            if len(traced.calls[id(conv)]) > 1:
-                raise NotFoldable(f"{end.target} is called more than once")
-            readers.append(str(end.target))
-    return list(dict.fromkeys(readers))
+        for _, reader in readers(builder, user, propagates) if propagates(user) else [(start, user)]:
+            if reader in main:
+                raise NotFoldable(f"{name(reader)} reads it")
+            _reading_linear(builder, reader, once=True)
+            paths.append(str(reader.target))
+    return list(dict.fromkeys(paths))
 
 
-def check_linear(builder: PlanBuilder, path: str, conv: nn.Module) -> None:
-    """Check that a linear layer can absorb its neighbours."""
+def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool = False) -> None:
+    """Check that a linear layer can absorb its neighbours, and, with `once`, that it is called once."""
     made_anew = reparametrized.is_reparametrized(conv)
     known = type(conv).forward in _LINEAR_FORWARDS and "forward" not in vars(conv)
     if not made_anew and not known and not own_forwards.computes(conv):
@@ -129,29 +143,13 @@ def check_linear(builder: PlanBuilder, path: str, conv: nn.Module) -> None:
     read = traced.read_directly(conv)
     if read:
         raise NotFoldable(f"{read} is read elsewhere in forward")
+    if once and len(traced.calls[id(conv)]) > 1:
+        raise NotFoldable(f"{path} is called more than once")
 
 
 def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
     """One path per module, in order."""
     return list({id(modules[path]): path for path in reversed(paths)}.values())[::-1]
-
-
-def is_flat(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether a Linear surely sees (N, features): its input was flattened from dimension 1, and nothing undid that."""
-    above = inputs(node)
-    while len(above) == 1:
-        node = above[0]
-        if node.target in (torch.flatten, "flatten"):
-            start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
-            return bool(start == 1 and node.kwargs.get("end_dim", -1) == -1 and len(node.args) < 3)
-        module = builder.anatomy.traced.module(node)
-        known = isinstance(module, (nn.Linear, *IDENTITIES, *RELUS)) or (
-            module is not None and affine.is_affine(module)
-        )
-        if not known and node.target not in (*HOMOGENEOUS_FUNCTIONS, F.dropout, "contiguous"):
-            return False
-        above = inputs(node)
-    return False
 
 
 def name(node: fx.Node) -> str:
@@ -172,10 +170,10 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
     """
     traced = builder.anatomy.traced
     passed = {before}
-    readers: list[str] = []
+    gates: list[str] = []
     while True:
         if len(traced.users[node]) > 1:
-            readers += scalar_readers(builder, node, passed)
+            gates += scalar_readers(builder, node, passed)
         if isinstance(traced.module(node), LINEAR):
             break
         above = traced.main_input(node)
@@ -184,8 +182,5 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
         passed.add(node)
         node = above
     path = str(node.target)
-    conv = traced.modules[path]
-    if len(traced.calls[id(conv)]) > 1:
-        raise NotFoldable(f"{path} is called more than once")
-    check_linear(builder, path, conv)
-    return path, list(dict.fromkeys(readers))
+    check_linear(builder, path, traced.modules[path], once=True)
+    return path, list(dict.fromkeys(gates))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import fx
 
@@ -19,10 +20,14 @@ from normswap.layers.own import scales_branch
 from normswap.plan import AbsorbMode
 
 
-def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> None:
+def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> list[str]:
     """Multiply the value of `node` by `factor` for its readers `by`; whatever else reads it sees what it saw.
 
-    A factor that is not positive passes nothing but linear maps.
+    A negative factor passes nothing but linear maps. By 0 a value is multiplied only where `by` alone leads to the
+    output: what a gate makes of it then does not matter.
+
+    Returns:
+        Paths of the linear layers that absorb the factor.
 
     Raises:
         NotFoldable: something on the way is not homogeneous, or another reader cannot be compensated; nothing is to be
@@ -30,28 +35,38 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
     """
     traced = builder.anatomy.traced
     if any(user not in by for user in traced.users[node]):
-        if not factor > 0:
+        others = scalar_readers(builder, node, set(by))
+        if not factor >= 0 or (factor == 0 and any(_escapes(builder, path, by) for path in others)):
             raise NotFoldable(f"a factor of {factor:g} cannot be given back to what else reads {name(node)}")
-        for path in scalar_readers(builder, node, set(by)):
+        for path in others if factor else ():
             shrink_input(builder, path, factor)
     module = traced.module(node)
     if isinstance(module, LINEAR):
         path = str(node.target)
-        check_linear(builder, path, module)
-        if len(traced.calls[id(module)]) > 1:
-            raise NotFoldable(f"{path} is called more than once")
+        check_linear(builder, path, module, once=True)
         builder.linear(path).gain *= factor
-    elif is_add(node):
-        for arm in inputs(node):
-            enlarge(builder, arm, factor, {node})
-    else:
-        above = traced.main_input(node)
-        scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
-        if above is None or not (is_mul(node) or scalar or propagates_scale(builder, node)):
-            raise NotFoldable(f"a scale cannot pass {name(node)}")
-        if not (factor > 0 or scalar or builder.is_identity(node)):
-            raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
-        enlarge(builder, above, factor, {node})
+        return [path]
+    if is_add(node):
+        return [path for arm in inputs(node) for path in enlarge(builder, arm, factor, {node})]
+    above = traced.main_input(node)
+    scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
+    if above is None or not (is_mul(node) or scalar or propagates_scale(builder, node)):
+        raise NotFoldable(f"a scale cannot pass {name(node)}")
+    if not (factor >= 0 or scalar or builder.is_identity(node)):
+        raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
+    return enlarge(builder, above, factor, {node})
+
+
+def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
+    """Whether what the module at `path` computes reaches the model's output by a way that avoids `ends`."""
+    traced = builder.anatomy.traced
+    seen = set(traced.calls[id(traced.modules[path])])
+    ahead = list(seen)
+    while ahead:
+        fresh = {user for user in traced.users[ahead.pop()] if user not in ends} - seen
+        seen |= fresh
+        ahead += fresh
+    return any(node.op == "output" for node in seen)
 
 
 def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
@@ -65,16 +80,10 @@ def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
 @contextmanager
 def attempt(builder: PlanBuilder) -> Iterator[None]:
     """Undo what was done to the builder's layers and replacements if it turns out to be blocked."""
-    before = {path: (list(linear.reads), linear.gain, linear.in_gain) for path, linear in builder.linears.items()}
+    linears = {path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()}
     replacements = dict(builder.replacements)
     try:
         yield
     except NotFoldable:
-        for path in [*builder.linears]:
-            if path not in before:
-                del builder.linears[path]
-                continue
-            linear = builder.linears[path]
-            linear.reads, linear.gain, linear.in_gain = before[path]
-        builder.replacements = replacements
+        builder.linears, builder.replacements = linears, replacements
         raise

@@ -20,7 +20,7 @@ from normswap.graph.channel_axes import Axes
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, is_add, is_constant_mul
 from normswap.layers import channel_norm
-from normswap.layers.layer_scale import scaled_dim
+from normswap.layers.channel_norm import scaled_dim
 from normswap.plan import AbsorbMode
 
 
@@ -49,7 +49,7 @@ def around(builder: PlanBuilder, seen: Axes, starts: Sequence[fx.Node]) -> Strea
     """
     for start in starts:
         if seen.get(start) is None:
-            raise NotFoldable(seen.why or _complaint(builder, seen, start))
+            raise NotFoldable(f"where the channels are is not known after {called(start)}")
     stream, ahead = Stream(), [*starts]
     while ahead:
         node = ahead.pop()
@@ -61,7 +61,7 @@ def around(builder: PlanBuilder, seen: Axes, starts: Sequence[fx.Node]) -> Strea
             if _passes(builder, user) and seen.get(user) is not None:
                 ahead.append(user)
             elif not _ignores_the_mean(builder, seen, node, user):
-                raise NotFoldable(_complaint(builder, seen, user))
+                raise NotFoldable(_complaint(user))
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
@@ -82,12 +82,8 @@ def centre(builder: PlanBuilder, stream: Stream) -> None:
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether no mean comes out of `node` if none goes in."""
-    return (
-        builder.is_identity(node)
-        or channel_axes.is_step(builder.anatomy.traced, node)
-        or is_add(node)
-        or is_constant_mul(node)
-    )
+    alike = builder.is_identity(node) or channel_axes.is_step(builder.anatomy.traced, node)
+    return alike or is_add(node) or is_constant_mul(node)
 
 
 def _ignores_the_mean(builder: PlanBuilder, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
@@ -99,28 +95,12 @@ def _ignores_the_mean(builder: PlanBuilder, seen: Axes, node: fx.Node, user: fx.
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
 
 
-def _complaint(builder: PlanBuilder, seen: Axes, user: fx.Node) -> str:
-    if is_add(user):
-        return f"{_stranger(builder, seen, user)} is added to it, whose channels are not the outputs of a linear layer"
+def _complaint(user: fx.Node) -> str:
     if user.op == "output":
         return "the model returns it, with its mean"
-    norm = builder.anatomy.traced.module(user)
-    if norm is not None and channel_norm.is_at_each_position(norm):
-        return f"{name(user)} reads it too, which normalizes several tokens or groups of channels by one mean"
-    if channel_axes.is_step(builder.anatomy.traced, user):
-        return f"{called(user)} takes its channels apart"
+    if is_add(user):
+        return f"{called(user)} adds to it what is no linear layer's output"
     return f"{called(user)} reads it too, and needs its mean"
-
-
-def _stranger(builder: PlanBuilder, seen: Axes, total: fx.Node) -> str:
-    """The arm of a sum whose channels are not those of the stream."""
-    arms = inputs(total)
-    node = next((arm for arm in arms if seen.get(arm) is None), arms[-1])
-    while builder.is_identity(node):
-        node = inputs(node)[0]
-    if is_add(node) and seen.get(node) is None:
-        return _stranger(builder, seen, node)
-    return called(node)
 
 
 def called(node: fx.Node) -> str:
@@ -139,21 +119,16 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     elif node.op == "get_attr":
         stream.tensors[path] = -1
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
-        stream.scales[path] = _scaled(builder, node, module)
+        try:
+            stream.scales[path] = layer_scale.producer(builder, module)
+        except NotFoldable as why:
+            raise NotFoldable(f"{path} writes to it, and {why}") from None
         stream.linears.add(stream.scales[path])
     elif _passes(builder, node):
         return inputs(node)
     else:
         raise NotFoldable(f"{name(node)} writes to it, whose output has a mean")
     return []
-
-
-def _scaled(builder: PlanBuilder, scale: fx.Node, module: nn.Module) -> str:
-    """The linear layer whose output this LayerScale, and nothing else, reads."""
-    try:
-        return layer_scale.producer(builder, module)
-    except NotFoldable as why:
-        raise NotFoldable(f"{scale.target} writes to it, and {why}") from None
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:

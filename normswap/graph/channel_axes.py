@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,7 @@ from torch import Tensor, fx, nn
 
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mul
-from normswap.layers.channel_norm import channel_dim
-from normswap.layers.layer_scale import scaled_dim
+from normswap.layers.channel_norm import channel_dim, scaled_dim
 
 _STEPS = (
     operator.getitem, torch.cat, torch.stack, torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose,
@@ -51,16 +50,8 @@ class Axis:
     pure: bool
 
 
-class Axes:
-    """The channel axes of a traced network, by node; those are left out that have none, or not at every size."""
-
-    why: str | None = None
-
-    def __init__(self, of: dict[fx.Node, Axis]) -> None:
-        self._of = of
-
-    def get(self, node: fx.Node) -> Axis | None:
-        return self._of.get(node)
+# The channel axes of a traced network, by node; those are left out that have none, or not at every size.
+Axes: TypeAlias = dict[fx.Node, Axis]
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:
@@ -76,16 +67,12 @@ def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
     Args:
         is_identity: whether a node passes its input on unchanged.
     """
-    records = [traced, *traced.others]
-    readings = [
-        _Reading(traced, one, is_identity, dict(zip(one.nodes, traced.nodes, strict=True))).axes() for one in records
-    ]
-    first, *resized = readings
-    found_there = [
-        _Reading(traced, one, is_identity, {node: node for node in one.nodes}).axes() for one in traced.alternatives
-    ]
-    same = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in resized)}
-    return Axes({node: axis for axes in (same, *found_there) for node, axis in axes.items()})
+    records = (traced, *traced.others)
+    first, *resized = (_Reading(traced, record, traced.nodes, is_identity).axes() for record in records)
+    axes = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in resized)}
+    for record in traced.alternatives:
+        axes |= _Reading(traced, record, record.nodes, is_identity).axes()
+    return axes
 
 
 @dataclass(frozen=True)
@@ -103,21 +90,20 @@ class _Label:
 
 
 class _Reading:
-    """One record, read."""
+    """One record, read; `nodes`: the nodes that its own stand for, in the same order."""
 
-    def __init__(self, traced: Traced, record: Traced, is_identity: _IsIdentity, same: dict[fx.Node, fx.Node]) -> None:
-        self.traced, self.record, self.same = traced, record, same
-        self.is_identity: _IsIdentity = lambda node: is_identity(same[node])
-        self.flexible = traced.flexible
+    def __init__(self, traced: Traced, record: Traced, nodes: list[fx.Node], is_identity: _IsIdentity) -> None:
+        self.traced, self.record, self.is_identity = traced, record, is_identity
+        self.node_of = dict(zip(record.nodes, nodes, strict=True))
         self.labels: dict[fx.Node, Any] = {}  # a label, or a tuple of them where the value is a tuple
 
-    def axes(self) -> dict[fx.Node, Axis]:
+    def axes(self) -> Axes:
         for node in self.record.nodes:
             label = self._label(node, node.meta["shape"])
             if label is not None:
                 self.labels[node] = label
-        return {self.same[n]: _axis(label, n.meta["shape"]) for n, label in self.labels.items()
-                if isinstance(label, _Label)}  # fmt: skip
+        labels = {node: label for node, label in self.labels.items() if isinstance(label, _Label)}
+        return {self.node_of[node]: _axis(label, node.meta["shape"]) for node, label in labels.items()}
 
     def _label(self, node: fx.Node, shape: object) -> object:
         if isinstance(shape, torch.Size) and (label := self._written(node, shape)):
@@ -125,7 +111,7 @@ class _Reading:
         sources = inputs(node)
         if not any(source in self.labels for source in sources):
             return None
-        if self.is_identity(node) or is_constant_mul(node):
+        if self.is_identity(self.node_of[node]) or is_constant_mul(node):
             return self.labels[sources[0]]
         if is_add(node):
             return self._common(node, sources)
@@ -179,7 +165,7 @@ class _Reading:
         sizes = {label.size for label in whole}
         if len(sizes) != 1:
             return None
-        varies = node.target is F.pad and self.flexible  # by how much may depend on the size
+        varies = node.target is F.pad and self.traced.flexible  # by how much may depend on the size
         pure = all(label.pure for label in whole) and not varies
         if isinstance(moved, tuple | list):
             return tuple(_recognized(part, *sizes, pure=pure) for part in moved)
@@ -194,7 +180,8 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
     there = flat != 0
     changes = torch.diff(flat).nonzero()
     first_run = int(changes[0]) + 1 if len(changes) else len(flat)
-    for stride in dict.fromkeys([*_strides(numbers.shape), first_run]):
+    strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
+    for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):
             continue
         label = _Label(size, stride, pure and bool(there.all()))
@@ -202,10 +189,6 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
         if bool(there.any()) and bool(((flat - expected).abs()[there] < 1e-6).all()):
             return label
     return None
-
-
-def _strides(shape: torch.Size) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def _axis(label: _Label, shape: torch.Size) -> Axis:

@@ -8,6 +8,7 @@ first norm of a downsampling block, which feeds it; `head` after the last block;
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,6 @@ from torch import fx, nn
 
 from normswap import provenance
 from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
-from normswap.graph.ending import Ending
 from normswap.graph.node_reader import LINEAR, NodeReader
 from normswap.graph.recording import record
 from normswap.graph.tracing import Traced, inputs, is_add, is_mul
@@ -47,12 +47,11 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
     untraced = [*traced.opaque.items(), *_hidden_norms(traced)]
-    ending = Ending(traced)
-    classifier = ending.classifier()
-    dropout = ending.dropout(classifier) if classifier else None
+    classifier = reader.classifier()
+    dropout = reader.dropout(classifier) if classifier else None
     end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
     maps = tuple(_maps(traced))
-    features = classifier is None and ending.gives_features()
+    features = classifier is None and reader.gives_features()
     return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, provenance=origin)
 
 
@@ -78,20 +77,15 @@ def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
 
 
 class _GraphReader(NodeReader):
-    """The walks over the graph that tell blocks, arms and roles."""
+    """The walks over the graph that tell blocks, arms, roles, and how the network ends."""
 
     def blocks(self) -> list[Block]:
-        blocks: list[Block] = []
-        taken: dict[str, int] = {}
-        for node in self.nodes:
-            if is_add(node):
-                one, two = inputs(node)
-                block = self._block(node, one, two, taken)
-                if block:
-                    blocks.append(block)
-        return blocks
+        sums: Counter[str] = Counter()
+        blocks = [self._block(node, *inputs(node), sums) for node in self.nodes if is_add(node)]
+        return [block for block in blocks if block is not None]
 
-    def _block(self, total: fx.Node, one: fx.Node, two: fx.Node, taken: dict[str, int]) -> Block | None:
+    def _block(self, total: fx.Node, one: fx.Node, two: fx.Node, sums: Counter[str]) -> Block | None:
+        """The block that ends in a sum; `sums`: how many blocks each module has so far."""
         common = self.traced.above(one) & self.traced.above(two)
         if not common:
             return None
@@ -106,16 +100,18 @@ class _GraphReader(NodeReader):
         if weights[skip] and self._enlarged(branch, set(arms[branch])):
             return None  # levels of a pyramid are merged (Lin et al. 2017, figure 3)
         container = total.meta["inside"][-1] if total.meta["inside"] else ""
-        taken[container] = taken.get(container, 0) + 1
-        path = container if taken[container] == 1 else f"{container}+{taken[container]}"
+        sums[container] += 1
+        path = container if sums[container] == 1 else f"{container}+{sums[container]}"
         on_branch, on_skip = arms[branch], arms[skip]
         last = self._last_norm(branch, on_branch)
         entry = self._entry(fork, container) if weights[skip] else None
         norms = [str(n.target) for n in ([entry] if entry else []) + on_branch + on_skip if self.is_norm(n)]
+        unchanged = all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip)
+        without_weights = "identity" if unchanged else "other"
         return Block(
             path=path,
             stage=_stage(path),
-            skip="projection" if weights[skip] else ("other" if self._changes(on_skip) else "identity"),
+            skip="projection" if weights[skip] else without_weights,
             order=self._order(total, on_branch, fork, container),
             tail=self._tail(branch, total),
             norms=tuple(dict.fromkeys(norms)),
@@ -146,19 +142,15 @@ class _GraphReader(NodeReader):
         seen: set[int] = set()
         norms = []
         for path in order:
-            module = modules[path]
-            if not affine.is_norm(module) or id(module) in seen:
+            module, kind = modules[path], known_norms.kind_of(modules[path])
+            if kind is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            norms.append(self._norm(path, module, role.get(path, "other"), home.get(path)))
+            called = len(self.traced.calls.get(id(module), ()))
+            averages = called == 1 and affine.has_average(module)
+            name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
+            norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, called, averages))
         return norms
-
-    def _norm(self, path: str, module: nn.Module, role: str, block: str | None) -> Norm:
-        kind, called = known_norms.kind_of(module), len(self.traced.calls.get(id(module), ()))
-        averages = called == 1 and affine.average_refusal(module) is None
-        assert kind is not None
-        name, channels = type(module).__name__, affine.channels(module)
-        return Norm(path, name, channels, role, block, kind.statistics, called, averages)
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
         role: dict[str, str] = {}
@@ -237,12 +229,55 @@ class _GraphReader(NodeReader):
             return "pre"
         return "linear"
 
-    def _changes(self, arm: list[fx.Node]) -> bool:
-        return any(self._kind(n) not in ("Identity", "Vacant", "DropPath") for n in arm)
-
     def _kind(self, node: fx.Node) -> str:
         module = self.traced.module(node)
         return type(module).__name__ if module is not None else str(node.target)
+
+    def classifier(self) -> fx.Node | None:
+        """The last linear layer, if only parameter-free steps lie between it and the output."""
+        output = self.nodes[-1]
+        below = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]
+        if not below:
+            return None
+        last = below[-1]
+        sources = inputs(output)
+        while sources and sources[0] is not last:
+            if len(sources) != 1 or self.is_norm(sources[0]) or self.is_linear(sources[0]):
+                return None
+            sources = inputs(sources[0])
+        return last if sources else None
+
+    def gives_features(self) -> bool:
+        """Whether all that comes out was last a norm's, or an activation's of anything but a linear layer."""
+        left, seen, features = [self.nodes[-1]], set(), False
+        while left:
+            for node in inputs(left.pop()):
+                if self.is_norm(node):
+                    features = True
+                elif self.is_activation(node):
+                    if any(self.is_linear(source) for source in inputs(node)):
+                        return False
+                    features = True
+                elif self.is_linear(node) or not inputs(node):
+                    return False
+                elif node not in seen:
+                    seen.add(node)
+                    left.append(node)
+        return features
+
+    def dropout(self, classifier: fx.Node) -> str | None:
+        """The place of the dropout before the classifier: a module's path, or that of a `drop_rate` attribute."""
+        sources = inputs(classifier)
+        while len(sources) == 1 and not self.is_linear(sources[0]) and not self.is_norm(sources[0]):
+            node = sources[0]
+            if isinstance(self.traced.module(node), nn.Dropout):
+                return str(node.target)
+            if node.target is F.dropout:
+                owner = node.meta["inside"][-1] if node.meta["inside"] else ""
+                attribute = f"{owner}.drop_rate" if owner else "drop_rate"
+                return attribute if hasattr(self.traced.modules[owner], "drop_rate") else None
+            sources = inputs(node)
+        return None
 
 
 def _stage(path: str) -> str:

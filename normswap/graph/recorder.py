@@ -21,21 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from normswap.copying import tree
-from normswap.graph.spelling import (
-    Args,
-    Attribute,
-    Function,
-    Kwargs,
-    after,
-    asks_size,
-    is_plain,
-    left,
-    memory,
-    places,
-    shapes,
-    spelled,
-    version,
-)
+from normswap.graph import spelling
+from normswap.graph.spelling import Args, Function, Kwargs, memory, version
 from normswap.layers import affine, own_forwards
 from normswap.models.calling import Example, named_tensors
 
@@ -121,8 +108,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
-        self.size_dependent = self.size_dependent or asks_size(func)
-        if is_plain(func):
+        self.size_dependent = self.size_dependent or spelling.asks_size(func)
+        if spelling.is_plain(func):
             return func(*args, **kwargs)
         tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
         if not any(self._is_tracked(tensor) for tensor in tensors):
@@ -131,18 +118,14 @@ class Recorder(TorchFunctionMode):
                 if id(tensor) not in self.named:
                     self._set(tensor, None)
             return result
-        kind, target, positional, named = spelled(func, args, kwargs)
+        kind, target, positional, named = spelling.spelled(func, args, kwargs)
         positional, named = self._mapped(positional), self._mapped(named)
         before = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if not overwritten and next(named_tensors(result), None) is None:
-            kind, target, positional, named = (
-                "call_function",
-                left,
-                (positional[0] if positional else None, func.__name__),
-                {},
-            )
+            place = (positional[0] if positional else None, func.__name__)
+            kind, target, positional, named = "call_function", spelling.left, place, {}
             if func.__name__ in _LOOKS:
                 self.branches.append(self.around[-1] if self.around else "")
         node = self._add(kind, target, positional, named, result)
@@ -151,7 +134,7 @@ class Recorder(TorchFunctionMode):
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: object) -> fx.Node:
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
-        node.meta["shape"] = shapes(value)
+        node.meta["shape"] = spelling.shapes(value)
         node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         if self.look is not None:
             self.look(node.name, value)
@@ -170,7 +153,7 @@ class Recorder(TorchFunctionMode):
                 result = torch.Tensor.detach(result)  # passed on as it is: the same memory under another name
             self._set(result, node)
             return result
-        for keys, tensor in places(result):
+        for keys, tensor in spelling.places(result):
             if not any(tensor is t for t in tensors):
                 self._set(tensor, node, keys)
         return result
@@ -203,12 +186,12 @@ class Recorder(TorchFunctionMode):
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
             if mark is not None and mark.version != version(tensor) and memory(tensor) in self._writes:
-                node = self._add("call_function", after, (node, self._writes[memory(tensor)]), {}, tensor)
+                node = self._add("call_function", spelling.after, (node, self._writes[memory(tensor)]), {}, tensor)
                 self._known[id(tensor)] = (tensor, node, version(tensor))
             return node
         while mark.keys:
             key, *rest = mark.keys
-            fetch = getattr if isinstance(key, Attribute) else operator.getitem
+            fetch = getattr if isinstance(key, spelling.Attribute) else operator.getitem
             name = str(key) if fetch is getattr else key
             mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
             mark.keys = tuple(rest)
@@ -217,7 +200,7 @@ class Recorder(TorchFunctionMode):
         if mark.version != version(tensor):
             write = self._writes.get(memory(tensor))
             if write is not None:
-                mark.node = self._add("call_function", after, (mark.node, write), {}, tensor)
+                mark.node = self._add("call_function", spelling.after, (mark.node, write), {}, tensor)
             mark.version = version(tensor)
         return mark.node
 
@@ -278,9 +261,8 @@ class Recorder(TorchFunctionMode):
             return True
         if affine.is_norm(module) or affine.is_affine(module):
             return True
-        if next(iter(module._modules), None) is None or id(module) in self.convolutions:
-            return not isinstance(module, _CONTAINERS)
-        return type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS)
+        whole = not module._modules or id(module) in self.convolutions
+        return (whole or type(module).__module__.startswith("torch.nn")) and not isinstance(module, _CONTAINERS)
 
     def _leaf(self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs) -> object:
         self.resting = True

@@ -22,7 +22,6 @@ from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
 from normswap.errors import TraceError, first_line, spelled
-from normswap.graph import dtype_mismatch
 from normswap.graph.recorder import Recorder
 from normswap.graph.tracing import Traced, inputs
 from normswap.graph.widening import Widening
@@ -208,7 +207,8 @@ def record_once(
     recorder = Recorder(copied, look)
     try:
         with ExitStack() as stack:
-            _eagerly(stack)
+            if "torch._dynamo" in sys.modules:  # compiled modules run as they were written
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             if calling.anchor(model).dtype == torch.float64:
                 stack.enter_context(Widening())
             recorder.run(example)
@@ -216,7 +216,7 @@ def record_once(
         where = f"{type(model).__name__} does not run on an input of size {example}"
         size = spelled("input_size", metavar="C,H,W")
         remedy = f"Give an example of what it takes, `inputs=` in Python, or `{size}`"
-        why, remedy = dtype_mismatch.explained(model, example) or (reason(error), remedy)
+        why, remedy = _dtype_mismatch(model, example) or (reason(error), remedy)
         raise TraceError(f"{where}, at {recorder.failed}" if recorder.failed else where, why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
@@ -231,10 +231,25 @@ def record_once(
     return traced
 
 
-def _eagerly(stack: ExitStack) -> None:
-    """Let compiled modules run as they were written."""
-    if "torch._dynamo" in sys.modules:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+def _dtype_mismatch(model: nn.Module, example: Example) -> tuple[str, str] | None:
+    """Why a network does not run on an example, and a remedy, if it is that dtypes differ; None where it is not."""
+    floats = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
+    dtypes = list(dict.fromkeys(_dtype_name(tensor) for tensor in floats))
+    if any("complex" in dtype for dtype in dtypes):
+        return "it has complex weights", "normswap converts networks of real numbers"
+    if len(dtypes) > 1:
+        return f"its tensors are of {' and '.join(dtypes)}", "Cast it to one: model.float()"
+    weight, images = calling.anchor(model), example.images
+    if weight.dtype == images.dtype or not network_input.runs(
+        model, lambda: example.map(lambda tensor: tensor.to(weight.dtype))
+    ):
+        return None
+    remedy = f"Cast it: x.to(torch.{_dtype_name(weight)}); pixels are normalized, too"
+    return f"the input is of {_dtype_name(images)}, the network of {_dtype_name(weight)}", remedy
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
@@ -261,8 +276,6 @@ def reason(error: Exception) -> str:
     message = first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
-    return (
-        f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`)"
-        if user_frames
-        else message
-    )
+    if not user_frames:
+        return message
+    return f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`)"

@@ -20,11 +20,7 @@ _PLAIN = frozenset((
     "has_names", "is_inference", "is_pinned", "is_shared", "is_conj", "is_neg", "is_same_size", "is_tensor",
     "is_set_to", "result_type", "can_cast", "retain_grad", "register_hook", "is_distributed",
 ))  # fmt: skip
-_PLAIN_PROPERTIES = frozenset((
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta",
-    "is_sparse", "is_quantized", "is_leaf", "is_nested", "is_mkldnn", "grad", "grad_fn", "_grad_fn", "names",
-    "itemsize", "nbytes", "_version", "output_nr", "_base", "is_vulkan", "is_maia", "is_ipu", "is_sparse_csr",
-))  # fmt: skip
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # the properties that give a tensor's values
 _SIZES = frozenset((
     "size", "numel", "nelement", "stride", "storage_offset", "__len__", "is_contiguous", "is_same_size", "shape",
     "nbytes", "names", "unbind", "split", "tensor_split", "__iter__",
@@ -57,7 +53,7 @@ def left(x: object, way: str) -> None:
 def is_plain(func: Function) -> bool:
     """Whether `func` asks for a shape, a dtype, or the like, and reads no value."""
     name = _property(func)
-    return getattr(func, "__name__", "") in _PLAIN if name is None else name in _PLAIN_PROPERTIES
+    return getattr(func, "__name__", "") in _PLAIN if name is None else name not in _VALUES
 
 
 def asks_size(func: Function) -> bool:

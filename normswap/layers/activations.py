@@ -7,7 +7,9 @@ from math import inf
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers
-from torch import fx, nn
+from torch import Tensor, fx, nn
+
+from normswap.layers.own import per_channel
 
 IDENTITIES = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d,
@@ -50,3 +52,21 @@ def live_range(act: nn.Module | fx.Node) -> tuple[float, float] | None:
     if isinstance(act, nn.Hardtanh):  # ReLU6 is one
         return float(act.min_val), float(act.max_val)
     return {nn.ReLU: (0.0, inf), nn.Hardswish: (-3.0, inf)}.get(type(act))
+
+
+class BoundedReLU(nn.Module):
+    """y = min(max(x, 0), bound), as ReLU6 with a bound per channel, so that c y is the same with c x and c bound.
+
+    Args:
+        bound: (C,), positive.
+    """
+
+    bound: Tensor
+
+    def __init__(self, bound: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bound", bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, ...) to (N, C, ...)."""
+        return torch.minimum(x.relu(), per_channel(self.bound, x))

@@ -2,7 +2,7 @@
 
 Ioffe & Szegedy 2015, section 3.1: at inference BatchNorm is y = gamma / sqrt(var + eps) * x + (beta - gamma * mean /
 sqrt(var + eps)). A class counts when its `forward` is one that was read by a person, or computes the same as far as
-can be measured (`unknown_norms`): any other forward may compute anything, and is refused by path.
+can be measured (`known_norms`): any other forward may compute anything, and is refused by path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.errors import RefusedError
-from normswap.layers import channel_norm, known_norms, layer_scale, unknown_norms
+from normswap.layers import channel_norm, known_norms
 from normswap.layers.known_norms import BatchNorm, Pair, Read, Statistics
 from normswap.layers.own import OwnLayer
 
@@ -67,13 +67,11 @@ def _own(module: nn.Module) -> OwnLayer | None:
 
 
 def _registered_map(module: nn.Module) -> Read | None:
-    kind = known_norms.kind_of(module)
-    return None if kind is None else kind.affine
+    return getattr(known_norms.kind_of(module), "affine", None)
 
 
 def _moments(module: nn.Module) -> Read | None:
-    kind = known_norms.kind_of(module)
-    return None if kind is None else kind.moments
+    return getattr(known_norms.kind_of(module), "moments", None)
 
 
 def channels(module: nn.Module) -> int:
@@ -98,7 +96,7 @@ def refusal(module: nn.Module) -> str | None:
         return f"{type(module).__name__} computes its statistics per sample"
     if not known_norms.is_believed(module):
         name = type(module).__name__
-        if "forward" in vars(module) or unknown_norms.eps(module) is None:
+        if "forward" in vars(module) or known_norms.measured_eps(module) is None:
             why = f"{name} has a forward of its own, which is not that of a BatchNorm"
             return f"{why} as far as its tensors say; if you know better: normswap.register_norm({name}, ...)"
     if module.running_mean is None or module.running_var is None:
@@ -106,17 +104,13 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def average_refusal(module: nn.Module) -> str | None:
-    """Why no BatchNorm can stand for this norm, computing what it does on average, or None when one can."""
+def has_average(module: nn.Module) -> bool:
+    """Whether it is a norm with statistics per sample or position for which, on average, a BatchNorm can stand."""
     kind = known_norms.kind_of(module)
-    per_sample = kind is not None and kind.statistics in (Statistics.SAMPLE, Statistics.POSITION)
-    if kind is None or not per_sample or kind.dim != 1 or kind.single or not known_norms.is_believed(module):
-        return f"{type(module).__name__} is no norm of channels in dimension 1 that is known"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which would be lost with it"
-    if getattr(module, "track_running_stats", False):
-        return "it keeps statistics of its own"
-    return None
+    if kind is None or kind.statistics not in (Statistics.SAMPLE, Statistics.POSITION) or kind.dim != 1 or kind.single:
+        return False
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return known_norms.is_believed(module) and not hooks and not getattr(module, "track_running_stats", False)
 
 
 def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
@@ -134,8 +128,8 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
         return scale.detach().double(), shift.detach().double()
     if channel_norm.channel_dim(module) is not None:
         return channel_norm.read(module)
-    if layer_scale.scaled_dim(module) is not None:
-        gamma = layer_scale.gamma(module)
+    if channel_norm.scaled_dim(module) is not None:
+        gamma = channel_norm.layer_scale_gamma(module)
         return gamma, torch.zeros_like(gamma)
     norm = cast(BatchNorm, module)
     mean, var = statistics(module)
@@ -157,7 +151,7 @@ def statistics(norm: nn.Module) -> Pair:
 
 def epsilon(norm: nn.Module) -> float:
     """The epsilon of a BatchNorm for which `refusal` is None; some name it nowhere but in their forward."""
-    measured = None if known_norms.is_believed(norm) else unknown_norms.eps(norm)
+    measured = None if known_norms.is_believed(norm) else known_norms.measured_eps(norm)
     return float(getattr(norm, "eps", 1e-5)) if measured is None else measured
 
 

@@ -1,21 +1,27 @@
-"""LayerNorm and RMSNorm over the channels of each token or pixel: what is known of them, and what can replace them.
+"""LayerNorm, RMSNorm and LayerScale: what is known of them, and what can replace them.
 
 y = gamma (x - mean) / sqrt(var + eps) + beta, Ba et al. 2016, arXiv:1607.06450; RMSNorm (Zhang & Sennrich 2019,
 arXiv:1910.07467) leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps). On x of mean zero the two are one.
+LayerScale is y = gamma x, and nothing else (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's are known by
+their forward. Other libraries write their own (transformers' DINOv2 and its heirs): a module without children, whose
+only tensor is one number per channel, is one if it is measured to multiply by that.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeGuard, cast
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from timm import layers as timm_layers
 from torch import Tensor, nn
 
 from normswap.layers.known_norms import KINDS, Statistics, at_each_position, is_believed, kind_of
+from normswap.layers.own import OwnLayer
 from normswap.layers.planned_layer import PlannedLayer
 
 
@@ -39,7 +45,8 @@ class ShiftedRMSNorm(nn.RMSNorm):
 
 
 KINDS[ShiftedRMSNorm] = at_each_position(-1, centres=False)
-_SEEN: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # what was measured
+_LAYER_SCALES = {timm_layers.LayerScale.forward: -1, timm_layers.LayerScale2d.forward: 1}
+_MEASURED: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 
 
 def channel_dim(module: nn.Module) -> int | None:
@@ -47,33 +54,40 @@ def channel_dim(module: nn.Module) -> int | None:
     kind = kind_of(module)
     if kind is None or kind.statistics is not Statistics.POSITION or kind.single or "forward" in vars(module):
         return None
-    if not is_believed(module):
-        return _measured(module) if isinstance(module, nn.LayerNorm) else None
-    if kind.activation or len(cast(PositionNorm, module).normalized_shape) != 1:
+    shape = getattr(module, "normalized_shape", ())
+    if not is_believed(module):  # torchvision's and transformers' ConvNeXt, SAM and their kin permute in forward
+        plain = isinstance(module, nn.LayerNorm) and len(shape) == 1
+        return measured_dim(module, shape[0], _layer_norm) if plain else None
+    if kind.activation or len(shape) != 1:
         return None
     return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
 
 
 @torch.no_grad()
-def _measured(module: nn.LayerNorm) -> int | None:
-    """The dimension along which a LayerNorm with a forward that nobody has read normalizes, in float64.
+def measured_dim(module: nn.Module, channels: int, expected: Callable[[Any, Tensor], Tensor]) -> int | None:
+    """Along which dimension, -1 or 1, a module computes what is expected, in float64, whatever its parameters are.
 
-    torchvision's and transformers' ConvNeXt, SAM and their kin permute in forward. None where it computes something
-    else.
+    Args:
+        expected: of a copy of the module and values (..., C), what it gives if it is what it is taken for.
     """
-    if module in _SEEN:
-        return _SEEN[module]
-    measured = None
-    if len(module.normalized_shape) == 1:
-        twin, channels = copy.deepcopy(module).double().eval(), module.normalized_shape[0]
-        for dim in (-1, 1):
-            x = probe(channels, dim)
-            y = F.layer_norm(x.movedim(dim, -1), twin.normalized_shape, twin.weight, twin.bias, twin.eps)
-            with suppress(Exception):  # it takes no input of this shape
-                if torch.allclose(twin(x), y.movedim(-1, dim), rtol=1e-9, atol=1e-12):
-                    measured = dim
-    _SEEN[module] = measured
-    return measured
+    if module not in _MEASURED:
+        _MEASURED[module] = None
+        with suppress(Exception):  # it cannot be copied
+            twin = copy.deepcopy(module).double().eval()
+            generator = torch.Generator().manual_seed(1)
+            for parameter in twin.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            for dim in (-1, 1):
+                x = probe(channels, dim)
+                y = expected(twin, x.movedim(dim, -1)).movedim(-1, dim)
+                with suppress(Exception):  # it takes no input of this shape
+                    if torch.allclose(twin(x.clone()), y, rtol=1e-9, atol=1e-12):
+                        _MEASURED[module] = dim
+    return _MEASURED[module]
+
+
+def _layer_norm(norm: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 def probe(channels: int, dim: int) -> Tensor:
@@ -81,6 +95,24 @@ def probe(channels: int, dim: int) -> Tensor:
     rows, columns = [size for size in (3, 5, 7) if size != channels][:2]
     shape = (1, channels, rows, columns) if dim == 1 else (1, rows, columns, channels)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def scaled_dim(module: nn.Module) -> int | None:
+    """Along which dimension a LayerScale has its channels: -1 or 1; None for any other module."""
+    if isinstance(module, OwnLayer) or "forward" in vars(module) or module._modules or module._buffers:
+        return None
+    parameters = list(module._parameters.values())
+    if len(parameters) != 1 or parameters[0] is None or parameters[0].ndim != 1 or parameters[0].numel() < 2:
+        return None
+    if (dim := _LAYER_SCALES.get(type(module).forward)) is not None:
+        return dim
+    return measured_dim(module, parameters[0].numel(), lambda twin, x: x * layer_scale_gamma(twin))
+
+
+def layer_scale_gamma(module: nn.Module) -> Tensor:
+    """The gamma (C,) of a LayerScale, in float64."""
+    (parameter,) = module.parameters()
+    return parameter.detach().double()
 
 
 def is_layernorm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
@@ -106,19 +138,12 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-class PositionNorm(Protocol):
-    """The common part of LayerNorm and RMSNorm."""
-
-    normalized_shape: tuple[int, ...]
-    weight: Tensor | None
-
-
-def read(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """gamma and beta, each of shape (C,), float64; ones and zeros where the module has none."""
-    shift, norm = getattr(module, "bias", None), cast(PositionNorm, module)
-    like = torch.ones(norm.normalized_shape, dtype=torch.float64)
-    gamma = like if norm.weight is None else norm.weight.detach().double()
-    return gamma, torch.zeros_like(gamma) if shift is None else shift.detach().double()
+def read(norm: Any) -> tuple[Tensor, Tensor]:
+    """gamma and beta, each of shape (C,), float64; ones and zeros where a LayerNorm or RMSNorm has none."""
+    beta = getattr(norm, "bias", None)
+    ones = torch.ones(norm.normalized_shape, dtype=torch.float64)
+    gamma = ones if norm.weight is None else norm.weight.detach().double()
+    return gamma, torch.zeros_like(gamma) if beta is None else beta.detach().double()
 
 
 class BareNorm(PlannedLayer):
@@ -142,11 +167,9 @@ class RMSNorm(PlannedLayer):
             raise TypeError(f"a {type(old).__name__} is no LayerNorm over the channels")
         (channels,) = old.normalized_shape
         scale = old.weight is not None
-        new = (
-            ShiftedRMSNorm(channels, eps=old.eps, scale=scale, shift=shift, dim=dim)
-            if shift or dim != -1
-            else nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
-        )
+        new = nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
+        if shift or dim != -1:
+            new = ShiftedRMSNorm(channels, eps=old.eps, scale=scale, shift=shift, dim=dim)
         new.to(like if old.weight is None else old.weight.detach()[:0])
         for name in ("weight", "bias"):
             mine, source = getattr(new, name, None), getattr(old, name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,8 @@ class ChannelAffine(PlannedLayer, OwnLayer):
         return self.weight.detach().double(), self.bias.detach().double()
 
     @classmethod
-    def replacing(
-        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()
-    ) -> ChannelAffine:
-        """`mean`, `std`: of a path whose norm is gone: there a scale of 1 and a shift of 0, for so many channels."""
+    def replacing(cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **_: Any) -> ChannelAffine:
+        """`mean`: where a norm is gone, a mean per channel; there stands a scale of 1 and a shift of 0."""
         if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
             one = torch.ones(len(mean)).to(like)
             return cls(one, torch.zeros_like(one), affine.copied_activation(old))

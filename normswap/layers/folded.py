@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,6 @@ from normswap.errors import RefusedError
 from normswap.layers import affine, reparametrized
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class Absorbing(TypedDict, total=False):
-    """The absorptions of a linear layer, and its other changes, as keywords of `folded`."""
-
-    takes: Sequence[Absorption]
-    gain: float
-    in_gain: float
-    bake: bool
-    centred: bool
 
 
 def folded(
@@ -76,17 +63,14 @@ class Folded(PlannedLayer):
     CASTS = True
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> Linearity:
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> Linearity:
         return folded(old, reads, like=like, **how)
 
     @classmethod
-    def invert(cls, old: Linearity, now: Linearity, reads: tuple[nn.Module, ...], **how: Unpack[Absorbing]) -> None:
-        takes = how.get("takes", ())
-        after = [
-            (norm, absorption.channels)
-            for norm, absorption in zip(reads, takes, strict=True)
-            if absorption.way is AbsorbMode.AFTER
-        ]
+    def invert(cls, old: Linearity, now: Linearity, reads: tuple[nn.Module, ...], **how: Any) -> None:
+        takes: Sequence[Absorption] = how.get("takes", ())
+        absorbed = zip(reads, takes, strict=True)
+        after = [(norm, absorption.channels) for norm, absorption in absorbed if absorption.way is AbsorbMode.AFTER]
         if len(after) > 1 or any(absorption.way is AbsorbMode.BEFORE for absorption in takes):
             raise RefusedError("cannot unfold", "it took in more than one norm")
         # what the plan would do to weights of 1 is the factor that W was multiplied with

@@ -9,7 +9,8 @@ make of the input it pads. What it pads is seen in the call itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,45 +37,27 @@ class _Watch(TorchFunctionMode):
         self.read: Tensor | None = None
         self.padding: object = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func not in _CALLS:
             return func(*args, **kwargs)
-        read = args[0] if args else kwargs["input"]
-        assert isinstance(read, Tensor)
-        self.read = read
+        self.read = args[0] if args else kwargs["input"]
         self.padding = args[4] if len(args) > 4 else kwargs.get("padding", 0)
         raise _Reached
 
 
-def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:
-    """Give the input that the call of a convolution reads of x (N, I, ...), and how many zeros begin each side.
-
-    Raises:
-        TypeError: its forward calls no convolution.
-    """
-    maps, ends = _called(layer, x)
-    return maps, [begin for begin, _ in ends]
-
-
 def padded(layer: _ConvNd, x: Tensor) -> Tensor:
-    """The values that a convolution reads of x (N, I, ...), with the zeros that it pads.
-
-    Raises:
-        TypeError: its forward calls no convolution.
-    """
-    maps, ends = _called(layer, x)
+    """The values that a convolution reads of x (N, I, ...), with the zeros that it pads."""
+    maps, ends = read(layer, x)
     return F.pad(maps, [width for side in reversed(ends) for width in side])
 
 
-def _called(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Give the input of the call, and how many zeros it puts before and after each side."""
+def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Give what the call of a convolution reads of x (N, I, ...), and how many zeros it puts around each side.
+
+    Raises:
+        TypeError: its forward calls no convolution.
+    """
     watch = _Watch()
     try:
         with watch, torch.no_grad():
@@ -119,15 +102,11 @@ def _agrees(layer: nn.Linear | _ConvNd, room: int, generator: torch.Generator) -
         return _near(layer.forward(x.clone()), F.linear(x, weight, bias))
     sides = _sides(layer, room)
     x = torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
-    read = padded(layer, x.clone())
+    seen = padded(layer, x.clone())
     call = _CALLS[len(sides) - 1]
-    expected = call(read, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
-    return _only_padded(x, read) and _near(layer.forward(x.clone()), expected)
-
-
-def _only_padded(x: Tensor, read: Tensor) -> bool:
-    """Whether `read` is x with zeros around it."""
-    return torch.equal(read[tuple(slice(first, last + 1) for first, last in _ends(read))], x)
+    expected = call(seen, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+    only_padded = torch.equal(seen[tuple(slice(first, last + 1) for first, last in _ends(seen))], x)
+    return only_padded and _near(layer.forward(x.clone()), expected)
 
 
 def _near(y: object, expected: Tensor) -> bool:

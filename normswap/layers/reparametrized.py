@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Protocol, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,12 +49,6 @@ class Standardized(OwnLayer):
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
-
-
-class MeanKeeper(Protocol):
-    """A standardized convolution with a mean for each filter."""
-
-    mean: nn.Parameter
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
@@ -198,25 +192,11 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         return module.weight, shift if module.bias is None else module.bias + shift
     if isinstance(module, (*_STANDARDIZED, Standardized)):
-        return effective(cast(StandardizedLayer, module)), module.bias
+        return effective(module), module.bias
     return module.weight, module.bias
 
 
-class StandardizedLayer(Protocol):
-    """A convolution with weight standardization, timm's or ours; one with `gain` has `scale`, too."""
-
-    out_channels: int
-    eps: float
-    scale: float
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    @property
-    def gain(self) -> Tensor: ...
-
-
-def effective(conv: StandardizedLayer) -> Tensor:
+def effective(conv: Any) -> Tensor:
     """The weight (O, I / groups, ...) that a standardized convolution computes with.
 
     timm's formula, with a gain where there is one, and the means where they are kept.
@@ -224,10 +204,10 @@ def effective(conv: StandardizedLayer) -> Tensor:
     gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, "gain") else None
     flat = conv.weight.reshape(1, conv.out_channels, -1)
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
-    weight = flat.reshape_as(conv.weight)
+    weight: Tensor = flat.reshape_as(conv.weight)
     return weight + conv.mean if keeps_mean(conv) else weight
 
 
-def keeps_mean(module: object) -> TypeGuard[MeanKeeper]:
+def keeps_mean(module: object) -> bool:
     """Whether its filters need not sum to zero."""
     return isinstance(module, Standardized) and module.mean is not None

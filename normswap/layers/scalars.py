@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap.layers import affine, reparametrized
-from normswap.layers.folded import Absorbing, folded
+from normswap.layers.folded import folded
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain, Vacant
 from normswap.layers.planned_layer import Linearity, PlannedLayer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Scale(PlannedLayer, OwnLayer):
@@ -100,6 +97,6 @@ class Shifted(PlannedLayer):
     """A linear layer, with what it has absorbed, that adds one learnable scalar to its input; initially 0."""
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> nn.Module:
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
         new = folded(old, reads, like=like, **how)
         return new if isinstance(new, reparametrized.InputBiased) else reparametrized.InputBiased.of(new)

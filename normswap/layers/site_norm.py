@@ -1,4 +1,4 @@
-"""Layers with BatchNorm's tensors: kept, put back from statistics, frozen, in tune mode, or with ghost batches."""
+"""Layers with BatchNorm's tensors: kept, put back or measured, frozen, in tune mode, or with ghost batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 from timm.layers import FrozenBatchNormAct2d
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.layers import affine
-from normswap.layers.folded import Folded
+from normswap.layers.folded import folded
+from normswap.layers.known_norms import BatchNorm
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
+from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
 from normswap.plan import AbsorbMode, Absorption
@@ -117,10 +120,9 @@ class FrozenNorm(PlannedLayer):
     KEEPS_NORM = True
 
     @classmethod
-    def replacing(
-        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
-    ) -> nn.Module:
-        live = SiteNorm.replacing(old, like=like, mean=mean, std=std)
+    def replacing(cls, old: nn.Module, *, like: Tensor, **moments: Any) -> nn.Module:
+        """`moments`: mean and deviation per channel, where a norm stood (`SiteNorm`)."""
+        live = SiteNorm.replacing(old, like=like, **moments)
         count, eps = live.num_features, live.eps
         new: Any = FrozenBatchNorm2d(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
         new.to(live.weight)
@@ -156,10 +158,8 @@ class EvalNorm(PlannedLayer, OwnLayer):
         return scale, self.bias.detach().double() - self.running_mean.double() * scale
 
     @classmethod
-    def replacing(
-        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
-    ) -> EvalNorm:
-        return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std))
+    def replacing(cls, old: nn.Module, *, like: Tensor, **moments: Any) -> EvalNorm:
+        return cls(SiteNorm.replacing(old, like=like, **moments))
 
 
 class Tuned(PlannedLayer):
@@ -175,22 +175,50 @@ class Tuned(PlannedLayer):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         **args: Any,
-    ) -> TunedConv2d:
-        (norm,) = (read for read, absorption in zip(reads, takes, strict=True) if absorption.way is AbsorbMode.NORM)
-        folded = [
-            (read, absorption)
-            for read, absorption in zip(reads, takes, strict=True)
-            if absorption.way is not AbsorbMode.NORM
-        ]
-        rest = [read for read, _ in folded]
-        old = Folded.replacing(old, *rest, like=like, takes=[absorption for _, absorption in folded], **args)
+    ) -> nn.Module:
+        absorbed = [*zip(reads, takes, strict=True)]
+        (norm,) = (read for read, absorption in absorbed if absorption.way is AbsorbMode.NORM)
+        others = [(read, absorption) for read, absorption in absorbed if absorption.way is not AbsorbMode.NORM]
+        takes = [absorption for _, absorption in others]
+        old = folded(old, [read for read, _ in others], like=like, takes=takes, **args)
         live = SiteNorm.replacing(norm, like=like, mean=mean, std=std).to(old.weight)
         new: Any = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(old))
         new.gamma, new.beta, new.norm_eps = live.weight, live.bias, live.eps
         new.register_buffer("running_mean", live.running_mean)
         new.register_buffer("running_var", live.running_var)
-        return cast(TunedConv2d, new)
+        return cast(nn.Module, new)
+
+
+class MeasuredNorm(PlannedLayer):
+    """A convolution followed by a BatchNorm; its bias becomes beta, as a bias before a BatchNorm is never trained."""
+
+    KEEPS_NORM = True
+    NAMES = {"weight": "inner.weight"}
+
+    @classmethod
+    def replacing(cls, old: _ConvNd, *, like: Tensor, eps: float, momentum: float) -> Chain:
+        conv = copy.deepcopy(old)
+        if isinstance(conv._parameters.get("bias"), nn.Parameter):
+            conv.bias = None
+        norm = SiteNorm(conv.out_channels, eps=eps, momentum=momentum, ghost=0, act=None).to(typed(old, like))
+        chain = Chain(conv, norm)
+        settle(old, conv, norm)
+        return chain
+
+
+@torch.no_grad()
+def settle(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
+    """Let gamma and beta of a norm after `conv` undo its statistics, so that both compute what `source` does.
+
+    gamma = sqrt(var + eps), beta = mean + b, where b is the bias that `conv` no longer has (Ioffe & Szegedy 2015,
+    arXiv:1502.03167, section 3: the transform can be the identity).
+    """
+    stored = cast(BatchNorm, norm)
+    norm.weight.copy_((stored.running_var.double() + norm.eps).sqrt())
+    moved = source.bias is not None and conv.bias is None
+    bias = cast(Tensor, source.bias).detach().double() if moved else 0.0
+    norm.bias.copy_(stored.running_mean.double() + bias)
 
 
 def typed(old: nn.Module, like: Tensor) -> Tensor:

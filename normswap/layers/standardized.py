@@ -10,7 +10,7 @@ exactly. A convolution whose filters do not sum to zero needs one more number pe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,9 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, pad_sa
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.layers.folded import Absorbing, folded
+from normswap.layers.folded import folded
 from normswap.layers.planned_layer import Linearity, PlannedLayer
-from normswap.layers.reparametrized import Standardized, StandardizedLayer, effective, keeps_mean
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from normswap.layers.reparametrized import Standardized, effective, keeps_mean
 
 
 class Other(Standardized, _ConvNd):
@@ -68,7 +65,7 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
 
 
 @torch.no_grad()
-def set_effective(conv: StandardizedLayer, weight: Tensor) -> None:
+def set_effective(conv: Any, weight: Tensor) -> None:
     """Let it compute with `weight`, or, without `mean`, with what is left of it without its filters' means."""
     weight = weight.double()
     every = tuple(range(1, weight.ndim))
@@ -82,27 +79,25 @@ def set_effective(conv: StandardizedLayer, weight: Tensor) -> None:
 
 def computed(layer: Linearity) -> Tensor:
     """The weight that a linear layer, standardized or not, computes with."""
-    return effective(cast(StandardizedLayer, layer)) if isinstance(layer, STANDARDIZED) else layer.weight
+    return effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
 
 
 @torch.no_grad()
 def compute(layer: Linearity, weight: Tensor) -> None:
     """Let a linear layer, standardized or not, compute with `weight`; without its filters' means where it has none."""
     if isinstance(layer, STANDARDIZED):
-        set_effective(cast(StandardizedLayer, layer), weight)
+        set_effective(layer, weight)
     else:
         layer.weight.copy_(weight)
 
 
 @torch.no_grad()
-def scale_filters(layer: Linearity, factor: Tensor) -> None:
+def scale_filters(layer: Any, factor: Tensor) -> None:
     """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0 stays 0."""
-    whole = (
-        [layer.gain, layer.mean if keeps_mean(layer) else None] if isinstance(layer, STANDARDIZED) else [layer.weight]
-    )
-    for tensor in whole:
-        if tensor is not None:
-            tensor.copy_(tensor.double() * factor.to(tensor.device).view(-1, *(1,) * (tensor.ndim - 1)))
+    tensors = [layer.gain] if isinstance(layer, STANDARDIZED) else [layer.weight]
+    tensors += [layer.mean] if keeps_mean(layer) else []
+    for tensor in tensors:
+        tensor.copy_(tensor.double() * factor.to(tensor.device).view(-1, *(1,) * (tensor.ndim - 1)))
 
 
 class StandardizedConv(PlannedLayer):
@@ -113,13 +108,7 @@ class StandardizedConv(PlannedLayer):
 
     @classmethod
     def replacing(
-        cls,
-        old: _ConvNd,
-        *reads: nn.Module,
-        like: Tensor,
-        mean: bool,
-        padding: Sequence[int] | None = None,
-        **how: Unpack[Absorbing],
+        cls, old: _ConvNd, *reads: nn.Module, like: Tensor, mean: bool, padding: Sequence[int] | None = None, **how: Any
     ) -> nn.Module:
         conv = folded(old, reads, like=like, **how)
         if not isinstance(conv, _ConvNd):
@@ -137,7 +126,7 @@ class StandardizedConv(PlannedLayer):
             new = MeanStdConv2d(same_pad=same, **{**args, "padding": padded})
         else:
             new = ScaledStdConv2dSame(**args) if same else ScaledStdConv2d(**args)
-        set_effective(cast(StandardizedLayer, new), conv.weight)
+        set_effective(new, conv.weight)
         new.weight.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             new.bias = conv.bias

@@ -5,19 +5,16 @@ A convolution that has absorbed its neighbours (`Folded`), then reparametrized.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers import reparametrized
-from normswap.layers.folded import Absorbing, folded
+from normswap.layers.folded import folded
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 from normswap.layers.seeding import seeded
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class WeightNorm(PlannedLayer):
@@ -29,7 +26,7 @@ class WeightNorm(PlannedLayer):
     NAMES = {"weight": "parametrizations.weight.original1"}
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> nn.Module:
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
         new = folded(old, reads, like=like, **how)
         dim = 1 if getattr(new, "transposed", False) else 0
         weight = new.weight.detach().clone()
@@ -50,7 +47,7 @@ class SpectralNorm(PlannedLayer):
     NAMES = {"weight": "parametrizations.weight.original"}
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Unpack[Absorbing]) -> nn.Module:
+    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
         new = folded(old, reads, like=like, **how)
         dim = 1 if getattr(new, "transposed", False) else 0
         weight = new.weight.detach().clone()

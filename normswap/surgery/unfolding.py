@@ -19,7 +19,7 @@ from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
-from normswap.layers.layer_scale import scaled_dim
+from normswap.layers.channel_norm import scaled_dim
 from normswap.layers.own import scales_branch
 from normswap.layers.placeholders import Holder
 from normswap.layers.planned_layer import Linearity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from normswap.folding import branches
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import inspect
 
+Body = Callable[[Any, Tensor], Tensor]
+
 
 class ConvNorm(nn.Sequential):
     def __init__(self, kernel: int, **how: Any) -> None:
@@ -27,21 +30,25 @@ class ConvNorm(nn.Sequential):
 
 
 class Summed(nn.Module):
-    """x + conv(x) + ..., what follows it, and an activation."""
+    """x + conv(x) + ..., what follows it, and an activation; or whatever `body` makes of its parts."""
 
-    def __init__(self, *arms: nn.Module, skips: int = 0, then: nn.Module | None = None) -> None:
+    def __init__(
+        self, *arms: nn.Module, skips: int = 0, then: nn.Module | None = None, body: Body | None = None
+    ) -> None:
         super().__init__()
         self.stem, self.arms, self.skips = nn.Conv2d(3, 4, 1), nn.ModuleList(arms), skips
-        self.then = nn.Identity() if then is None else then
+        self.then, self.body = nn.Identity() if then is None else then, body or Summed.total
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
+    def total(self, x: Tensor) -> Tensor:
         total: Any = 0
         for arm in self.arms:
             total += arm(x)  # in place, as MobileOne does
         for _ in range(self.skips):
             total = total + x
-        return self.then(total).relu().mean((2, 3))
+        return self.then(total).relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.stem(x).relu()).mean((2, 3))
 
 
 def images() -> Tensor:
@@ -112,49 +119,32 @@ def test_the_norm_of_the_sum_goes_into_the_convolution(case: str) -> None:
     assert not any(type(module).__name__ == "ChannelAffine" for module in done.model.modules())
 
 
-class ReadElsewhere(Summed):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        one = self.arms[0](x)
-        return torch.cat([one, (one + self.arms[1](x)).relu()], 1).mean((2, 3))
+def read_elsewhere(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([one := m.arms[0](x), (one + m.arms[1](x)).relu()], 1)
 
 
-class TwoSources(Summed):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        return (self.arms[0](x) + self.arms[1](x.tanh())).relu().mean((2, 3))
-
-
-class Activated(Summed):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        return (self.arms[0](x).relu() + self.arms[1](x)).relu().mean((2, 3))
-
-
-class CalledTwice(Summed):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        return self.arms[0]((self.arms[0](x) + self.arms[1](x)).relu()).mean((2, 3))
-
-
-class PoolReadElsewhere(Summed):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        pool = self.arms[1](x)
-        return torch.cat([self.arms[2](pool), (self.arms[0](x) + self.then(pool)).relu()], 1).mean((2, 3))
+def pool_read_elsewhere(m: Any, x: Tensor) -> Tensor:
+    pool = m.arms[1](x)
+    return torch.cat([m.arms[2](pool), (m.arms[0](x) + m.then(pool)).relu()], 1)
 
 
 KEPT = {
-    "read elsewhere": lambda: ReadElsewhere(ConvNorm(3), ConvNorm(1)),
-    "two sources": lambda: TwoSources(ConvNorm(3), ConvNorm(1)),
-    "an activation": lambda: Activated(ConvNorm(3), ConvNorm(1)),
-    "called twice": lambda: CalledTwice(ConvNorm(3), ConvNorm(1)),
+    "read elsewhere": lambda: Summed(ConvNorm(3), ConvNorm(1), body=read_elsewhere),
+    "two sources": lambda: Summed(
+        ConvNorm(3), ConvNorm(1), body=lambda m, x: (m.arms[0](x) + m.arms[1](x.tanh())).relu()
+    ),
+    "an activation": lambda: Summed(
+        ConvNorm(3), ConvNorm(1), body=lambda m, x: (m.arms[0](x).relu() + m.arms[1](x)).relu()
+    ),
+    "called twice": lambda: Summed(
+        ConvNorm(3), ConvNorm(1), body=lambda m, x: m.arms[0]((m.arms[0](x) + m.arms[1](x)).relu())
+    ),
     "other groups": lambda: Summed(ConvNorm(3), ConvNorm(1, groups=2)),
     "taps between the taps": lambda: Summed(ConvNorm(3, dilation=2, padding=2), ConvNorm(3)),
     "pooled without the border": lambda: Summed(ConvNorm(3), pooled(3, count_include_pad=False), ConvNorm(3, groups=2)),
     "pooled by a divisor of its own": lambda: Summed(ConvNorm(3), pooled(3, divisor_override=5), ConvNorm(3, groups=2)),
-    "pooled and read elsewhere": lambda: PoolReadElsewhere(
-        ConvNorm(3), nn.AvgPool2d(3, 1, 1), ConvNorm(1), then=nn.BatchNorm2d(4)
+    "pooled and read elsewhere": lambda: Summed(
+        ConvNorm(3), nn.AvgPool2d(3, 1, 1), ConvNorm(1), then=nn.BatchNorm2d(4), body=pool_read_elsewhere
     ),
     "pooled in larger windows": lambda: Summed(ConvNorm(3), pooled(5), ConvNorm(3, groups=2)),
     "reflected": lambda: Summed(ConvNorm(3, padding_mode="reflect"), ConvNorm(1)),
@@ -169,35 +159,24 @@ def test_what_is_no_one_convolution_stays(case: str) -> None:
     assert apart(net, done.model) < 1e-12
 
 
-def test_a_number_does_not_pass_a_drop_path_in_training() -> None:
-    class Dropped(Summed):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x).relu()
-            return (self.arms[0](x) + self.then(self.arms[1](x) + self.arms[2](x))).relu().mean((2, 3))
+# DropPath before some of the branches: which of the arms it is before, and how many convolutions are left
+DROPPED: dict[str, tuple[tuple[int, ...], Body, int]] = {
+    "two of three": ((5, 3, 1), lambda m, x: (m.arms[0](x) + m.then(m.arms[1](x) + m.arms[2](x))).relu(), 3),
+    "one of two": ((1, 3), lambda m, x: (m.arms[0](x) + m.then(m.arms[1](x))).relu(), 2),
+    "each by itself": ((3, 1), lambda m, x: (m.other(m.arms[0](x)) + m.then(m.arms[1](x))).relu(), 3),
+}
 
-    net = built(Dropped(ConvNorm(5), ConvNorm(3), ConvNorm(1), then=DropPath(0.5)))
-    done = normswap.convert(net, "folded", inputs=images())
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_branches_merge_only_if_training_drops_them_together(case: str) -> None:
+    """Nor does the number 0, which stands where a branch was, pass a DropPath."""
+    kernels, body, left = DROPPED[case]
+    net: Any = Summed(*map(ConvNorm, kernels), then=DropPath(0.5), body=body)
+    net.other = DropPath(0.5)
+    done = normswap.convert(built(net), "folded", inputs=images())
+    assert convolutions(done.model) == left
     assert apart(net, done.model) < 1e-12
     done.model.train()(images())
-
-
-class OneDropped(Summed):
-    """The second of two branches is behind a DropPath."""
-
-    def __init__(self, *arms: nn.Module) -> None:
-        super().__init__(*arms)
-        self.drop = DropPath(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        return (self.arms[0](x) + self.drop(self.arms[1](x))).relu().mean((2, 3))
-
-
-def test_a_branch_that_is_never_dropped_merges_into_one_that_is() -> None:
-    net = built(OneDropped(ConvNorm(1), ConvNorm(3)))
-    done = normswap.convert(net, "folded", inputs=images())
-    assert convolutions(done.model) == 2
-    assert apart(net, done.model) < 1e-12
 
 
 def test_they_can_be_kept_and_a_merged_one_says_why_it_cannot_go_back() -> None:
@@ -249,21 +228,3 @@ def test_a_weight_that_another_layer_has_too_is_left_alone() -> None:
     net.then[1].weight = net.arms[0][0].weight
     found = branches.find(PlanBuilder(inspect(net, images())))
     assert all("arms.0.0" not in (one.main, *one.others) for one in found)
-
-
-class DroppedApart(Summed):
-    """Each of two branches behind a DropPath of its own."""
-
-    def __init__(self, *arms: nn.Module) -> None:
-        super().__init__(*arms)
-        self.drops = nn.ModuleList(DropPath(0.5) for _ in arms)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        return (self.drops[0](self.arms[0](x)) + self.drops[1](self.arms[1](x))).relu().mean((2, 3))
-
-
-def test_branches_that_are_dropped_apart_are_not_merged() -> None:
-    """In training one would be there with the other."""
-    net = built(DroppedApart(ConvNorm(3), ConvNorm(1)))
-    assert branches.find(PlanBuilder(inspect(net, images()))) == []

@@ -90,15 +90,6 @@ def test_an_aliased_conv_stays_one() -> None:
     assert result.conv is result.alias
 
 
-def test_hooks_see_what_they_saw() -> None:
-    model, x = build(next(case for case in CASES if case.name == "hook on conv"))
-    seen: list[Tensor] = []
-    model.get_submodule("conv").register_forward_hook(lambda module, args, output: seen.append(output.clone()))
-    outputs(model, x)
-    outputs(applying.apply_step(model, step(model, "folded")[0]), x)
-    assert torch.equal(seen[0], seen[1])
-
-
 def test_the_checker_notices_a_wrong_fold() -> None:
     """A norm folded into a convolution that is called elsewhere too: what torch's fuser does."""
     from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -114,7 +105,6 @@ def test_the_checker_notices_a_wrong_fold() -> None:
 DONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "relu": lambda m, y: y.relu(),
     "relu_": lambda m, y: y.relu_(),
-    "F.relu": lambda m, y: F.relu(y),
     "F.relu, in place": lambda m, y: F.relu(y, inplace=True),
     "F.relu, in place by position": lambda m, y: F.relu(y, True),
     "torch.relu_": lambda m, y: torch.relu_(y),
@@ -122,19 +112,13 @@ DONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a module, in place": lambda m, y: m.act_(y),
     "+": lambda m, y: y + 1,
     "+=": lambda m, y: operator.iadd(y, 1),
-    "-=": lambda m, y: operator.isub(y, 1),
-    "*=": lambda m, y: operator.imul(y, 2),
-    "/=": lambda m, y: operator.itruediv(y, 2),
     "**=": lambda m, y: operator.ipow(y, 2),
     "add_": lambda m, y: y.add_(1),
-    "mul": lambda m, y: y.mul(2),
     "clamp_": lambda m, y: y.clamp_(min=0),
     "flatten": lambda m, y: y.flatten(1),
     "mean": lambda m, y: y.mean(1, True),
-    "torch.mean": lambda m, y: torch.mean(y, 1, True),
     "interpolate": lambda m, y: F.interpolate(y, None, 2, "bilinear", True),
     "dropout": lambda m, y: F.dropout(y, 0.5, False),
-    "hardtanh, in place": lambda m, y: F.hardtanh(y, 0, 6, True),
 }
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from lived import distance, lived_in, run
 from tiny import C, conv, net
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from normswap.folding import channel_factors
 from normswap.folding.channel_factors import HELD, Channels
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import inspect
-from normswap.layers.bounded import BoundedReLU
+from normswap.layers.activations import BoundedReLU
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.scalars import Scale
 from normswap.layers.standardized import MeanStdConv2d
@@ -68,36 +67,25 @@ CASES: list[tuple[str, Make, int]] = [
     ("grouped", net(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), a=conv, b=conv(groups=2), c=conv), 2 * C),
     ("a sum shares", net(lambda m, x: m.c(m.a(x) + m.b(x)), a=conv, b=conv, c=conv), C),
     ("a sum with means", net(lambda m, x: m.c(m.a(x) + m.b(x).mean((2, 3), keepdim=True)), a=conv, b=conv, c=conv), 0),
-    ("a sum with one channel", net(lambda m, x: m.c(m.a(x) + m.b(x)), a=conv, b=conv(out=1), c=conv), 0),
     ("a stream shares", net(lambda m, x: (lambda y: m.c(y + m.b(y.relu())))(m.a(x)), a=conv, b=conv, c=conv), C),
     ("the input holds", net(lambda m, x: m.c(x + m.b(x)), b=conv, c=conv), 0),
     ("sigmoid holds", net(lambda m, x: m.b(m.a(x).sigmoid()), a=conv, b=conv), 0),
     ("a number added holds", net(lambda m, x: m.b((m.a(x) + 1).relu()), a=conv, b=conv), 0),
     ("a gate", net(lambda m, x: (lambda y: m.c(y * m.g(y).sigmoid()))(m.a(x)), a=conv, g=conv(1), c=conv), C),
     ("a square", net(lambda m, x: m.b((y := m.a(x)) * y), a=conv, b=conv), 0),
-    ("a number times", net(lambda m, x: m.b(2 * m.a(x)), a=conv, b=conv), C),
     ("a product of two", net(lambda m, x: m.c(m.a(x) * m.b(x)), a=conv, b=conv, c=conv), 0),
     ("joined", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv, b=conv, c=nn.Conv2d(2 * C, C, 1)), 2 * C),
-    ("joined alone", net(lambda m, x: m.b(torch.cat([m.a(x)], 1).relu()), a=conv, b=conv), C),
     ("upsampled", net(lambda m, x: m.b(m.u(m.a(x)).relu()), a=conv, u=nn.Upsample(scale_factor=2), b=conv), C),
-    ("interpolated", net(lambda m, x: m.b(F.interpolate(m.a(x), (9, 7), mode="bilinear")), a=conv, b=conv), C),
-    ("joined elsewhere", net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 2)), a=conv, b=conv, c=conv), 0),
     ("joined in the batch", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)]) + m.c(torch.cat([x, x]))), a=conv, b=conv,
                                 c=conv, d=conv), 0),
-    ("joined in the batch by number", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)], 0) + m.c(torch.cat([x, x]))),
-                                          a=conv, b=conv, c=conv, d=conv), 0),
-    ("joined at the end", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)], -1) + m.c(torch.cat([x, x], -1))), a=conv,
-                              b=conv, c=conv, d=conv), 0),
     ("flattened", net(lambda m, x: m.l(m.a(x).relu().flatten(1)), a=conv(out=2), l=nn.Linear(2 * 144, 3)), 2),
     ("pooled, then linear", net(lambda m, x: m.l(m.a(x).relu().mean((2, 3))), a=conv, l=nn.Linear(C, 3)), C),
     ("mean over channels", net(lambda m, x: m.b(m.a(x).mean(1, keepdim=True).repeat(1, C, 1, 1)), a=conv, b=conv), 0),
     ("called twice", net(lambda m, x: m.a(m.a(x).relu()), a=conv), 0),
     ("linear on tokens", net(lambda m, x: m.k(m.l(x.flatten(2).mT).relu()), l=nn.Linear(C, 6), k=nn.Linear(6, 3)), 0),
-    ("linear on rows", net(lambda m, x: m.k(m.l(x.mean((2, 3))).relu()), l=nn.Linear(C, 6), k=nn.Linear(6, 3)), 6),
     ("a weight that is read elsewhere", net(lambda m, x: m.b(m.a(x).relu()) * m.a.weight.sum(), a=conv, b=conv), 0),
     ("a shared weight", lambda: twice(net(lambda m, x: m.b(m.a(x).relu()), a=conv, b=conv)()), 0),
     ("hooks", lambda: doubled(net(lambda m, x: m.b(m.a(x).relu()), a=conv, b=conv)()), 0),
-    ("softmax", net(lambda m, x: m.b(m.a(x).softmax(1)), a=conv, b=conv), 0),
     ("transposed convolution", net(lambda m, x: m.b(m.a(x).relu()), a=nn.ConvTranspose2d(C, C, 2), b=conv), 0),
     ("ReLU6", net(lambda m, x: m.b(m.f(m.a(x))), a=conv, f=nn.ReLU6, b=conv), C),
     ("ReLU6 on the input", net(lambda m, x: m.a(m.f(x)), a=conv, f=nn.ReLU6), 0),
@@ -154,8 +142,7 @@ def test_layers_of_ours_hand_factors_on(name: str, make: Make, free: int) -> Non
 
 
 # of all channels that layers write, what fraction is free at least
-FREE = {"resnet18": 0.99, "resnetv2_18": 0.8, "mobilenetv2_035": 0.8, "seresnet18": 0.7, "densenet121": 0.4,
-        "regnety_002": 0.7, "ghostnet_100": 0.2, "mobilenetv3_small_100": 0.1, "vgg11_bn": 0.9}  # fmt: skip
+FREE = {"resnetv2_18": 0.8, "mobilenetv2_035": 0.8, "seresnet18": 0.7, "densenet121": 0.4, "ghostnet_100": 0.2}
 
 
 def equalizer_of(name: str, *, per_channel: bool = False) -> tuple[nn.Module, Equalizer, Tensor]:
@@ -179,15 +166,6 @@ def test_timm_networks_keep_their_function(name: str) -> None:
     factors = torch.randn(channels.count, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).exp()
     factors[HELD] = 1
     assert distance(run(model, x), run(scaled(equalizer, factors), x)) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mobilenetv2_035", "resnet18", "resnetv2_18", "seresnet18"])
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_every_equalization_keeps_the_function(name: str, per_channel: bool) -> None:
-    model, equalizer, x = equalizer_of(name, per_channel=per_channel)
-    for choice in equalizations(per_channel=per_channel):
-        assert distance(run(model, x), run(equalizer.equalized(choice), x)) < 1e-11
 
 
 def uneven(model: nn.Module) -> nn.Module:
@@ -264,14 +242,3 @@ def test_with_a_step_per_row_bounds_stay_one_number() -> None:
         assert isinstance(twin.f, nn.ReLU6)
         assert distance(run(model, x), run(twin, x)) < 1e-13
         assert torch.equal(twin.a.weight, model.a.weight) is (choice is AS_FOLDED)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_rounding_is_that_of_a_fake_quantizer(per_channel: bool) -> None:
-    layer = conv()
-    found = quantizing.rounded_weight(layer, Int8Settings(per_channel, 8))
-    peak = layer.weight.detach().abs().amax((1, 2, 3)) if per_channel else layer.weight.detach().abs().amax().expand(C)
-    fake = torch.fake_quantize_per_channel_affine(
-        layer.weight.detach(), peak / 127, torch.zeros(C, dtype=torch.int32), 0, -127, 127
-    )
-    assert torch.allclose(found, fake, atol=1e-7)

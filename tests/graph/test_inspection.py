@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,14 +47,8 @@ NARROW: dict[str, Any] = {"channels": (32, 64, 128, 256)}  # half as many; 64 co
 # projects its skip, but for the first stage of basic blocks, which changes nothing.
 ROWS = (
     Row("resnet18", {"stem": 1, "last": 8, "down": 3, "other": 8}, 5, 3, tail="bn2", last="bn2"),
-    Row("resnet34", {"stem": 1, "last": 16, "down": 3, "other": 16}, 13, 3, tail="bn2", last="bn2"),
     Row("resnet50", {"stem": 1, "last": 16, "down": 4, "other": 32}, 12, 4, tail="bn3", last="bn3", kwargs=NARROW),
-    Row("resnet101", {"stem": 1, "last": 33, "down": 4, "other": 66}, 29, 4, tail="bn3", last="bn3", kwargs=NARROW),
-    Row("resnext50_32x4d", {"stem": 1, "last": 16, "down": 4, "other": 32}, 12, 4, tail="bn3", last="bn3",
-        kwargs=NARROW),
     Row("resnet50d", {"stem": 3, "last": 16, "down": 4, "other": 32}, 12, 4, tail="bn3", last="bn3", kwargs=NARROW),
-    Row("seresnet50", {"stem": 1, "last": 16, "down": 4, "other": 32}, 12, 4, tail="se", last="bn3", gate="se",
-        kwargs=NARROW),
     Row("ecaresnet50t", {"stem": 3, "last": 16, "down": 4, "other": 32}, 12, 4, tail="se", last="bn3", gate="se",
         kwargs=NARROW),
     Row("resnetv2_50", {"last": 16, "down": 4, "other": 28, "head": 1}, 12, 4, "pre", tail="drop_path", last="norm3",
@@ -87,30 +80,21 @@ def test_counts(row: Row) -> None:
     assert {norm.kind for norm in seen.norms} == {type(module).__name__ for module in norms.values()}
 
 
-def test_the_total_of_resnet50_is_the_papers() -> None:
-    seen = inspect(timm.create_model("resnet50", **NARROW))
-    assert counted(seen) == {"stem": 1, "last": 16, "down": 4, "other": 32}
-    assert [norm.path for norm in seen.norms if norm.role == "stem"] == ["bn1"]
-    assert [norm.path for norm in seen.norms if norm.role == "down"] == [
-        f"layer{i}.0.downsample.1" for i in range(1, 5)
-    ]
-    assert [block.path for block in seen.blocks[:4]] == ["layer1.0", "layer1.1", "layer1.2", "layer2.0"]
-    assert Counter(block.stage for block in seen.blocks) == {"layer1": 3, "layer2": 4, "layer3": 6, "layer4": 3}
-    first = seen.block("layer1.0")
-    assert first.norms == tuple(f"layer1.0.{name}" for name in ("bn1", "bn2", "bn3", "downsample.1"))
+@pytest.mark.parametrize(
+    ("arch", "paths"),
+    [
+        ("resnet50", {"stem": ["bn1"], "down": [f"layer{i}.0.downsample.1" for i in range(1, 5)]}),
+        # the first norm of a downsampling block feeds its projection: it counts as `down`
+        ("resnetv2_50", {"head": ["norm"], "down": [f"stages.{i}.blocks.0.norm1" for i in range(4)]}),
+    ],
+)
+def test_roles_by_path(arch: str, paths: dict[str, list[str]]) -> None:
+    seen = inspect(timm.create_model(arch, **NARROW))
+    assert {role: [norm.path for norm in seen.norms if norm.role == role] for role in paths} == paths
+    assert list(Counter(block.stage for block in seen.blocks).values()) == [3, 4, 6, 3]
 
 
-def test_pre_activation_roles() -> None:
-    """The first norm of a downsampling block feeds its projection: it counts as `down`."""
-    seen = inspect(timm.create_model("resnetv2_50", channels=(64, 128, 256, 512)))
-    down = [norm.path for norm in seen.norms if norm.role == "down"]
-    assert down == [f"stages.{i}.blocks.0.norm1" for i in range(4)]
-    assert [norm.path for norm in seen.norms if norm.role == "head"] == ["norm"]
-    assert [block.stage for block in seen.blocks[:4]] == ["stages.0"] * 3 + ["stages.1"]
-    assert len(seen.norms) == 49
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "seresnet18", "resnetv2_18"])
+@pytest.mark.parametrize("arch", ["seresnet18", "resnetv2_18"])
 def test_drop_path_is_seen_in_any_mode(arch: str) -> None:
     model = timm.create_model(arch, drop_path_rate=0.2)
     for training in (True, False):
@@ -184,13 +168,10 @@ def test_shapes_of_blocks(name: str) -> None:
 # what carries the signal to the last operation: its only input; of a gate, x * g(x), x
 CARRIERS: dict[str, tuple[Any, str | None]] = {
     "one input": (lambda m, x: F.relu(m.conv(x)), "conv"),
-    "a number beside it": (lambda m, x: 2 * m.conv(x), "conv"),
     "a gate": (lambda m, x: (y := m.conv(x)) * m.conv2(y).sigmoid(), "conv"),
     "a gate, the other way round": (lambda m, x: m.conv2(y := m.conv(x)).sigmoid() * y, "conv"),
     "a product of two": (lambda m, x: m.conv(x) * m.conv2(x), None),
     "a sum": (lambda m, x: (y := m.conv(x)) + m.conv2(y), None),
-    "a sum, the other way round": (lambda m, x: m.conv2(y := m.conv(x)) + y, None),
-    "a difference": (lambda m, x: (y := m.conv(x)) - m.conv2(y), None),
     "joined": (lambda m, x: torch.cat([y := m.conv(x), m.conv2(y)], 1), None),
 }
 
@@ -234,39 +215,20 @@ def test_a_shared_norm_counts_once_and_an_unused_one_last() -> None:
     assert [norm.path for norm in inspect(model).norms] == ["bn", "unused"]
 
 
-class Picky(nn.Module):
-    """Takes nothing that there is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().sum() >= 0:
-            raise ValueError("not what I take")
-        return x
-
-
-def test_models_that_do_not_run_say_where() -> None:
-    with pytest.raises(TraceError, match=r"Sequential does not run on an input of size 1x\d+x.*, at 1: ") as caught:
-        inspect(nn.Sequential(conv(), Picky()))
-    lines = Path(__file__).read_text().split("\n")
-    line = 1 + next(i for i, text in enumerate(lines) if text.strip() == 'raise ValueError("not what I take")')
-    assert f"{__file__}:{line}" in str(caught.value)
-    assert 'raise ValueError("not what I take")' in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("folder", ["normswap", "torch", "elsewhere"])
-def test_the_line_is_the_models_own_wherever_it_lies(folder: str, tmp_path: Path) -> None:
-    """A clone of this repository is called normswap; so may be a folder of the user's."""
+def test_models_that_do_not_run_say_where(folder: str, tmp_path: Path) -> None:
+    """The line is the model's own wherever it lies: a clone of this repository is called normswap, too."""
     file = tmp_path / folder / "mine.py"
     file.parent.mkdir()
-    code = "import torch\nclass Mine(torch.nn.Conv2d):\n    def forward(self, x):\n        return x.view(7, 7)\n"
-    file.write_text(code)
-    spec = importlib.util.spec_from_file_location("mine", file)
-    assert spec is not None
-    assert spec.loader is not None
-    mine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mine)
-    with pytest.raises(TraceError, match=r"mine.py:4, `return x.view\(7, 7\)`"):
-        inspect(nn.Sequential(conv(), mine.Mine(4, 4, 1)))
+    file.write_text(
+        "import torch\nclass Mine(torch.nn.Conv2d):\n    def forward(self, x):\n        return x.view(7, 7)\n"
+    )
+    mine: dict[str, Any] = {}
+    exec(compile(file.read_text(), file, "exec"), mine)
+    with pytest.raises(TraceError, match=r"Sequential does not run on an input of size 1x\d+x.*, at 1: ") as caught:
+        inspect(nn.Sequential(conv(), mine["Mine"](4, 4, 1)))
+    assert f"{file}:4, `return x.view(7, 7)`" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_parts_that_look_at_values_are_followed_and_said() -> None:
@@ -344,14 +306,6 @@ def test_features_are_told_from_scores(name: str, how: dict[str, int], features:
 
 
 def test_several_maps_of_scores_behind_a_bound_are_no_features() -> None:
-    heads = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid()) for _ in range(2))
-
-    class Maps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = heads
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {str(i): head(x) for i, head in enumerate(self.heads)}
-
-    assert not inspect(Maps().eval(), [torch.randn(1, 3, 32, 32)]).features
+    heads = {name: nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid()) for name in "ab"}
+    maps = Net(lambda m, x: {"a": m.a(x), "b": m.b(x)}, **heads).eval()
+    assert not inspect(maps, [torch.randn(1, 3, 32, 32)]).features

@@ -18,7 +18,7 @@ from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
 from normswap.graph.inspection import inspect
-from normswap.layers import measured_norm
+from normswap.layers import site_norm
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import likeness
 from normswap.surgery.conversion import plan_steps
@@ -99,13 +99,13 @@ def test_float32_is_proved_in_float64() -> None:
 
 
 def test_the_proof_sees_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = measured_norm.settle
+    right = site_norm.settle
 
     def wrong(source: Any, conv: Any, norm: Any) -> None:
         right(source, conv, norm)
         norm.bias.data[0] += 1e-3 * norm.running_mean[0]  # 0 until something is measured
 
-    monkeypatch.setattr(measured_norm, "settle", wrong)
+    monkeypatch.setattr(site_norm, "settle", wrong)
     with pytest.raises(VerificationError, match="measured-batchnorm is wrong"):
         normswap.convert(network(), "batchnorm", inputs=images()[0], calibrate=images())
 

@@ -169,14 +169,14 @@ def test_chains_with_folded() -> None:
 
 
 REFUSED = {
-    "swin": ("layers.0.blocks.0.norm1", "layers.1.downsample.norm reads it too, which normalizes several tokens"),
+    "swin": ("layers.0.blocks.0.norm1", "layers.1.downsample.norm reads it too, and needs its mean"),
     "swin v2": ("norm", "layers.1.blocks.1.norm2 writes to it, whose output has a mean"),
     "clip": ("blocks.0.norm1", "norm_pre writes to it, whose output has a mean"),
     "convnext": ("stages.0.blocks.0.norm", "conv_dw writes to it, whose groups"),
-    "vit, norm of queries and keys": ("blocks.0.attn.q_norm", "takes its channels apart"),
+    "vit, norm of queries and keys": ("blocks.0.attn.q_norm", "where the channels are is not known"),
 }
 LARGER = {
-    "mixer_s32_224": ("blocks.0.norm1", "in blocks.0 is added to it, whose channels are not"),
+    "mixer_s32_224": ("blocks.0.norm1", "in blocks.0 adds to it what is no linear layer's output"),
     "pit_ti_224": ("transformers.0.blocks.0.norm1", "transformers.1.pool.conv reads it too, and needs its mean"),
 }
 
@@ -283,12 +283,12 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
     "a vector scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)), "mul"),
     "a square is added": (
-        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "mul is added to it, whose"),
+        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "is not known after add"),
     "grouped filters": (
         lambda m, x: m.head(m.two(m.grouped(x).flatten(2).transpose(1, 2)).mean(1)), "grouped.*groups of filters"),
     "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
     "a part of the channels": (
-        lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]), "takes its channels apart"),
+        lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]), "needs its mean"),
 }  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def turned(m: Any, x: Tensor) -> Tensor:
     return m.head(m.two(y + y.mT).mean(1))
 
 
-OPEN["channels in another place are added"] = (turned, "is added to it, whose channels are not the outputs")
+OPEN["channels in another place are added"] = (turned, "where the channels are is not known|adds to it")
 
 
 def net(body: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:

@@ -116,7 +116,6 @@ ALGEBRA = (
     Planted("samples of a fit are always the first", "calibration.sampling:draw",
             lambda f: lambda places, count, generator: torch.arange(min(places, count)), SEQUENTIAL + REGRESSION),
     Planted("a scale passes through anything", "folding.propagation:propagates_scale", answers(True), FOLDING + PROGRAMS),
-    Planted("every value is a plain map of channels", "folding.propagation:is_flat", answers(True), FOLDING + PROGRAMS),
     Planted("any layer takes up a norm", "folding.propagation:check_linear", NOTHING, FOLDING + PROGRAMS),
     Planted("convolutions of any stride and size join", "folding.branches:_fits", answers(True), BRANCHES),
     Planted("any pooling joins a convolution", "folding.branches:_fits_pool", answers(True), BRANCHES),
@@ -126,9 +125,9 @@ ALGEBRA = (
     Planted("what is before a norm needs no proof", "folding.producers:_prove", NOTHING, FOLDING + PROGRAMS),
     Planted("a value that others read takes up a norm", "folding.producers:_only_user", NOTHING, FOLDING + PROGRAMS),
     Planted("factors of channels are not applied", "folding.channel_factors:scale", NOTHING, FACTORS),
-    Planted("no scale leaves its branch", "folding.canonical_form:_escapes", answers(False), FOLDING + PROGRAMS),
-    Planted("every axis is that of the channels", "graph.channel_axes:Axes.get",
-            lambda f: lambda self, node: f(self, node) or next(iter(self.of.values()), None),
+    Planted("no scale leaves its branch", "folding.rescaling:_escapes", answers(False), FOLDING + PROGRAMS),
+    Planted("channels are always in dimension 1", "graph.channel_axes:_axis",
+            gives(lambda axis: type(axis)(axis.size, 1, True, True)),
             ("tests/graph/test_channel_axes.py", *PROGRAMS)),
 )  # fmt: skip
 PROOF = (
