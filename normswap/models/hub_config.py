@@ -23,6 +23,7 @@ _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _STEM_AND_HEAD = ("first_conv", "classifier")
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
+_OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
 _RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
 
 
@@ -100,6 +101,13 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     kept |= {key: per_channel(kept[key], chans) for key in ("mean", "std") if kept.get(key) is not None}
     plain: Cfg = json.loads(json.dumps(kept))
     return plain
+
+
+def bare(config: Cfg) -> Cfg:
+    """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
+    kept = {key: bare(value) if isinstance(value, dict) else value for key, value in config.items()
+            if key not in _OF_A_FILE}  # fmt: skip
+    return {**kept, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else {})}
 
 
 def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
