@@ -163,7 +163,7 @@ class Recorder(TorchFunctionMode):
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
-                self._known[id(tensor)] = (tensor, node, version(tensor))
+                self._keep(tensor, node)
             return
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
@@ -180,14 +180,16 @@ class Recorder(TorchFunctionMode):
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
         """The node whose value `tensor` is now."""
-        if id(tensor) in self.named or id(tensor) in self._known:
-            return self._fixed(tensor)
+        if id(tensor) in self.named and id(tensor) not in self._known:
+            self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
+        if id(tensor) in self._known:
+            return self._known[id(tensor)][1]
         mark = self._mark(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
             if mark is not None and mark.version != version(tensor) and memory(tensor) in self._writes:
                 node = self._add("call_function", spelling.after, (node, self._writes[memory(tensor)]), {}, tensor)
-                self._known[id(tensor)] = (tensor, node, version(tensor))
+                self._keep(tensor, node)
             return node
         while mark.keys:
             key, *rest = mark.keys
@@ -204,20 +206,16 @@ class Recorder(TorchFunctionMode):
             mark.version = version(tensor)
         return mark.node
 
-    def _fixed(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) not in self._known:
-            node = self._add("get_attr", self.named[id(tensor)], (), {}, tensor)
-            self._known[id(tensor)] = (tensor, node, version(tensor))
-        return self._known[id(tensor)][1]
+    def _keep(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+        self._known[id(tensor)] = (tensor, node, version(tensor))
+        return node
 
     def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
             self.untracked[name] = self.around[-1] if self.around else ""
-        node = self._add("get_attr", name, (), {}, tensor)
-        self._known[id(tensor)] = (tensor, node, version(tensor))
-        return node
+        return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _mapped(self, value: object) -> Any:
         if isinstance(value, Tensor):

@@ -118,7 +118,6 @@ ALGEBRA = (
     Planted("a scale passes through anything", "folding.propagation:propagates_scale", answers(True), FOLDING + PROGRAMS),
     Planted("any layer takes up a norm", "folding.propagation:check_linear", NOTHING, FOLDING + PROGRAMS),
     Planted("convolutions of any stride and size join", "folding.branches:_fits", answers(True), BRANCHES),
-    Planted("any pooling joins a convolution", "folding.branches:_fits_pool", answers(True), BRANCHES),
     Planted("branches that are read elsewhere join", "folding.branches:_may_join", answers(True), BRANCHES + PROGRAMS),
     Planted("nothing is written in place", "folding.overwriting:overwrites", answers(False), PROGRAMS),
     Planted("no two names share memory", "folding.overwriting:aliasing_conflicts", answers({}), PROGRAMS),
