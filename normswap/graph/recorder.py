@@ -29,6 +29,13 @@ from normswap.models.calling import Example, named_tensors
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
 _MARK = "_normswap_mark"
+_CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
+_MAKERS = _CASTS | frozenset((
+    "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye",
+    "rand", "randn", "zeros_like", "ones_like", "full_like", "empty_like", "from_numpy", "new_tensor",
+    "scalar_tensor", "meshgrid", "softmax", "log_softmax", "cumsum", "sum", "mean", "hann_window", "logspace",
+))  # fmt: skip
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
@@ -278,6 +285,21 @@ class Recorder(TorchFunctionMode):
             return self._made(node, result, tensors, overwritten)
         finally:
             self.resting = False
+
+
+class Widening(TorchFunctionMode):
+    """For a network in float64: what its forward makes in float32 or less is made, or left, in float64."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
+            return result
+        if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            return args[0].to(result.device, torch.float64, copy=True)
+        return result.double()
 
 
 @contextmanager

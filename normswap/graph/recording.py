@@ -22,9 +22,8 @@ from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
 from normswap.errors import TraceError, first_line, spelled
-from normswap.graph.recorder import Recorder
+from normswap.graph.recorder import Recorder, Widening
 from normswap.graph.tracing import Traced, inputs
-from normswap.graph.widening import Widening
 from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from normswap.folding.outcomes import left_affine
-from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.plan_builder import PlanBuilder, left_affine
 from normswap.graph.inspection import Anatomy
 from normswap.layers.channelwise import ChannelAffine
 from normswap.schemes import Scheme

@@ -10,7 +10,7 @@ convolution (`steps/merged_branches.py`).
 
 from __future__ import annotations
 
-from normswap.folding import layer_scale, norm_affine
+from normswap.folding import norm_affine
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
@@ -21,7 +21,7 @@ def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
     """Plan the canonical form; a step after this one merges the `branches`."""
     builder = fold_norms(anatomy)
     norm_affine.move(builder)
-    layer_scale.move(builder)
+    norm_affine.move_layer_scales(builder)
     return builder
 
 

@@ -142,4 +142,4 @@ def test_anatomy_of(row: Row) -> None:
         assert block.tail == f"{path}.{tail}"
         assert last is None or block.last == f"{path}.{last}"
         assert block.gate == (gate and f"{path}.{gate}"), "squeeze-excite is in the middle, and LayerScale no gate"
-        assert block.drop_path is None
+        assert row.ends is None or block.drop_path is None
