@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from normswap.schemes.parts.options import OPTIONS, Option
+from normswap.schemes.catalogue import TARGETS
+from normswap.schemes.parts.options import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -85,8 +86,8 @@ def filled(text: str) -> str:
 def options() -> str:
     """The options of all schemes as a table."""
     schemes_of: dict[Option, list[str]] = {}
-    for scheme, records in OPTIONS.items():
-        for option in records:
+    for scheme, record in TARGETS.items():
+        for option in record.options:
             schemes_of.setdefault(option, []).append(f"`{scheme}`")
     rows = [
         (f"`{option.flag}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))

@@ -106,7 +106,7 @@ def batchnorms(model: nn.Module) -> list[str]:
 
 def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, PlanBuilder]:
     """The plan of one conversion of a network, or of one that has been looked at, and the builder it comes from."""
-    options = schemes.resolve(to, options)
+    options = schemes.chosen(to, options).options
     seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
     builder = schemes.get(to).plan(seen, **options)
     builder.refusals.update(aliasing_conflicts(builder))

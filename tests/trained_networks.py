@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from unpacked import unpacked
 
 import normswap
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
+IMAGES = unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")
 NETWORKS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
     "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",

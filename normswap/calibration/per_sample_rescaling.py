@@ -45,7 +45,7 @@ def choose_rescaling(task: FitTask) -> None:
     """Give source and result, in place, the best rescaling before each norm; the source computes the same.
 
     Args:
-        task: its source has its BatchNorms, and the rescaling of the step (`per_sample_norms.recentred`).
+        task: its source has its BatchNorms, and the rescaling of the step (`groupnorm.fitting_target`).
     """
     source, result, step = task.source, task.result, task.step
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}

@@ -76,20 +76,12 @@ def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def remark_on_images(model: nn.Module, loader: Loader) -> None:
-    """Say how labels and files were understood, and what preprocessing is assumed.
-
-    Also whether the network's first norm says another.
-    """
-    from normswap.images import stem_statistics
-    from normswap.models.preprocessing import assumed, assumption
+    """Say how labels and files were understood, and what preprocessing is assumed."""
+    from normswap.models.preprocessing import assumption
 
     remark(loader.notes)
     if missing := assumption(model):
         remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])
-    if {"mean", "std"} & set(assumed(model)) and loader.count:
-        step = max(loader.count // stem_statistics.COUNT, 1)
-        images, _ = next(iter(loader.only(range(0, loader.count, step)[: stem_statistics.COUNT])))
-        remark(stem_statistics.advice(model, images))
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ class Images:
         typer.Option(
             metavar="PATH",
             show_default=False,
-            help="Class folders, a tar of them, a CSV of files and labels, or timm's PREFIX/NAME[:ROOT].",
+            help="Class folders, a .tar of them, a CSV (file,label), or timm's PREFIX/NAME[:ROOT].",
         ),
     ] = None
     batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 64

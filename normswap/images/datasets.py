@@ -6,13 +6,8 @@ would bend a measured accuracy, so here an unreadable image is an error that nam
 
 from __future__ import annotations
 
-import atexit
-import gzip
 import io
-import lzma
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +21,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from normswap import demo_files, provenance
-from normswap.errors import OptionError, SourceError, first_line
+from normswap.errors import OptionError, SourceError, first_line, spelled
 from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
-from normswap.images.pixels import converted
-from normswap.images.places import CsvReader, chosen, passed_over
+from normswap.images.places import CsvReader, chosen
 from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
 from normswap.models.modes import evaluating
 from normswap.models.weight_files import quiet
 
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
-_PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".txz": lzma.open}
-_unpacked: dict[tuple[Path, int], Path] = {}
+_MOST_TO_CALIBRATE = 512  # images, unless a number is given
 
 
 @dataclass(frozen=True)
@@ -105,8 +98,8 @@ def make_loader(
     Args:
         model: the network, or its preprocessing record (`zoo.data_config`, with `num_classes` and `label_names` if
             labels are to be checked against them).
-        data: a folder of class folders, a `.tar`, `.tar.xz` or `.tar.gz` of one, a `.csv` of files and labels, or a
-            dataset of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
+        data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line `file,label`, or a dataset
+            of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
         split: which part of a dataset that has parts; a folder of that name inside the folder is used if present.
         samples: take this many images, drawn without replacement by `seed`; a stream gives its first ones.
         labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders and
@@ -136,6 +129,29 @@ def make_loader(
     return Loader(batches, data, count if count is not None else samples, samples if count is None else None, notes)
 
 
+def split_for_calibration(
+    loader: Loader, first: int | None, *, most: int | None = None, seed: int = 0
+) -> tuple[Loader, Loader]:
+    """Draw `first` images by `seed` to set numbers by, and `most` others, or all, to measure on.
+
+    Without a number half of them, at most 512, are the first part.
+
+    Raises:
+        OptionError: none are left for the second part, or the loader cannot tell how many it has.
+    """
+    if loader.count is None:
+        remedy = f"Give {spelled('samples', metavar='N')}, or a folder"
+        raise OptionError(f"how many images {loader.origin} has is not known", remedy=remedy)
+    if loader.count < 2 or (first is not None and first >= loader.count):
+        why = f"{'half of them' if first is None else first} to calibrate on leave none to measure on"
+        remedy = f"Give more of them, or lower {spelled('samples')}"
+        raise OptionError(f"{loader.origin} has {loader.count} images", why, remedy)
+    drawn = torch.randperm(loader.count, generator=torch.Generator().manual_seed(seed))
+    count = min(loader.count // 2, _MOST_TO_CALIBRATE) if first is None else first
+    calibration, others = drawn[:count], drawn[count:][:most]
+    return loader.only(sorted(calibration.tolist())), loader.only(sorted(others.tolist()))
+
+
 def open_images(
     model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> Any:
@@ -160,10 +176,7 @@ def open_images(
     names = _names(dataset)
     labels = LabelMap({}) if labelled is False or not names else _labels(model, names, data, needed=labelled is True)
     notes += [labels.note] if labels.note else []
-    read_twice = getattr(getattr(dataset, "reader", None), "note", "")
-    notes += [note for note in (read_twice, passed_over(_plain_tar(place)) if place is not None else "") if note]
-    outputs = labels.outputs or None
-    return LabelledImages(dataset, mode, transform, outputs, tuple(notes))
+    return LabelledImages(dataset, mode, transform, labels.outputs or None, tuple(notes))
 
 
 def _labels(model: nn.Module | Mapping[str, object], names: Mapping[str, int], data: str, *, needed: bool) -> LabelMap:
@@ -216,15 +229,14 @@ def _place(data: str, split: str) -> Path | None:
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
-    prefix = data.partition("/")[0].lower()
+    if place is not None and place.suffix.lower() == ".csv":
+        return ImageDataset(str(place), reader=CsvReader(place), input_img_mode=mode)
     if place is not None:
-        name, root = "", str(_plain_tar(place))
-    elif prefix in PREFIXES:
+        name, root = "", str(place)
+    elif data.partition("/")[0].lower() in PREFIXES:
         name, _, root = data.partition(":")
     else:
         raise SourceError(f"{data} does not exist", remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.")
-    if place is not None and place.suffix.lower() == ".csv":
-        return ImageDataset(root, reader=CsvReader(place), input_img_mode=mode)
     try:
         with quiet(), redirect_stdout(io.StringIO()):  # timm's readers print what else they raise
             return create_dataset(name, root=root or None, split=split, input_img_mode=mode, search_split=place is None)
@@ -232,7 +244,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
         raise SourceError(f"{data} needs a package that is not installed", first_line(error)) from None
     except Exception as error:  # timm and the libraries behind it raise whatever they like
         what = f"{data} is not a dataset of images" if place is not None else f"{data} cannot be opened"
-        remedy = "" if place is None else "Expected class folders with images, a tar of them, or a CSV of files."
+        remedy = "" if place is None else "Expected class folders with images, a .tar of them, or a CSV of files."
         why = "no images in it" if isinstance(error, ValueError) and Path(root).suffix == ".tar" else first_line(error)
         raise SourceError(what, why, remedy) from None
 
@@ -245,25 +257,6 @@ def _names(dataset: object) -> Mapping[str, int]:
             if isinstance(names, Mapping) and names and len(set(names.values())) == len(names):
                 return {str(name): int(number) for name, number in names.items()}
     return {}
-
-
-def _plain_tar(path: Path) -> Path:
-    """Return `path`, or an uncompressed copy of a compressed tar, which allows no random access; it goes at exit."""
-    if path.is_dir() or path.suffix not in _PACKED:
-        return path
-    key = (path.resolve(), path.stat().st_mtime_ns)
-    if key not in _unpacked:
-        folder = Path(tempfile.mkdtemp(prefix="normswap-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        target = folder / "images.tar"
-        try:
-            with _PACKED[path.suffix](path, "rb") as packed, target.open("wb") as plain:
-                shutil.copyfileobj(packed, plain, 1 << 20)
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise SourceError(f"{path} cannot be unpacked", first_line(error)) from None
-        _unpacked[key] = target
-    return _unpacked[key]
 
 
 class LabelledImages(Dataset[object]):
@@ -287,7 +280,7 @@ class LabelledImages(Dataset[object]):
         label = -1 if label is None else int(label)
         return self.transform(image), label if self.outputs is None else self.outputs[label]
 
-    def _image(self, index: int) -> tuple[object, int]:
+    def _image(self, index: int) -> tuple[Image.Image, int]:
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
             return converted(image, self.mode), label
@@ -302,6 +295,18 @@ class LabelledImages(Dataset[object]):
     def _name(self, index: int) -> str:
         named = getattr(self.images, "filename", None)
         return str(named(index)) if named else f"image {index}"
+
+
+def converted(image: Image.Image, mode: str) -> Image.Image:
+    """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused.
+
+    Raises:
+        ValueError: its pixels have more bits.
+    """
+    if image.mode.startswith(("I", "F")):
+        bits = 16 if ";16" in image.mode else 32
+        raise ValueError(f"its pixels have {bits} bits (mode {image.mode}), and networks are given 8: scale them to 8")
+    return image.convert(mode)
 
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:

@@ -7,10 +7,8 @@ otherwise the stem makes something else; the distance tells the usual ways apart
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,62 +17,15 @@ from normswap.layers import affine
 from normswap.models import calling
 from normswap.models.modes import evaluating, hooked
 from normswap.models.preprocessing import data_config
-from normswap.models.stated_images import Preprocessing
 
-COUNT = 64  # images
-_USUAL = (
-    Preprocessing((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    Preprocessing((0.5,), (0.5,)),
-    Preprocessing((0.0,), (1.0,)),
-    Preprocessing((0.0,), (1 / 255,)),
-)
-_CLEARLY = 2.0  # so many times nearer, or nothing is said
+_IMAGES = 64
+_USUAL = (((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,), (0.5,)))  # mean and std
+_CLEARLY = 4.0  # so many times nearer, or nothing is said
 _FAR = 0.5  # nats: noise is nearer to a trained network than that, and pixels in 0..1 are not
-
-
-@dataclass(frozen=True)
-class StemFit:
-    """How far what the first norm sees is from its statistics.
-
-    Args:
-        values: mean and std of the images' normalization.
-        distance: KL divergence per channel between the two normal distributions, in nats; the median.
-    """
-
-    values: Preprocessing
-    distance: float
 
 
 class _SeenError(Exception):
     """Ends a forward at the first norm."""
-
-
-def better(model: nn.Module, images: Tensor) -> tuple[StemFit, StemFit] | None:
-    """A usual normalization that fits the first norm clearly better than the one in force, and that one.
-
-    Args:
-        images: (N, C, H, W), as the network's record has them normalized.
-
-    Returns:
-        The better fit and the present one; None where there is none, or no norm that can tell.
-    """
-    config = data_config(model)
-    mean, std = (torch.tensor(config[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
-    now = _distance(model, images)
-    if now is None:
-        return None
-    present = StemFit(Preprocessing(tuple(config["mean"]), tuple(config["std"])), now)
-    pixels = images * std + mean
-    best = _nearest(model, pixels, _USUAL)
-    return (best, present) if best.distance * _CLEARLY < now else None
-
-
-def _nearest(model: nn.Module, pixels: Tensor, ways: Iterable[Preprocessing]) -> StemFit:
-    """The way to normalize pixels (N, C, H, W) that fits the first norm best; infinitely bad where none can tell."""
-    ways = [way for way in ways if len(way.mean or ()) in (1, pixels.shape[1])]
-    distances = [_distance(model, _normalized(pixels, way)) for way in ways]
-    fits = [StemFit(way, math.inf if far is None else far) for way, far in zip(ways, distances, strict=True)]
-    return min(fits, key=lambda fit: fit.distance)
 
 
 def doubt(model: nn.Module, images: Tensor) -> list[str]:
@@ -83,41 +34,31 @@ def doubt(model: nn.Module, images: Tensor) -> list[str]:
     Args:
         images: (N, C, H, W), as somebody gave them.
     """
-    now = _distance(model, images[:COUNT]) if images.ndim == 4 and images.is_floating_point() else None
+    images = images[:_IMAGES]
+    now = _distance(model, images) if images.ndim == 4 and images.is_floating_point() else None
     if now is None or now < _FAR:
         return []
     config = data_config(model)
-    ways = [Preprocessing(tuple(config["mean"]), tuple(config["std"])), *_USUAL[:2]]
-    fits = {white: _nearest(model, images[:COUNT] / white, ways) for white in (1, 255)}
-    white, best = min(fits.items(), key=lambda pair: pair[1].distance)
-    if best.distance * 2 * _CLEARLY > now:
+    best = None
+    for white in (1, 255):
+        for mean, std in ((config["mean"], config["std"]), *_USUAL):
+            if len(mean) in (1, images.shape[1]):
+                pixels = images / white
+                distance = _distance(model, (pixels - _per_channel(mean)) / _per_channel(std))
+                if distance is not None and (best is None or distance < best[0]):
+                    best = distance, white, mean, std
+    if best is None or best[0] * _CLEARLY > now:
         return []
-    mean, std = (_listed(part) for part in (best.values.mean, best.values.std))
+    nearest, white, mean, std = best
+    shown_mean, shown_std = (",".join(f"{number:.4g}" for number in values) for values in (mean, std))
     return [
         f"the images look like pixels in 0..{white}, not normalized: they are {now:.2g} nats from the statistics of "
-        f"its first norm, {best.distance:.2g} with mean {mean} and std {std}"
+        f"its first norm, {nearest:.2g} with mean {shown_mean} and std {shown_std}"
     ]
 
 
-def advice(model: nn.Module, images: Tensor) -> list[str]:
-    """A sentence that names the better normalization, if there is one."""
-    pair = better(model, images)
-    if pair is None:
-        return []
-    (best, present), (mean, std) = pair, (_listed(part) for part in (pair[0].values.mean, pair[0].values.std))
-    return [
-        f"the statistics of its first norm say otherwise: the images are {present.distance:.2g} nats from them, "
-        f"{best.distance:.2g} with mean {mean} and std {std}"
-    ]
-
-
-def _listed(numbers: tuple[float, ...] | None) -> str:
-    return ",".join(f"{number:.4g}" for number in numbers or ())
-
-
-def _normalized(pixels: Tensor, values: Preprocessing) -> Tensor:
-    mean, std = (torch.tensor(part).reshape(-1, 1, 1) for part in (values.mean, values.std))
-    return (pixels - mean) / std
+def _per_channel(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values).reshape(-1, 1, 1)
 
 
 @torch.inference_mode()
@@ -137,7 +78,10 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
 
 
 def _distance(model: nn.Module, images: Tensor) -> float | None:
-    """Between statistics that the first norm keeps and those of what reaches it; None where it keeps none."""
+    """KL divergence, in nats, of what reaches the first norm from the statistics it keeps, both taken as normal.
+
+    The median of the channels; None where there is no norm that keeps any.
+    """
     seen = at_first_norm(model, images)
     if seen is None:
         return None

@@ -61,9 +61,6 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
         parts += [f"same answers: {share(a['agreement'])}"] if a.get("agreement") is not None else []
         first = ("top-1", f"{a['result']:.2f} %") if "result" in a else ("relative L2", f"{a['relative_l2']:.1e}")
         yield *first, "; ".join([*parts, f"{a['count']:,.0f} images"])
-    elif report and report.accuracy:
-        for name, value in report.accuracy.items():
-            yield f"top-1 of {name}", f"{value:.2f} %", "when converted"
 
 
 def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:

@@ -1,146 +1,27 @@
-"""The schemes: every file is one, its options are records in `parts/options.py`; `normswap.register_scheme` adds more.
+"""The schemes: every file plans one or a few; `catalogue.py` lists them; `normswap.register_scheme` adds more.
 
-A scheme's file has a docstring (first line: the help text; then the algebra and what is lost), a function
-`plan(anatomy, *, options) -> PlanBuilder`, and `SCHEME`, a record that says all else about it. What `--for` adds stands
-in `purposes`, steps that are no targets in `steps`, what several schemes share in `parts`.
-Imports: `folding`, `calibration` and what is above; no scheme imports torch before it is asked for.
+A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record in the catalogue.
+What several share is in `parts`. Imports: `calibration` and what is below; the catalogue imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator
+from dataclasses import replace
 
 from normswap import plugins
 from normswap.errors import OptionError, spelled
 from normswap.plan import Step
-from normswap.schemes.parts import cards
-from normswap.schemes.parts.options import EVERY, OPTIONS, Option, check_given
+from normswap.schemes.catalogue import PURPOSES, STEPS, TARGETS
+from normswap.schemes.parts.options import Option, check_given
+from normswap.schemes.scheme import Chosen as Chosen
+from normswap.schemes.scheme import Options as Options
+from normswap.schemes.scheme import Planner
+from normswap.schemes.scheme import Scheme as Scheme
 
-if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
-    from torch import nn
-
-    from normswap.calibration.fit_task import FitTask
-    from normswap.folding.plan_builder import PlanBuilder
-
-Options: TypeAlias = dict[str, Any]
-_TARGETS, _PURPOSES, _STEPS = "normswap.schemes", "normswap.schemes.purposes", "normswap.schemes.steps"
-
-
-Planner: TypeAlias = "Callable[..., PlanBuilder]"
-"""plan(anatomy, *, options): a scheme names its options one by one, which no type but this says."""
-
-
-FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
-"""Sets values of the result from data, in place; returns what the user should know."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """All that is to be known of a scheme.
-
-    Args:
-        plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
-        paper: where it is from.
-        exact: whether the function is kept, if it depends on the options: said by them.
-        fit: fit(task) sets values of the result from data, in place, and may return what the user should know
-            (`FitTask`); a batch is a call, `batch.call(task.source)` (`calling.Example`).
-        fits_without_images: whether `fit` has something to do without the user's images, too.
-        needs_data: whether it cannot do without them.
-        fitting_target: fitting_target(step): the step after which the source has the result's rescaling, to be fitted
-            to.
-        settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
-            (and so is exact though it has a `fit`): sets the rest, in place, so that the function is kept. Made-up
-            images are refused.
-        starts_from: the scheme that a network without norms must be brought to first.
-        on_branches: it puts something at the end of residual branches, which must not end in a factor of their own.
-        may_do_nothing: a plan without edits is one, too.
-        decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
-        options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
-            `plan` with their defaults.
-        doc: its docstring.
-        name: as the command line spells it.
-    """
-
-    plan: Planner
-    paper: str = ""
-    exact: bool | Callable[[Options], bool] = True
-    fit: FitFunction | None = None
-    fits_without_images: bool = False
-    needs_data: bool | Callable[[Options], bool] = False
-    fitting_target: Callable[[Step], Step] | None = None
-    settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
-    starts_from: str | None = None
-    on_branches: bool = False
-    may_do_nothing: bool = False
-    decay: str = "kim2022"
-    options: tuple[Option, ...] = ()
-    doc: str | None = None
-    name: str = ""
-
-    @property
-    def summary(self) -> str:
-        """The first line of its docstring."""
-        return inspect.cleandoc(self.doc or self.name).split("\n")[0]
-
-    @property
-    def defaults(self) -> Options:
-        """Its options with their defaults."""
-        return {option.name: option.default for option in self.options}
-
-    def is_exact(self, options: Options) -> bool:
-        """Whether the function is kept with these options, which are complete."""
-        return self.exact(options) if callable(self.exact) else self.exact
-
-    def requires_data(self, options: Options) -> bool:
-        """Whether there is no conversion without images, with these options."""
-        return self.needs_data(options) if callable(self.needs_data) else self.needs_data
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A scheme with all its options, those of every scheme too."""
-
-    scheme: Scheme
-    options: Options
-
-    @property
-    def own(self) -> Options:
-        """The options without those that every scheme has."""
-        return {name: value for name, value in self.options.items() if name not in EVERY}
-
-    @property
-    def exact(self) -> bool:
-        """Whether the function is kept."""
-        return self.scheme.is_exact(self.options)
-
-    @property
-    def fits(self) -> bool:
-        """Whether values are fitted to data, if there are some."""
-        return self.scheme.fit is not None and (self.measures or not self.exact)
-
-    @property
-    def measures(self) -> bool:
-        """Whether its data give what the function does not depend on."""
-        return self.scheme.settle is not None
-
-    @property
-    def requires_data(self) -> bool:
-        """Whether there is no conversion without images."""
-        return self.scheme.requires_data(self.options)
-
-    @property
-    def exact_instead(self) -> str | None:
-        """The option that makes do without images, if there is one."""
-        return next((spelled(option.name, word) for option in self.scheme.options for word in option.choices
-                     if not self.scheme.requires_data({**self.options, option.name: word})), None)  # fmt: skip
-
-
+UNFOLD = "The source's own BatchNorm again, with what was learned since: the way back from an exact scheme."
 _registered: dict[str, Scheme] = {}
 
 
@@ -157,10 +38,11 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     """
     if not isinstance(scheme, Scheme):
         raise OptionError(f"scheme {name}: a Scheme is wanted, not something of type {type(scheme).__name__}")
-    if name in (*_files(_TARGETS), *_files(_PURPOSES), *_registered, "unfold"):
+    if name in {*TARGETS, *PURPOSES, *STEPS, *_registered, "unfold"}:
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
     options = scheme.options or tuple(_of_signature(scheme.plan))
-    _registered[name] = replace(scheme, name=name, options=options, doc=scheme.doc or scheme.plan.__doc__)
+    summary = scheme.summary or (inspect.getdoc(scheme.plan) or name).split("\n")[0]
+    _registered[name] = replace(scheme, name=name, options=options, summary=summary)
     return _registered[name]
 
 
@@ -175,17 +57,12 @@ def _of_signature(plan: Planner) -> Iterator[Option]:
 def names() -> list[str]:
     """The schemes that one can convert to, as the command line spells them."""
     plugins.load("normswap.schemes")
-    return sorted([*_files(_TARGETS), *_registered])
+    return sorted([*TARGETS, *_registered])
 
 
 def purpose_names() -> list[str]:
     """The purposes by name."""
-    return _files(_PURPOSES)
-
-
-def _files(folder: str) -> list[str]:
-    modules = pkgutil.iter_modules(importlib.import_module(folder).__path__)
-    return sorted(info.name.replace("_", "-") for info in modules if not info.ispkg)
+    return sorted(PURPOSES)
 
 
 def get(name: str) -> Scheme:
@@ -194,29 +71,11 @@ def get(name: str) -> Scheme:
     Raises:
         OptionError: there is none; near names are suggested.
     """
-    for folder in (_TARGETS, _PURPOSES, _STEPS):
-        if name in _files(folder):
-            module = importlib.import_module(f"{folder}.{name.replace('-', '_')}")
-            scheme: Scheme = module.SCHEME
-            options = OPTIONS.get(name) or tuple(_of_signature(scheme.plan))
-            return replace(scheme, name=name, options=options, doc=module.__doc__)
+    for scheme in (table[name] for table in (TARGETS, PURPOSES, STEPS) if name in table):
+        return replace(scheme, name=name)
     if name not in names():
         raise _unknown(name)
     return _registered[name]
-
-
-def card(name: str) -> Scheme:
-    """The record of a target, without its functions where these would import torch.
-
-    Raises:
-        OptionError: there is none.
-    """
-    if name not in _files(_TARGETS):
-        return get(name)
-    module = f"{_TARGETS}.{name.replace('-', '_')}"
-    scheme = cards.record(module, "SCHEME", {"Scheme": Scheme})
-    assert isinstance(scheme, Scheme)
-    return replace(scheme, name=name, options=OPTIONS.get(name, ()), doc=cards.docstring(module))
 
 
 def check_target(name: str) -> None:
@@ -260,35 +119,17 @@ def chosen(name: str, options: Options) -> Chosen:
     return Chosen(scheme, {**scheme.defaults, **options})
 
 
-def check_options(name: str, options: Options) -> None:
-    """Check options of a target, without what it computes with.
-
-    Raises:
-        OptionError: as `chosen`.
-    """
-    check_given(name, card(name).options, options)
-
-
 def of(step: Step) -> Chosen:
     """The scheme and the options that a step was planned with."""
     return chosen(step.scheme, step.options)
-
-
-def resolve(name: str, options: Options) -> Options:
-    """All options of the scheme: its defaults, overruled by these.
-
-    Raises:
-        OptionError: as `chosen`.
-    """
-    return chosen(name, options).options
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:
     """Every option by name, with the schemes that have it."""
     names_of: dict[str, tuple[Option, list[str]]] = {}
     plugins.load("normswap.schemes")
-    for name, options in {**OPTIONS, **{name: scheme.options for name, scheme in _registered.items()}}.items():
-        for option in options:
+    for name, scheme in {**TARGETS, **_registered}.items():
+        for option in scheme.options:
             names_of.setdefault(option.name, (option, []))[1].append(name)
     return names_of
 

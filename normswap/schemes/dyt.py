@@ -17,7 +17,6 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
 from normswap.plan import Edit, Outcome, Step
-from normswap.schemes import Scheme
 from normswap.schemes.parts.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 
 
@@ -49,14 +48,3 @@ def fit(task: FitTask) -> None:
 def fitting_target(step: Step) -> Step:
     """The same step without the tanh: what its result is fitted to."""
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)
-
-
-SCHEME = Scheme(
-    plan,
-    paper="Zhu et al. 2025, arXiv:2503.10622, section 4",
-    exact=False,
-    fit=fit,
-    fitting_target=fitting_target,
-    fits_without_images=True,
-    starts_from="batchnorm",
-)

@@ -8,21 +8,133 @@ other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the
 
 from __future__ import annotations
 
+from torch import fx, nn
+
+from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.graph.inspection import Anatomy
-from normswap.schemes import Scheme
-from normswap.schemes.parts.fixup_scalars import add_scalars
+from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.node_reader import LINEAR
+from normswap.layers import affine, reparametrized
+from normswap.layers.activations import is_activation, is_activation_call
+from normswap.layers.own import scales_branch
+from normswap.schemes.skipinit import check_blocks, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
-    """Plan Fixup's multipliers and biases."""
-    return add_scalars(anatomy, fresh=init == "fixup")
+    """Fold, then put multipliers (1) at the branches' ends and biases (0) before layers and activations.
+
+    Args:
+        init: `fixup` applies the paper's reset to the weights, `keep` does not.
+
+    Raises:
+        RefusedError: no residual blocks, or a branch that ends where no module can stand.
+    """
+    check_blocks(anatomy)
+    builder = fold_norms(anatomy)
+    if init == "fixup":
+        _reset(builder)
+    _shift_layers(builder)
+    _place_scales(builder)
+    _place_biases(builder)
+    return builder
 
 
-SCHEME = Scheme(
-    plan,
-    paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3",
-    exact=lambda options: bool(options["init"] == "keep"),
-    on_branches=True,
-    decay="all",  # Zhang et al. 2019 decay everything
-)
+def _place_scales(builder: PlanBuilder) -> None:
+    modules = builder.anatomy.traced.modules
+    for block in builder.anatomy.part():
+        if block.tail is None:
+            builder.refusals[block.path] = (
+                "its branch ends in a function of the block itself, where no module can stand"
+            )
+        elif scales_branch(modules[block.tail]) and block.tail not in builder.replacements:
+            builder.notes.append(f"{block.path} keeps its scalar")
+        else:
+            place_scale(builder, block.tail, 1.0, block.order == "post")
+
+
+def _place_biases(builder: PlanBuilder) -> None:
+    modules = builder.anatomy.traced.modules
+    for path, module in modules.items():
+        if (
+            builder.is_removed(path, module)
+            and builder.anatomy.takes_part(path)
+            and _before_activation(builder, module)
+        ):
+            builder.replace(path, "ScalarBias")
+
+
+def _shift_layers(builder: PlanBuilder) -> None:
+    """A bias before each layer; first of all, since a layer that ends a branch then absorbs its scalar."""
+    modules = builder.anatomy.traced.modules
+    for path in linear_paths(builder.anatomy):
+        kind = reparametrized.plain_class(builder.anatomy.traced.linear(path))
+        try:
+            check_linear(builder, path, modules[path])
+        except NotFoldable as why:
+            builder.notes.append(f"{path} gets no bias before it: {why}")
+            continue
+        if kind not in reparametrized.SHIFTED and not isinstance(modules[path], reparametrized.InputBiased):
+            builder.notes.append(f"{path} gets no bias before it: it is a {kind.__name__}")
+        else:
+            builder.linear(path).layer = "Shifted"
+
+
+def linear_paths(anatomy: Anatomy) -> list[str]:
+    """Every convolution and linear layer that forward calls and that takes part, each once."""
+    traced = anatomy.traced
+    paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
+    return distinct(traced.modules, [path for path in dict.fromkeys(paths) if anatomy.takes_part(path)])
+
+
+def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
+    """Whether nothing but activations reads the module, through whatever is the identity (timm's `drop_block`)."""
+    if affine.activation(module) is not None:
+        return True
+    traced = builder.anatomy.traced
+    ahead = [user for call in traced.calls.get(id(module), ()) for user in traced.users[call]]
+    activations = 0
+    while ahead:
+        node = ahead.pop()
+        if builder.is_identity(node):
+            ahead += traced.users[node]
+        elif _is_activation(builder, node):
+            activations += 1
+        else:
+            return False
+    return activations > 0
+
+
+def _is_activation(builder: PlanBuilder, node: fx.Node) -> bool:
+    module = builder.anatomy.traced.module(node)
+    return is_activation_call(node.target) if module is None else is_activation(module)
+
+
+def _reset(builder: PlanBuilder) -> None:
+    """The paper's initialization, rules 1 and 2, as factors of the weights there are."""
+    anatomy = builder.anatomy
+    for block in anatomy.part():
+        try:
+            last, _ = last_linear(builder, block.branch, block.total)
+        except NotFoldable as why:
+            builder.notes.append(f"{block.path} is not reset: {why}")
+            continue
+        convs = _branch(anatomy, block, last)
+        builder.linear(last).gain = 0.0
+        for path in convs:
+            if path != last:
+                builder.linear(path).gain *= len(anatomy.blocks) ** (-1 / (2 * len(convs) - 2))
+    if anatomy.classifier and anatomy.takes_part(anatomy.classifier):
+        builder.linear(anatomy.classifier).gain = 0.0
+
+
+def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
+    """The convolutions in a row that end in `last`: those on the branch, but not in gates."""
+    traced, convolutions = anatomy.traced, []
+    skip = next(arm for arm in block.total.all_input_nodes if arm is not block.branch)
+    node: fx.Node | None = traced.calls[id(traced.modules[last])][0]
+    while node is not None and not traced.depends(skip, on=node):
+        if isinstance(traced.module(node), LINEAR):
+            convolutions.append(str(node.target))
+        node = traced.main_input(node)
+    return convolutions

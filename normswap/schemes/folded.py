@@ -5,16 +5,24 @@ W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s. Befo
 lost but the statistics, which the checkpoint keeps beside the weights (`--to unfold` brings them back).
 Of LayerNorms the standardization stays; gamma and beta go into the linear layers that read it, where that is exact; a
 LayerScale goes into the linear layer that it follows. Parallel branches whose sum one convolution computes become that
-convolution (`steps/merged_branches.py`).
+convolution.
+
+The step that merges: parallel branches of convolutions, and of scales per channel, that are summed become one
+convolution.
+
+W' = sum of W_i at their taps, b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697,
+section 3.3). It follows `folded`, which has left convolutions, scales and shifts.
 """
 
 from __future__ import annotations
 
-from normswap.folding import norm_affine
+from normswap.folding import branches, norm_affine
+from normswap.folding.branches import Branches
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.schemes import Scheme
+from normswap.layers import affine
+from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
@@ -25,7 +33,25 @@ def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
     return builder
 
 
-SCHEME = Scheme(
-    plan,
-    paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
-)
+def plan_merged(anatomy: Anatomy) -> PlanBuilder:
+    """Plan one convolution in place of branches whose sum one computes."""
+    builder = PlanBuilder(anatomy)
+    for merge in branches.find(builder):
+        _merge(builder, merge)
+    return builder
+
+
+def _merge(builder: PlanBuilder, merge: Branches) -> None:
+    reads, takes = list(merge.others), [Absorption(AbsorbMode.SUM)] * len(merge.others)
+    if merge.after is not None:
+        reads, takes = [*reads, merge.after], [*takes, Absorption(AbsorbMode.AFTER)]
+        builder.remove(merge.after)
+    args: Body = {"skips": merge.skips} if merge.after is not None and merge.skips else {}
+    modules = builder.anatomy.traced.modules
+    builder.replacements[merge.main] = Edit(merge.main, "Merged", args, tuple(reads), tuple(takes))
+    for path in merge.others:
+        builder.replace(path, "Zero")
+    merged = Outcome("merged with branches", f"merges into {merge.main}, with the branches beside it")
+    for path in reads:
+        if affine.is_affine(modules[path]):
+            builder.settle(path, merged)

@@ -12,14 +12,19 @@ brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--de
 
 from __future__ import annotations
 
-from normswap.calibration.zero_sum_fit import fit_zero_sum
+from dataclasses import replace
+
+from timm.layers import Conv2dSame
+from torch import nn
+
+from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
-from normswap.schemes import Scheme
-from normswap.schemes.parts.branch_scale import scale_branches
-from normswap.schemes.parts.zero_sum_filters import kept as fitting_target
-from normswap.schemes.parts.zero_sum_filters import standardize
+from normswap.layers import own_forwards, reparametrized
+from normswap.plan import Step
+from normswap.schemes.skipinit import scale_branches
 
 
 def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
@@ -28,12 +33,80 @@ def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuild
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 
 
-SCHEME = Scheme(
-    plan,
-    paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
-    exact=lambda options: bool(options["mean"] == "keep"),
-    needs_data=lambda options: bool(options["mean"] != "keep"),
-    fit=fit_zero_sum,
-    fitting_target=fitting_target,
-    on_branches=True,
-)
+def plan_centered_weightnorm(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Plan standardized filters for every convolution, which is centered weight normalization.
+
+    W = g (v - mean v) / |v - mean v| per filter is timm's `ScaledStdConv2d` up to sqrt(fan-in) in g.
+    """
+    return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
+
+
+def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Let every convolution of the builder, but those of gates and the classifier, have standardized filters.
+
+    Args:
+        mean: `keep` or `fit` the filters' means.
+        stem: those of the convolution that reads the image; its filters' means see the image's brightness and colour.
+        depthwise: those of filters that read one channel: one that sums to zero passes nothing of its channel's level,
+            and there is no other channel that it could be had from.
+
+    Raises:
+        RefusedError: there is nothing to standardize.
+    """
+    kept = 0
+    traced = builder.anatomy.traced
+    plain = tuple(f"{block.gate}." for block in builder.anatomy.blocks if block.gate)
+    first = True
+    seen: set[int] = set()
+    for node in traced.nodes:
+        module = traced.module(node)
+        if not isinstance(module, reparametrized.CONVOLUTIONS) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        path, alone = str(node.target), module.groups > 1 and module.weight.shape[1] == 1
+        keep = "keep" in (mean, stem if first else "", depthwise if alone else "")
+        first = False
+        if not builder.anatomy.takes_part(path):
+            continue
+        if path.startswith(plain) or path == builder.anatomy.classifier:
+            continue
+        try:
+            padding = _padding(builder, path, module)
+        except NotFoldable as why:
+            builder.notes.append(f"{path} is not standardized: {why}")
+            continue
+        linear = builder.linear(path)
+        linear.layer, linear.extra = "StandardizedConv", {"mean": keep}
+        if padding != module.padding:
+            linear.extra["padding"] = list(padding)
+        kept += alone and mean == "fit" and keep
+    if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
+        only = "gates, the classifier and filters of one number are left alone"
+        raise RefusedError("no convolution to standardize", only, f"`{spelled('to', 'folded')}` works on any network")
+    if kept:
+        builder.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
+    return builder
+
+
+def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> str | tuple[int, ...]:
+    """How the standardized convolution in the place of `conv` pads.
+
+    Raises:
+        NotFoldable: there can be none.
+    """
+    check_linear(builder, path, conv)
+    if reparametrized.keeps_input_bias(conv):
+        raise NotFoldable("its scalar input bias cannot pass the padding")
+    if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
+        raise NotFoldable("filters of one number, or padding that is not zeros")
+    same = issubclass(reparametrized.plain_class(conv), Conv2dSame)
+    padding = conv.padding if same else own_forwards.even_padding(conv)
+    if padding is None:
+        raise NotFoldable("it pads one end more than the other")
+    return padding
+
+
+def fitting_target(step: Step) -> Step:
+    """The same step with every mean kept: it computes what the source computes, and its result is fitted to that."""
+    edits = (replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in step.edits)
+    return replace(step, edits=tuple(edits))

@@ -14,10 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torch import fx
+
+from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.graph.inspection import Anatomy
-from normswap.schemes import Scheme
-from normswap.schemes.parts.fixed_factors import scale_sums
+from normswap.folding.propagation import NotFoldable, propagates_scale
+from normswap.folding.rescaling import attempt, enlarge
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.tracing import inputs
+from normswap.layers.activations import is_homogeneous
+from normswap.layers.own import scales_branch
+from normswap.schemes.skipinit import check_blocks, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
@@ -29,14 +36,83 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
 
 
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
-    """Plan the two factors of each residual sum."""
+    """Fold, then give block l its (a, b).
+
+    a (x + (b / a) f): the branch is made a / b times as large, what comes out of the activation after the sum 1 / a
+    times, which goes back through the identity skips to where the stage's stream is made. Where no module can hold a,
+    the branches that write to the stream do instead: divided by a_1 ... a_l, the stream is x + b / (a_1 ... a_l) f.
+
+    Raises:
+        RefusedError: the network has no residual blocks.
+    """
+    check_blocks(anatomy)
     depth = len(anatomy.blocks)
-    return scale_sums(anatomy, [RULES[rule](block, depth) for block in range(1, depth + 1)])
+    factors = [RULES[rule](block, depth) for block in range(1, depth + 1)]
+    builder = fold_norms(anatomy)
+    scalars: list[tuple[str, float]] = []
+    owed: dict[fx.Node, float] = {}  # by sum: what the stream there is divided by
+    for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
+        if not anatomy.takes_part(block.path):
+            continue
+        try:
+            with attempt(builder):
+                scalars += _scale(builder, block, a, b, owed)
+        except NotFoldable as why:
+            builder.refusals[block.path] = str(why)
+    for path, value in scalars:
+        if builder.refusals:
+            break
+        place_scale(builder, path, value, False, layer="FixedScale")
+    return builder
 
 
-SCHEME = Scheme(
-    plan,
-    paper="Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
-    "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, arXiv:2001.07094",
-    on_branches=True,
-)
+def _scale(
+    builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
+) -> list[tuple[str, float]]:
+    """The two factors' paths, and their values; their inverses go into the weights."""
+    modules = builder.anatomy.traced.modules
+    if block.tail is None:
+        raise NotFoldable("its branch ends in a function of the block itself, where no module can stand")
+    tail = modules[block.tail]
+    if scales_branch(tail) and tail.bias is not None and block.tail not in builder.replacements:
+        raise NotFoldable(f"it has a scalar that {builder.outcomes.get(block.tail, 'stays')}")
+    if a == 1:
+        enlarge(builder, block.branch, 1 / b, {block.total})
+        return [(block.tail, b)]
+    held = _after_sum(builder, block)
+    if held is None:
+        owed[block.total] = a * _owed_before(builder, block, owed)
+        b /= owed[block.total]
+        enlarge(builder, block.branch, 1 / b, {block.total})
+        return [(block.tail, b)]
+    act, path = held
+    enlarge(builder, block.branch, a / b, {block.total})
+    enlarge(builder, act, 1 / a, set(builder.anatomy.traced.users[act]))
+    return [(block.tail, b / a), (path, a)]
+
+
+def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:
+    """The factor that the stream which comes in by the skip is divided by; 1 where a convolution makes it."""
+    traced = builder.anatomy.traced
+    node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
+    while node is not None and node not in owed and propagates_scale(builder, node):
+        node = traced.main_input(node)
+    return 1.0 if node is None else owed.get(node, 1.0)
+
+
+def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
+    """The activation after the sum, and where a factor of its output can sit; None where nothing can hold one.
+
+    Raises:
+        NotFoldable: the activation is not homogeneous: a factor cannot be taken off what it reads either.
+    """
+    traced = builder.anatomy.traced
+    users = traced.users[block.total]
+    module = traced.module(users[0]) if len(users) == 1 else None
+    if module is None or not is_homogeneous(module) or len(traced.calls[id(module)]) > 1:
+        if block.order == "post" and not propagates_scale(builder, users[0]):
+            raise NotFoldable("a factor of the sum cannot pass the activation that follows")
+        return None
+    after = traced.users[users[0]]
+    removed = len(after) == 1 and builder.removes(str(after[0].target)) and scales_branch(traced.module(after[0]))
+    return users[0], str((after[0] if removed else users[0]).target)

@@ -22,7 +22,6 @@ from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm
 from normswap.plan import AbsorbMode, Outcome
-from normswap.schemes import Scheme
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
@@ -83,9 +82,3 @@ def _replace(
 
 def _becomes_one(reason: str = "") -> Outcome:
     return Outcome("RMSNorm", "becomes an RMSNorm", reason)
-
-
-SCHEME = Scheme(
-    plan,
-    paper="Zhang & Sennrich 2019, arXiv:1910.07467; centring: Ashkboos et al. 2024, arXiv:2401.15024, section 3.1",
-)

@@ -15,8 +15,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Outcome
-from normswap.schemes import Scheme
-from normswap.schemes.parts.norm_insertion import insert_norms
+from normswap.schemes.norm_insertion import insert_norms
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
@@ -58,9 +57,3 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
         if len(paths) == 1 and conv in modules:
             convolutions.setdefault(paths[0], []).append(conv)
     return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
-
-
-SCHEME = Scheme(
-    plan,
-    paper="You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3",
-)

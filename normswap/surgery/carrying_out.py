@@ -74,8 +74,7 @@ def carry_out(network: Network, step: Step) -> Conversion:
     result = applied(network, step)
     if not chosen.exact:
         _check_runs(result, network.examples[0].first(1), step.scheme)
-    fits = images is not None or (chosen.scheme.fits_without_images and not chosen.exact)
-    fitted = fitting.fit(chosen.scheme, network, result, step, images) if fits else fitting.Fitted()
+    fitted = fitting.fit(chosen, network, result, step, images)
     report = prove(network, result, step, fitted)
     applying.check_gone(network.module, result, step)
     return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))

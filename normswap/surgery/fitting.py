@@ -16,7 +16,7 @@ from normswap.errors import OptionError, spelled
 from normswap.images import stem_statistics
 from normswap.models.calling import Example
 from normswap.plan import Step
-from normswap.schemes import Chosen, Scheme
+from normswap.schemes import Chosen
 from normswap.surgery import applying
 from normswap.surgery.held_out import COPIES, TOO_FEW, HeldOutSplit
 from normswap.surgery.network import Batches, Network
@@ -94,12 +94,15 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
     return iter(calls) if isinstance(calls.batches, Iterator) else calls
 
 
-def fit(scheme: Scheme, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
+def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
     """Let the step's scheme set the values of `result`, in place; without images, those that need none.
 
     Raises:
         SourceError: unusable or too few images.
     """
+    scheme = chosen.scheme
+    if images is None and (chosen.exact or not scheme.fits_without_images):
+        return Fitted()
     batches = None if images is None else calls_of(images, network)
     source = network.module
     split: HeldOutSplit | None = None

@@ -66,7 +66,6 @@ class Report:
         sites: errors at the residual blocks' outputs, in float32.
         tolerance: the largest relative L2 error allowed, by precision.
         vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
-        accuracy: top-1 in percent of source and result on labelled data, where given.
         kept: of an approximate result, what held-out images of the user's say.
         unmeasured: why they say nothing, although there were images.
     """
@@ -78,7 +77,6 @@ class Report:
     sites: tuple[Error, ...] = ()
     tolerance: dict[str, float] = field(default_factory=dict)
     vacuous: tuple[str, ...] = ()
-    accuracy: dict[str, float] = field(default_factory=dict)
     kept: Kept | None = None
     unmeasured: str = ""
 

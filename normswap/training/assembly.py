@@ -17,7 +17,6 @@ from torch import nn
 from normswap.errors import OptionError, first_line
 from normswap.layers.site_norm import SiteNorm
 from normswap.models import devices
-from normswap.surgery.network import Network
 from normswap.training import processes, recipe_files
 from normswap.training.objective import Objective, Teacher
 from normswap.training.optimizing import Clipping, Rate, optimizer
@@ -40,7 +39,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     """
     recipe_files.require_recipe(recipe)
     try:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
     except ImportError as error:
         raise OptionError("fine-tuning needs accelerate", first_line(error), "pip install 'normswap[train]'") from None
@@ -52,12 +51,9 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
-    part = recipe.distill
-    idle = part is not None and part.kind == "features" and part.weight == 1  # then the classifier has no gradient
     return Accelerator(
         cpu=cpu, mixed_precision=recipe.train.precision, gradient_accumulation_steps=recipe.train.accumulate,
         log_with=trackers or None, project_dir=str(out / "trackers"),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=idle)],
     )  # fmt: skip
 
 
@@ -67,16 +63,15 @@ def trackers(wanted: str) -> list[str]:
     Raises:
         OptionError: unknown, or not installed.
     """
-    known = ("tensorboard", "wandb", "mlflow")
-    here = [name for name in known if importlib.util.find_spec(name) is not None]
+    asked_by = {"tensorboard": (), "wandb": ("WANDB_API_KEY", "WANDB_MODE"), "mlflow": ("MLFLOW_TRACKING_URI",)}
     if wanted == "auto":  # asking for a login, or writing ./mlruns, is not for us to decide
-        variables = {"wandb": ("WANDB_API_KEY", "WANDB_MODE"), "mlflow": ("MLFLOW_TRACKING_URI",)}
-        return [name for name in here if name == "tensorboard" or any(v in os.environ for v in variables[name])]
+        here = [name for name in asked_by if importlib.util.find_spec(name) is not None]
+        return [name for name in here if name == "tensorboard" or any(v in os.environ for v in asked_by[name])]
     names = [] if wanted == "none" else wanted.split(",")
     for name in names:
-        if name not in known:
-            raise OptionError(f"unknown tracker {name!r}", remedy=f"Known: {', '.join(known)}, auto, none")
-        if name not in here:
+        if name not in asked_by:
+            raise OptionError(f"unknown tracker {name!r}", remedy=f"Known: {', '.join(asked_by)}, auto, none")
+        if importlib.util.find_spec(name) is None:
             raise OptionError(f"tracker {name} is not installed", remedy=f"pip install {name}")
     return names
 
@@ -110,11 +105,10 @@ class Task:
         if train.sync_bn and engine.num_processes > 1:
             self.raw = synchronized(self.raw, engine.device)
         self.ema = ModelEmaV3(self.raw, train.ema.decay, use_warmup=train.ema.warmup) if train.ema else None
-        clip, distill = recipe.optim.clip, recipe.distill
-        features = distill is not None and distill.kind == "features"
+        clip = recipe.optim.clip
         adaptive = clip is not None and clip.mode == "agc"
-        head = self.raw.get_submodule(classifier(subject.network)) if features or adaptive else None
-        self.objective = Objective(recipe, self.raw, self._teacher(subject), head)
+        head = self.raw.get_submodule(classifier(subject.network)) if adaptive else None
+        self.objective = Objective(recipe, self.raw, self._teacher(subject))
         optim = optimizer(self.raw, recipe.optim, subject.network)
         self.rate = Rate(optim, recipe.schedule, self.updates, self.per_epoch)
         self.clipping = Clipping(self.raw, clip, head) if clip else None
@@ -129,9 +123,7 @@ class Task:
         part = self.recipe.distill
         if part is None:
             return None
-        source = Network.of(subject.teacher(part))
-        head = source.module.get_submodule(classifier(source)) if part.kind == "features" else None
-        teacher = Teacher(source.module, subject.module, head)
+        teacher = Teacher(subject.teacher(part), subject.module)
         return teacher.to(self.engine.device).to(memory_format=self.layout)
 
     def parts(self) -> State:

@@ -11,24 +11,28 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, TrainingError, spelled
+from normswap.errors import OptionError, SourceError, TrainingError, spelled
+from normswap.images.accuracy import Evaluation, evaluate
+from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
-from normswap.training import assembly, recipe_files, stopping
+from normswap.training import assembly, recipe_files
 from normswap.training.assembly import Task
-from normswap.training.processes import from_first
-from normswap.training.progress_records import GONE, Result, TrainingProgress, decline
+from normswap.training.processes import Stop, from_first, stop_on_request
+from normswap.training.progress_records import GONE, Result, TrainingProgress
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
 from normswap.training.subject import begin, converted
 from normswap.training.training_images import UNMEASURED, image_notes, key
-from normswap.training.validating import measure, precise, score
+
+if TYPE_CHECKING:  # an optional package
+    from accelerate import Accelerator
 
 
 def finetune(
@@ -36,7 +40,7 @@ def finetune(
     recipe: Recipe,
     out: str | Path,
     *,
-    resume: str | Path | None = None,
+    resume: str | None = None,
     device: str = "auto",
     track: str = "auto",
     progress: Callable[[TrainingProgress], None] | None = None,
@@ -49,7 +53,7 @@ def finetune(
     Args:
         model: a source or a converted network; None for the one that the recipe names.
         out: the run's folder.
-        resume: "auto" continues the run in `out` if there is one; a folder: the run in it. None: `out` must be new.
+        resume: "auto" continues the run in `out` if there is one. None: `out` must be new.
         device: auto, cpu, cuda or mps.
         track: auto, none, or a list of tensorboard, wandb, mlflow.
         progress: called now and then, in the first process.
@@ -62,6 +66,8 @@ def finetune(
         NormswapError: the recipe does not fit the network, the images or the machine; TrainingError: the loss is not
             finite.
     """
+    if resume not in (None, "auto"):
+        raise OptionError(f"resume {resume!r} is not auto", remedy="Copy the run's folder, and continue the copy")
     tracked = assembly.trackers(track)
     engine = assembly.accelerator(recipe, device, Path(out), tracked)
     notes: list[str] = []
@@ -88,8 +94,8 @@ def finetune(
         if task.validation is None:
             log(UNMEASURED)
         run = TrainingRun(task, folder, subject.blank(), progress if engine.is_main_process else None, log)
-        run.open(resume)
-        with stopping.on_request() as stop:
+        run.open(resume=resume is not None)
+        with stop_on_request() as stop:
             finished = run.train(stop)
         engine.end_training()
     except RuntimeError as error:
@@ -99,8 +105,6 @@ def finetune(
     finally:
         torch.set_rng_state(before)
     at = run.at
-    if finished and (warning := decline(at.rows)):
-        notes.append(warning)  # commands say it last
     return Result(
         folder.best, folder.last, run.network(task.raw).eval(), tuple(at.rows), at.best_epoch, at.update, finished,
         tuple(notes),
@@ -132,20 +136,15 @@ class TrainingRun:
         self.lr = 0.0
         self.every = 1 if task.engine.device.type == "cpu" else 10  # a look waits for the device
 
-    def open(self, resume: str | Path | None) -> None:
-        """Begin the run, or continue one."""
-        other = None if resume in (None, "auto") else Folder(Path(str(resume)), self.folder.identity)
-        if resume == "auto" and from_first(self.engine, self.folder.state.is_file):
-            other = self.folder
-        if other is None:
+    def open(self, *, resume: bool) -> None:
+        """Begin the run, or continue the one in the folder if there is one."""
+        if not (resume and from_first(self.engine, self.folder.state.is_file)):
             self._main(lambda: self.folder.begin(self.recipe))
             self._watch()
             self._end_epoch(began=False)
             return
-        self.at, parts = from_first(self.engine, other.read_state)
+        self.at, parts = from_first(self.engine, self.folder.read_state)
         self.task.restore(parts)
-        self._main(lambda: self.folder.adopt(other, self.recipe))
-        self._save()
         self._watch()
         self.log(f"continuing at update {self.at.update} of {self.task.updates}")
 
@@ -154,7 +153,7 @@ class TrainingRun:
         plain = {key: value if isinstance(value, float | str) else str(value) for key, value in items}
         self.engine.init_trackers("normswap", plain)
 
-    def train(self, stop: stopping.Stop) -> bool:
+    def train(self, stop: Stop) -> bool:
         """Do all updates that are left; returns False if somebody asked to stop before the end."""
         task, every = self.task, self.recipe.train.checkpoint
         batches = self._batches()
@@ -169,9 +168,7 @@ class TrainingRun:
                 continue
             finite, asked = self._agree(stop.asked)
             if not finite or ((due or asked) and not self._sound()):
-                self._go_back()
-                batches = self._batches()
-                continue
+                raise self._not_finite()
             self._show()
             if ends:
                 self._end_epoch()
@@ -185,7 +182,7 @@ class TrainingRun:
         """Take one step of the optimizer, on a whole batch over all micro-batches and processes."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
-        self.lr = task.rate.set(update, self.at.factor)
+        self.lr = task.rate.set(update)
         task.model.train()
         for _ in range(self.recipe.train.accumulate):
             images, labels = self._placed(*next(batches))
@@ -227,26 +224,10 @@ class TrainingRun:
         """Return whether the weights are finite; every process has the same."""
         return bool(torch.stack([parameter.isfinite().all() for parameter in self.task.raw.parameters()]).all())
 
-    def _go_back(self) -> None:
-        """Return to the last state after a loss that is not finite, with half the lr, if the recipe says so."""
-        at, train = self.at, self.recipe.train
-        what = f"the loss is not finite at update {at.update} of {self.task.updates}"
-        done = at.rollbacks if train.not_finite == "rollback" else train.rollbacks
-        self.engine.wait_for_everyone()
-        good, parts = from_first(self.engine, self.folder.read_state)
-        if done >= train.rollbacks:
-            after = f"{at.rollbacks} rollbacks did not help" if at.rollbacks else ""
-            remedy = f"The last good checkpoint is {self.folder.last}, of update {self._saved(good)}. Lower optim.lr"
-            raise TrainingError(what, after, remedy)
-        self.task.restore(parts)
-        self.sum.zero_()
-        self.at = replace(good, factor=at.factor / 2, rollbacks=at.rollbacks + 1)
-        self.log(f"{what}: back to update {good.update}, with {self.at.factor:g} of the learning rate")
-        self._save()
-
-    def _saved(self, good: TrainingState) -> int:
-        """Return the update of the network in last/."""
-        return int(good.rows[-1]["update"] or 0) if good.rows else 0
+    def _not_finite(self) -> TrainingError:
+        at = self.at
+        remedy = f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}. Lower optim.lr"
+        return TrainingError(f"the loss is not finite at update {at.update} of {self.task.updates}", remedy=remedy)
 
     def _end_epoch(self, *, began: bool = True) -> None:
         """Validate, write a row, the network and, if it is the best so far, the best one."""
@@ -309,3 +290,36 @@ class TrainingRun:
         fresh = copy.deepcopy(self.blank)
         fresh.load_state_dict(trained.state_dict())
         return fresh
+
+
+def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
+    """Make one pass over the validation images, or None where there are none.
+
+    Args:
+        model: not wrapped; in every process.
+        share: this process's share of the images.
+        engine: Accelerate's view of the machine.
+    """
+    if share is None:
+        return None
+    if engine.num_processes > 1:
+        for buffer in model.buffers():  # without SyncBN, every process has running statistics of its own
+            dist.broadcast(buffer, 0)
+    measured = evaluate(model, share)
+    means = [measured.top1, measured.top5, measured.loss, 1.0, measured.images_per_s / measured.count]
+    parts = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * measured.count
+    top1, top5, loss, count, speed = engine.reduce(parts, "sum").tolist()
+    return Evaluation(top1 / count, top5 / count, loss / count, round(count), speed)
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """Return what to add figures up in: the order, which depends on the number of processes, should not show."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def score(row: Row) -> float:
+    """Return what the best network is chosen by: accuracy, or without validation the training loss; more is better."""
+    known = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
+    if known:
+        return max(known)
+    return -math.inf if row["train_loss"] is None else -row["train_loss"]

@@ -1,7 +1,6 @@
 """The loss: cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
 
-Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2 (logits: T^2 KL(teacher / T || student / T)); for
-features, the squared distance of the normalized inputs of the two classifiers.
+Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2: T^2 KL(teacher / T || student / T).
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ class Objective:
         recipe: its `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`.
         model: the network, not wrapped.
         teacher: in eval mode, where the network is; for `distill`.
-        head: the layer of `model` whose input is compared with the teacher's, if features are.
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None, head: nn.Module | None) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None) -> None:
         self.distill, self.teacher = recipe.distill, teacher
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
@@ -38,8 +36,6 @@ class Objective:
             if classes is None:
                 raise OptionError("data.augment.mixup needs a network that knows its num_classes")
             self.mixup = Mixup(augment.mixup, augment.cutmix, label_smoothing=self.smoothing, num_classes=classes)
-        features = recipe.distill is not None and recipe.distill.kind == "features"
-        self.tap = Tap(head) if features and head is not None else None
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]) -> Tensor:
         """Return the mean loss over images (N, C, H, W) with labels (N,); mixup is drawn by `seed`."""
@@ -59,73 +55,43 @@ class Objective:
     def _distance(self, part: Distill, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
         with torch.no_grad():
-            taught = self.teacher(images)
-        if self.tap is None:
-            heat = part.temperature
-            learned, taught = F.log_softmax(logits / heat, 1), F.log_softmax(taught / heat, 1)
-            return heat**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
-        learned = F.normalize(self.tap.take().flatten(1).float(), dim=1)
-        return (learned - F.normalize(taught.flatten(1), dim=1)).square().sum(1).mean()
-
-
-class Tap:
-    """The input of a layer at its latest call."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.value: Tensor | None = None
-        self.hook = layer.register_forward_pre_hook(self._keep)
-
-    def _keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.value = args[0]
-
-    def take(self) -> Tensor:
-        """Return the value, which is then forgotten."""
-        value, self.value = self.value, None
-        if value is None:
-            raise OptionError("distill.kind features: the network did not call its classifier")
-        return value
+            taught = F.log_softmax(self.teacher(images) / part.temperature, 1)
+        learned = F.log_softmax(logits / part.temperature, 1)
+        return part.temperature**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
 
 
 class Teacher(nn.Module):
-    """A network that is only asked, for logits or for its classifier's input, about images preprocessed for another.
+    """A network that is only asked, for logits, about images preprocessed for another.
 
     Args:
         network: the teacher.
         student: the network that learns.
-        head: its classifier, to give what that reads (N, C), not the logits.
 
     Raises:
-        SourceError: their outputs cannot be compared.
+        SourceError: they have other numbers of classes.
     """
-
-    def __init__(self, network: nn.Module, student: nn.Module, head: nn.Module | None = None) -> None:
-        super().__init__()
-        self.network = network.eval().requires_grad_(False)
-        self.tap = Tap(head) if head is not None else None
-        self._require_alike(network, student, features=head is not None)
-        seen, known = zoo.data_config(student), zoo.data_config(network)
-        ratio = torch.tensor(seen["std"]) / torch.tensor(known["std"])
-        shift = (torch.tensor(seen["mean"]) - torch.tensor(known["mean"])) / torch.tensor(known["std"])
-        self.same = seen["mean"] == known["mean"] and seen["std"] == known["std"]
-        self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
-        self.register_buffer("shift", shift.view(1, -1, 1, 1))
 
     ratio: Tensor
     shift: Tensor
 
+    def __init__(self, network: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.network = network.eval().requires_grad_(False)
+        learned, taught = getattr(student, "num_classes", None), getattr(network, "num_classes", None)
+        if learned is not None and taught is not None and learned != taught:
+            what = f"the teacher has num_classes {taught}, the network {learned}"
+            raise SourceError(what, "they cannot be compared")
+        ours, theirs = zoo.data_config(student), zoo.data_config(network)
+        ratio = torch.tensor(ours["std"]) / torch.tensor(theirs["std"])
+        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / torch.tensor(theirs["std"])
+        self.same = ours["mean"] == theirs["mean"] and ours["std"] == theirs["std"]
+        self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
+        self.register_buffer("shift", shift.view(1, -1, 1, 1))
+
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W), preprocessed for the student, to (N, classes) or (N, features), in float32."""
-        output = self.network(images if self.same else images * self.ratio + self.shift)
-        return (scores(output) if self.tap is None else self.tap.take()).float()
+        """Map (N, C, H, W), preprocessed for the student, to (N, classes), in float32."""
+        return scores(self.network(images if self.same else images * self.ratio + self.shift)).float()
 
     def train(self, mode: bool = True) -> Teacher:
         """A teacher stays in eval mode."""
         return super().train(False)
-
-    @staticmethod
-    def _require_alike(network: nn.Module, student: nn.Module, *, features: bool) -> None:
-        names = ("num_features", "head_hidden_size") if features else ("num_classes",)
-        for name in names:
-            learned, taught = getattr(student, name, None), getattr(network, name, None)
-            if learned is not None and taught is not None and learned != taught:
-                raise SourceError(f"the teacher has {name} {taught}, the network {learned}", "they cannot be compared")

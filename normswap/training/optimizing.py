@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -11,7 +12,7 @@ from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.poly_lr import PolyLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import dispatch_clip_grad
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import provenance, schemes
 from normswap.analysis.weight_decay import param_groups
@@ -19,8 +20,6 @@ from normswap.errors import OptionError, first_line
 from normswap.models.weight_files import quiet
 from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Optim, Schedule
-
-_LEAST_WEIGHT, _LEAST_GRADIENT = 1e-3, 1e-6  # timm's: filters at zero may move, and nothing is divided by zero
 
 
 def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> torch.optim.Optimizer:
@@ -63,11 +62,9 @@ class Rate:
         self.optimizer = optimizer
         self.scheduler = _scheduler(optimizer, part, updates, per_epoch)
 
-    def set(self, update: int, factor: float = 1.0) -> float:
+    def set(self, update: int) -> float:
         """Set the groups' rates for an update, counted from 0; returns the rate before `lr_scale`."""
         self.scheduler.step_update(update)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
         first = self.optimizer.param_groups[0]
         return float(first["lr"] / first.get("lr_scale", 1.0))
 
@@ -75,9 +72,9 @@ class Rate:
 def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
     warmup = round(part.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
-    common = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
+    common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
     if part.name in ("cosine", "poly"):
-        kind = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
+        kind: Callable[..., Scheduler] = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
         with quiet():
             return kind(optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **common)
     epochs = list(part.milestones) if part.name == "multistep" else []
@@ -104,41 +101,4 @@ class Clipping:
 
     def clip(self) -> None:
         """Clip the gradients in place."""
-        if self.part.mode == "agc":
-            clip_adaptively(self.parameters, self.part.value)
-        else:
-            dispatch_clip_grad(self.parameters, self.part.value, mode=self.part.mode)
-
-
-@torch.no_grad()
-def clip_adaptively(parameters: Iterable[nn.Parameter], share: float) -> None:
-    """Clip gradients in place, of each output's weights and of each vector, to a share of the norm of these.
-
-    It computes what timm's `adaptive_clip_grad` does. That one launches 10 kernels for every parameter; here a
-    parameter has at most three, two norms and a product, and what lies between is done once for all norms.
-    """
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            key = (parameter.device, parameter.dtype, parameter.grad.dtype)
-            groups.setdefault(key, []).append(parameter)
-    for group in groups.values():
-        ordered = sorted(group, key=lambda parameter: parameter.ndim <= 1)  # vectors last, as `_norms` has them
-        gradients = [parameter.grad for parameter in ordered if parameter.grad is not None]
-        most = _norms([parameter.detach() for parameter in ordered]).clamp_(min=_LEAST_WEIGHT).mul_(share)
-        norms = _norms(gradients)
-        factors = torch.where(norms < most, 1.0, most / norms.clamp(min=_LEAST_GRADIENT))
-        parts = factors.split([1 if gradient.ndim <= 1 else len(gradient) for gradient in gradients])
-        shaped = [
-            part.view(-1, *[1] * (gradient.ndim - 1)) if gradient.ndim > 1 else part.view([1] * gradient.ndim)
-            for part, gradient in zip(parts, gradients, strict=True)
-        ]
-        torch._foreach_mul_(gradients, shaped)
-
-
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """Those of each output of the weights, one after the other, then those of the vectors."""
-    weights = [tensor for tensor in tensors if tensor.ndim > 1]
-    vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
-    rows = [torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim))) for weight in weights]
-    return torch.cat([*rows, *([torch.stack(torch._foreach_norm(vectors))] if vectors else [])])
+        dispatch_clip_grad(self.parameters, self.part.value, mode=self.part.mode)

@@ -1,9 +1,13 @@
-"""Several processes of one run, as torchrun, `accelerate launch` or SLURM's srun have started them."""
+"""The processes of one run, as torchrun, `accelerate launch` or SLURM's srun have started them; and their SIGTERM."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
@@ -54,3 +58,32 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
 
     value: T = broadcast_object_list([read() if engine.is_main_process else None])[0]
     return value
+
+
+class Stop:
+    """Whether somebody has asked to stop, by SIGTERM as schedulers send it."""
+
+    asked = False
+
+
+@contextmanager
+def stop_on_request() -> Iterator[Stop]:
+    """Note a SIGTERM instead of dying of it. Only the main thread may; elsewhere nothing is ever asked."""
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def ignore_sigterm(worker: int) -> None:
+    """For a loader's process: schedulers signal all processes of a job, and this one is needed until the run stops."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch import nn
 from normswap.training.run_folder import Row
 
 GONE = "another process is gone"  # of which the launcher knows more
-_POINTS, _SHARE = 5.0, 0.2  # top-1 that is lost beyond both is said
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,6 @@ class TrainingProgress:
     lr: float
     loss: float
     top1: float | None
-
-
-def decline(rows: Sequence[Row]) -> str:
-    """Say so if a run ends far below where it began, or where its loss was after the first epoch; else nothing."""
-    if len(rows) < 2:
-        return ""
-    first, last = rows[0], rows[-1]
-    remedy = "lower optim.lr, or clip gradients (optim.clip.mode=agc)"
-    before, after = first["top1"], last["top1"]
-    if before is not None and after is not None and before - after > max(_POINTS, _SHARE * before):
-        return f"top-1 ends far below its start, at {after:.2f} after {before:.2f}: {remedy}"
-    before, after = rows[1]["train_loss"], last["train_loss"]
-    if last["top1"] is None and before is not None and after is not None and after > 2 * before:
-        return f"the training loss ends far above its start, at {after:.4f} after {before:.4f}: {remedy}"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Ema(Part):
 
 
 class Train(Part):
-    """`train`: how long, in what precision, and what to do when it goes wrong."""
+    """`train`: how long, in what precision, and what is averaged and saved."""
 
     epochs: Positive = Field(1.0, description="May be a fraction.")
     seed: Seed = 0
@@ -122,17 +122,12 @@ class Train(Part):
     smoothing: Share = Field(0.0, description="Label smoothing.")
     sync_bn: bool = Field(False, description="BatchNorm statistics over all processes.")
     checkpoint: AtLeastOne | None = Field(None, description="Save every so many updates, as well as every epoch.")
-    not_finite: Literal["stop", "rollback"] = Field(
-        "stop", description="On a NaN or infinite loss: stop, or go back to the last checkpoint with lr x 0.5."
-    )
-    rollbacks: Count = Field(3, description="At most so many.")
 
 
 class Distill(Part):
     """`distill`: learn from the network that the converted one came from (Hinton et al. 2015)."""
 
     teacher: str = Field("source", description="`source`: the checkpoint knows it; or a MODEL.")
-    kind: Literal["logits", "features"] = "logits"
     weight: Share = Field(0.5, description="Of the teacher's loss; 1: labels are not used.")
     temperature: Positive = 2.0
 

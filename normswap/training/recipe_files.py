@@ -24,21 +24,6 @@ from normswap.training.recipe import Part, Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
-_PLAIN = {  # pydantic's words, shorter
-    "missing": "is missing",
-    "float_parsing": "is no number",
-    "float_type": "is no number",
-    "int_parsing": "is no whole number",
-    "int_type": "is no whole number",
-    "int_from_float": "is no whole number",
-    "bool_parsing": "is neither true nor false",
-    "bool_type": "is neither true nor false",
-    "string_type": "is no text",
-    "model_type": "is no group of keys",
-    "model_attributes_type": "is no group of keys",
-    "dict_type": "is no group of keys",
-    "tuple_type": "is no list",
-}
 
 
 def names() -> list[str]:
@@ -206,23 +191,21 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"unknown key {key}{_hint(key)}"
         elif kind == "value_error":  # _fits_together names the key itself
             yield str(problem["ctx"]["error"])
-        elif kind in _PLAIN:
-            value = "" if kind == "missing" else f" (it is {problem['input']!r})"
-            yield f"{key} {_PLAIN[kind]}{value}"
+        elif kind == "missing":
+            yield f"{key} is missing"
         else:
             message = problem["msg"].removeprefix("Input ").replace("should be", "must be")
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r})"
 
 
 def _hint(key: str) -> str:
-    """Return the known keys most like `key`, by its last word."""
+    """Return the known key most like `key`, or those that stand beside it."""
     known = list(keys())
     home, _, last = key.rpartition(".")
-    beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == home}
-    near = [beside[word] for word in difflib.get_close_matches(last, beside, 1)]
-    near = near or [one for one in known if one.rpartition(".")[2] == last]
+    near = difflib.get_close_matches(key, known, 1, 0.8) or [name for name in known if name.rpartition(".")[2] == last]
     if near:
         return f" (did you mean {' or '.join(near[:3])}?)"
+    beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == home]
     return f" ({home or 'a recipe'} has {', '.join(beside)})" if beside else ""
 
 

@@ -51,8 +51,6 @@ class TrainingState:
         rows: of metrics.csv.
         loss: sum of the losses of the epoch's updates so far.
         seconds: the epoch's training time so far.
-        factor: what the learning rate is multiplied by, after rollbacks.
-        rollbacks: how many there were.
         best: the best score so far, of the network in best/.
         best_epoch: when that was.
     """
@@ -61,8 +59,6 @@ class TrainingState:
     rows: list[Row] = field(default_factory=list)
     loss: float = 0.0
     seconds: float = 0.0
-    factor: float = 1.0
-    rollbacks: int = 0
     best: float | None = None
     best_epoch: float | None = None
 
@@ -104,15 +100,6 @@ class Folder:
         except OSError as error:
             raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
         atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
-
-    def adopt(self, other: Folder, recipe: Recipe) -> None:
-        """Continue a run here: begin with copies of what it has written in another folder."""
-        if other.place.resolve() == self.place.resolve():
-            return
-        self.begin(recipe)
-        for name in ("best", "last"):
-            if (other.place / name).is_dir():
-                shutil.copytree(other.place / name, self.place / name)
 
     def _names(self) -> list[str]:
         return [path.name for path in self.place.iterdir()]

@@ -145,7 +145,7 @@ def _calibration_images(model: nn.Module, recipe: Recipe) -> datasets.Loader:
 def classifier(network: Network) -> str:
     """Return the path of the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
 
-    Adaptive clipping leaves it alone, and the features that a teacher teaches are what it reads.
+    Adaptive clipping leaves it alone.
 
     Raises:
         OptionError: there is none.
@@ -158,5 +158,5 @@ def classifier(network: Network) -> str:
     with suppress(TraceError):
         path = network.anatomy.classifier
     if path is None:
-        raise OptionError("the classifier of this network is not known", "optim.clip.mode agc and distill.kind need it")
+        raise OptionError("the classifier of this network is not known", "optim.clip.mode agc needs it")
     return path

@@ -173,7 +173,9 @@ def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: s
     )  # fmt: skip
     for line in rates:
         if line.best:
-            axes.plot([line.lr], [line.mean], "*", color=plots.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}")
+            axes.plot(
+                [line.lr], [line.mean or 0.0], "*", color=plots.COLOURS[1], markersize=17, label=f"best: lr {line.lr:g}"
+            )
     if lost := [trial.lr for trial in trials if trial.state in ("diverged", "failed")]:
         axes.plot(lost, [axes.get_ylim()[0]] * len(lost), "x", color="0.2", markersize=8, label="diverged or failed")
     if rates:

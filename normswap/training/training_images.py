@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from normswap.errors import OptionError, SourceError
 from normswap.images.datasets import PREFIXES, Loader, collate, open_images
 from normswap.images.places import TRAIN, VALIDATION, part_named
 from normswap.plan import Body
-from normswap.training import stopping
 from normswap.training.augmenting import transform
+from normswap.training.processes import ignore_sigterm
 from normswap.training.recipe import Data as DataPart
 
 Example = tuple[Tensor, int]
@@ -123,18 +123,10 @@ def _draw_by(*parts: object) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class ImageRows(Protocol):
-    """A dataset that knows how many images it has."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Example: ...
-
-
 class Seeded(Dataset[Example]):
     """Some images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
 
-    def __init__(self, images: ImageRows, rows: Sequence[int], seed: int) -> None:
+    def __init__(self, images: Any, rows: Sequence[int], seed: int) -> None:
         self.images, self.rows, self.seed = images, rows, seed
 
     def __len__(self) -> int:
@@ -181,7 +173,7 @@ class TrainingImages:
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[Example] = DataLoader(
             self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
-            generator=torch.Generator().manual_seed(0), worker_init_fn=stopping.ignore,
+            generator=torch.Generator().manual_seed(0), worker_init_fn=ignore_sigterm,
         )  # fmt: skip
         return iter(Loader(loader, self.place, None))
 
@@ -206,7 +198,7 @@ def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: i
     shared: Subset[Example] = Subset(images, rows[share.rank :: share.world])
     loader: DataLoader[Example] = DataLoader(
         shared, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0),
-        worker_init_fn=stopping.ignore,
+        worker_init_fn=ignore_sigterm,
     )  # fmt: skip
     return Loader(loader, place, len(shared), notes=images.notes)
 
@@ -256,7 +248,7 @@ def _rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
     return sorted(order)
 
 
-def _digest(images: ImageRows) -> str:
+def _digest(images: Any) -> str:
     """Return the SHA-256 of the names of all images, where they are files, else of their number.
 
     Rows of a Hugging Face dataset have names, too, which come with the bytes of the images: all of them would be read.

@@ -31,7 +31,7 @@ from normswap.calibration.least_squares import Folds, Moments
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.plan import Step
-from normswap.schemes.parts import per_sample_norms
+from normswap.schemes import groupnorm
 from normswap.surgery import applying, conversion
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -509,7 +509,7 @@ def test_groups_are_explained_or_refused() -> None:
         conversion.plan_step(inspection.inspect(single), "groupnorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
         conversion.plan_step(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
-    assert [per_sample_norms.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+    assert [groupnorm.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
 
 
 def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
@@ -549,9 +549,9 @@ def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert "lead" not in args["stages.0.blocks.0.norm2"]
     assert str(builder.outcomes["norm"]).endswith("behind a scale and shift")
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    recentred = applying.apply_step(model, groupnorm.fitting_target(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
-    edits = tuple(edit for edit in per_sample_norms.recentred(step).edits if edit.layer != "Steadied")
+    edits = tuple(edit for edit in groupnorm.fitting_target(step).edits if edit.layer != "Steadied")
     broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
@@ -564,7 +564,7 @@ def test_transposed_convolutions_absorb_the_rescaling(groups: int) -> None:
     step, _ = conversion.plan_step(inspection.inspect(net), "layernorm")
     assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    assert distance(run(net, x), run(applying.apply_step(net, per_sample_norms.recentred(step)), x)) < 1e-12
+    assert distance(run(net, x), run(applying.apply_step(net, groupnorm.fitting_target(step)), x)) < 1e-12
 
 
 # which convolutions rescale the channels of the norm after them; a scale and shift in front of it does, where none can
@@ -596,7 +596,7 @@ def test_who_can_absorbs_the_rescaling_and_the_function_stays(name: str) -> None
     assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
     leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
     assert len(leads) == len(holders) + sum(leads.values())
-    recentred = applying.apply_step(model, per_sample_norms.recentred(step))
+    recentred = applying.apply_step(model, groupnorm.fitting_target(step))
     assert distance(outputs(model, x), outputs(recentred, x)) < 1e-12
 
 

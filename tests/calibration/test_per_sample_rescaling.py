@@ -20,7 +20,7 @@ from normswap.calibration.per_sample_rescaling import NormInputs
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
-from normswap.schemes.parts import per_sample_norms
+from normswap.schemes import groupnorm
 from normswap.surgery import applying, conversion
 
 CHANNELS, GROUPS, EPS = 12, 2, 1e-2
@@ -199,7 +199,7 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
     model = zoo_networks.trained("depthwise").double()
     x = leaves(32, (3, 32, 32), 5).double()
     step, _ = conversion.plan_step(inspect(model, x[:2]), "groupnorm", groups=groups)
-    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    pattern, result = (applying.apply_step(model, one) for one in (groupnorm.fitting_target(step), step))
     with torch.inference_mode():
         wanted = model(x)
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12

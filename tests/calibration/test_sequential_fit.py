@@ -22,7 +22,7 @@ from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
 from normswap.layers.per_sample import leveled
-from normswap.schemes.parts.per_sample_norms import steady_eps
+from normswap.schemes.groupnorm import steady_eps
 from normswap.surgery import applying, conversion
 
 CHANNELS = 4

@@ -17,6 +17,7 @@ from alone import run_alone
 from crossed import crossed
 from lived import calm, distance, run
 from torch import Tensor, nn
+from unpacked import unpacked
 
 import normswap
 from normswap import demo_files
@@ -25,7 +26,7 @@ from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-IMAGES = SHARED / "data" / "cifar10" / "test.tar.xz"
+IMAGES = unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")
 SHARED_NETWORKS = ("resnet18_narrow", "resnetv2_18_narrow")
 TRAINED = {**{name: SHARED / "checkpoints" / name for name in SHARED_NETWORKS}, "demo": demo_files.FOLDER}
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}

@@ -28,7 +28,7 @@ from normswap.errors import NormswapError, OptionError, RefusedError, Verificati
 from normswap.exporting import exporter, formats, pt2, quantizing
 from normswap.exporting.equalization import AS_FOLDED, Equalizer, equalizations
 from normswap.exporting.quantizing import Calibration
-from normswap.images import datasets, parting
+from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
 DATA = Path(normswap.__file__).parent / "demo_data"
@@ -374,7 +374,7 @@ def test_a_missing_package_names_its_extra(
 
 def test_the_two_parts_share_no_image() -> None:
     loader = datasets.make_loader(open_model(str(DATA)), TAR, batch_size=64, workers=0)
-    one, two = parting.part(loader, 100)
+    one, two = datasets.split_for_calibration(loader, 100)
     assert (one.count, two.count) == (100, 400)
     rows = [images.flatten(1) for part in (one, two) for images, _ in part]
     assert len(torch.cat(rows).unique(dim=0)) == len(torch.cat([x for x, _ in loader]).flatten(1).unique(dim=0))
@@ -388,7 +388,7 @@ def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         type(loader.batches.dataset), "__getitem__", lambda self, index: read.append(index) or item(self, index)
     )
-    one, two = parting.part(loader, 100, most=50)
+    one, two = datasets.split_for_calibration(loader, 100, most=50)
     assert (one.count, two.count) == (100, 50)
     for part in (one, two):
         assert sum(len(images) for images, _ in part) == part.count
@@ -420,7 +420,7 @@ def test_the_demo_network_from_end_to_end(ending: str, tmp_path: Path, capsys: p
     loader = datasets.make_loader(source, TAR, batch_size=64, workers=0, split="train")
     runs = formats.get(body["format"]).open(file)
     right = count = 0
-    for x, labels in parting.part(loader, 200)[1]:
+    for x, labels in datasets.split_for_calibration(loader, 200)[1]:
         right += int((runs(x).argmax(1) == labels).sum())
         count += len(x)
     assert (body["figures"]["count"], count) == (300, 300)

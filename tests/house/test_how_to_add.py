@@ -28,7 +28,7 @@ class Addition:
     proof: str
 
 
-SCHEME = '''"""Example: in the place of every norm a scale and a shift per channel."""
+PLAN = '''"""Example: in the place of every norm a scale and a shift per channel."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from torch import nn
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.plan_builder import left_affine
 from normswap.graph.inspection import Anatomy
-from normswap.schemes import Scheme
-from normswap.schemes.parts.norm_insertion import insert_norms
+from normswap.schemes.norm_insertion import insert_norms
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
@@ -48,9 +47,6 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
 def _keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     builder.replace(path, "ChannelAffine")
     builder.settle(path, left_affine("its own map"))
-
-
-SCHEME = Scheme(plan, paper="none")
 '''
 COMMAND = '''"""`normswap hello`: an example."""
 
@@ -73,12 +69,14 @@ from normswap.exporting.pt2 import metadata, nodes, open, write
 
 __all__ = ["metadata", "nodes", "open", "write"]
 '''
-TABLE = "OPTIONS: dict[str, tuple[Option, ...]] = {\n"
+TABLE = "TARGETS: dict[str, Scheme] = {\n"
 ADDITIONS = (
     Addition(
         "scheme of existing layers", "example",
         {
-            "normswap/schemes/example.py": SCHEME,
+            "normswap/schemes/example.py": PLAN,
+            "normswap/schemes/catalogue.py": (
+                TABLE, TABLE + '    "example": Scheme(Function("schemes.example.plan"), summary="An example."),\n'),
             "README.md": ("| `affine` |", "| `example` | an example | kept |\n| `affine` |"),
             "tests/scheme_rows.py": ('    Row("affine"),\n', '    Row("affine"),\n    Row("example"),\n'),
             "tests/analysis/test_weight_decay.py": ("CONVERTED = [\n",
@@ -92,9 +90,11 @@ ADDITIONS = (
     Addition(
         "option of a scheme", "affine",
         {
-            "normswap/schemes/parts/options.py": (
-                TABLE, TABLE + '    "affine": (Option("even", bool, False, "an example"),),\n'),
-            "normswap/schemes/affine.py": ("def plan(anatomy: Anatomy)", "def plan(anatomy: Anatomy, *, even: bool)"),
+            "normswap/schemes/catalogue.py": ('        Function("schemes.norm_insertion.plan_affine"),\n',
+                '        Function("schemes.norm_insertion.plan_affine"),\n'
+                '        options=(Option("even", bool, False, "an example"),),\n'),
+            "normswap/schemes/norm_insertion.py": (
+                "def plan_affine(anatomy: Anatomy)", "def plan_affine(anatomy: Anatomy, *, even: bool)"),
         },
         "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=True)\n"
         "assert done.plan.steps[-1].options == {'even': True}",

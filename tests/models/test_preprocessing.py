@@ -87,29 +87,6 @@ def trained_on(model: nn.Sequential, pixels: torch.Tensor, mean: float | Tensor,
     return model.eval()
 
 
-def test_the_first_norm_tells_how_images_were_normalized() -> None:
-    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
-    for mean, std in ((0.5, 0.5), (0.0, 1.0), (0.0, 1 / 255)):
-        model = trained_on(silent(), pixels, mean, std)
-        config = data_config(model)
-        shape = (1, 3, 1, 1)
-        images = (pixels - torch.tensor(config["mean"]).reshape(shape)) / torch.tensor(config["std"]).reshape(shape)
-        found = stem_statistics.better(model, images)
-        assert found is not None
-        assert found[0].values == Preprocessing((mean,), (std,))
-        assert found[0].distance < 0.01 < found[1].distance
-        state(model, found[0].values)
-        assert stem_statistics.better(model, (pixels - mean) / std) is None
-
-
-def test_what_cannot_tell_says_nothing() -> None:
-    images = torch.rand(8, 3, 16, 16)
-    assert stem_statistics.better(silent(), images) is None  # a norm that has seen nothing
-    assert stem_statistics.better(nn.Sequential(nn.Conv2d(3, 8, 3)), images) is None
-    assert stem_statistics.better(silent(1), torch.rand(8, 1, 16, 16)) is None
-    assert not silent()[1]._forward_pre_hooks
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -192,18 +169,6 @@ def test_the_first_norm_is_the_first_whose_input_is_seen() -> None:
     seen = stem_statistics.at_first_norm(model, torch.randn(2, 3, 4, 4))
     assert seen is not None
     assert seen[0] is model.second
-
-
-def test_advice_has_the_mean_and_std_to_give() -> None:
-    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
-    model = trained_on(silent(), pixels, 0.0, 1 / 255)
-    (said,) = stem_statistics.advice(model, model_images(model, pixels))
-    assert said.endswith(f"with mean 0 and std {1 / 255:.4g}")
-
-
-def model_images(model: nn.Module, pixels: Tensor) -> Tensor:
-    mean, std = (torch.tensor(data_config(model)[name]).reshape(1, 3, 1, 1) for name in ("mean", "std"))
-    return (pixels - mean) / std
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])

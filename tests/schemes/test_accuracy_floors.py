@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from trained_networks import IMAGES, NETWORKS, logits
+from trained_networks import IMAGES, NETWORKS, SHARED, logits
+from unpacked import unpacked
 
 import normswap
 from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
-TRAIN: Path = IMAGES.with_name("train.tar.xz")
+TRAIN: Path = unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")
 FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
     ("groupnorm", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 99}),
     ("groupnorm", {"groups": 4}, False, {"resnet18_narrow": 91, "resnetv2_18_narrow": 90, "demo": 97}),

@@ -384,3 +384,14 @@ def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, k
     assert not reparametrized.keeps_input_bias(layer)  # a bias of 0 is none
     nn.init.ones_(layer.in_bias)  # type: ignore[arg-type]
     assert reparametrized.keeps_input_bias(layer) is keeps
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "mobilenetv2_035", "regnetx_002"])
+def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
+    """Counted: timm's drop_block, an identity, stands between norm and activation (Zhang et al. 2019, section 3)."""
+    model = timm.create_model(arch, num_classes=3).eval()
+    activations = sum(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules())
+    result = normswap.convert(model, "fixup", input_size=(3, 64, 64)).model
+    after_sums = [module for module in result.modules() if isinstance(module, Scale) and module.bias is not None]
+    before = [module for module in result.modules() if isinstance(module, scalars.ScalarBias)]
+    assert len(before) + len(after_sums) == activations

@@ -21,7 +21,7 @@ from normswap.cli.app import main
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
-from normswap.schemes.parts import per_sample_norms
+from normswap.schemes import groupnorm
 from normswap.surgery import applying, conversion
 from normswap.surgery.held_out import HeldOutSplit, measured
 from normswap.surgery.report import Kept
@@ -89,7 +89,7 @@ def test_the_rescaling_keeps_the_pattern_and_steadies_the_sample(images: tuple[T
     model = zoo_networks.trained("dense").double()
     data = images[0][:2].double()
     step, _ = conversion.plan_step(inspect(model, data), "groupnorm", group_size=4)
-    pattern, result = (applying.apply_step(model, one) for one in (per_sample_norms.recentred(step), step))
+    pattern, result = (applying.apply_step(model, one) for one in (groupnorm.fitting_target(step), step))
     before = copy.deepcopy(result)
     with torch.no_grad():
         choose_rescaling(FitTask(pattern, result, step, None, Example((data,))))

@@ -10,16 +10,16 @@ import pytest
 
 from normswap import schemes
 from normswap.errors import OptionError
-from normswap.schemes.parts.options import OPTIONS, Option, Range
+from normswap.schemes.catalogue import PURPOSES, TARGETS, Function
+from normswap.schemes.parts.options import Option, Range
 
 
 def test_every_keyword_of_a_plan_has_a_record() -> None:
-    for name in schemes.names():
-        scheme = schemes.get(name)
-        keywords = [p.name for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name, scheme in {**TARGETS, **PURPOSES}.items():
+        assert isinstance(scheme.plan, Function)
+        signature = inspect.signature(scheme.plan.load())
+        keywords = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
         assert keywords == [option.name for option in scheme.options], name
-        assert keywords == [option.name for option in OPTIONS.get(name, ())], name
-    assert OPTIONS.keys() <= set(schemes.names())
 
 
 def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
@@ -49,14 +49,14 @@ def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
 )
 def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why: str) -> None:
     with pytest.raises(OptionError, match=why):
-        schemes.resolve(scheme, options)
+        schemes.chosen(scheme, options)
 
 
 def test_what_an_option_may_be() -> None:
-    assert schemes.resolve("dyt", {"bend": 4})["bend"] == 4
-    assert schemes.resolve("groupnorm", {"groups": 4, "group_size": 0})["groups"] == 4  # 0: `groups` says it
-    assert schemes.resolve("layernorm", {"steady": 0})["steady"] == 0
-    assert schemes.resolve("skipinit", {"alpha": "0.5"})["alpha"] == "0.5"
+    assert schemes.chosen("dyt", {"bend": 4}).options["bend"] == 4
+    assert schemes.chosen("groupnorm", {"groups": 4, "group_size": 0}).options["groups"] == 4  # 0: `groups` says it
+    assert schemes.chosen("layernorm", {"steady": 0}).options["steady"] == 0
+    assert schemes.chosen("skipinit", {"alpha": "0.5"}).options["alpha"] == "0.5"
 
 
 def test_only_what_differs_from_the_default_is_told() -> None:

@@ -227,7 +227,7 @@ def test_group_size_is_of_channels(resnet: nn.Module, size: int, groups: int) ->
 @pytest.mark.parametrize("name", schemes.purpose_names())
 def test_what_purposes_add_keeps_the_function(name: str) -> None:
     scheme = schemes.get(name)
-    assert scheme.is_exact(schemes.resolve(name, {}))
+    assert scheme.is_exact(schemes.chosen(name, {}).options)
     assert not scheme.requires_data({})
 
 

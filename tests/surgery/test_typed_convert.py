@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mypy import api
 
-from normswap.schemes.parts.options import OPTIONS
+from normswap.schemes.catalogue import TARGETS
 from normswap.surgery import conversion
 
 CALLS = """
@@ -48,7 +48,7 @@ follow_imports = silent
 
 
 def test_every_option_of_a_scheme_has_a_type() -> None:
-    own = {option.name for options in OPTIONS.values() for option in options}
+    own = {option.name for scheme in TARGETS.values() for option in scheme.options}
     assert own | {"only", "skip", "purpose"} == set(typing.get_type_hints(conversion.ConvertOptions))
 
 

@@ -125,7 +125,7 @@ def test_a_wrong_unfold_is_refused(monkeypatch: pytest.MonkeyPatch, harm: str) -
 
 
 def widely(model: nn.Module, row: Row) -> tuple[Step, nn.Module]:
-    options = schemes.resolve(row.scheme, row.options)
+    options = schemes.chosen(row.scheme, row.options).options
     step = Step(row.scheme, options, schemes.get(row.scheme).plan(inspection.inspect(model), **options).edits())
     return step, applying.apply_step(model, step, double=True)
 

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from trained import network, recipe, train, weights, write_images
 
 from normswap.images.accuracy import Evaluation
+from normswap.training.engine import score
 from normswap.training.run_folder import COLUMNS
-from normswap.training.validating import score
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from normswap.surgery.network import Network
 from normswap.training.augmenting import transform
 from normswap.training.objective import Objective, Teacher
 from normswap.training.optimizing import Clipping, Rate, optimizer
-from normswap.training.progress_records import TrainingProgress
 from normswap.training.recipe import Augment, Clip, Data, Distill, Optim, Recipe, Schedule
 from normswap.training.subject import classifier
 from normswap.training.training_images import Order, Seeded, Share, TrainingImages, drawn_by, places
@@ -53,17 +52,6 @@ def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch
         assert size % 2 or all(
             mirror[at] == other for part in parts for at, other in zip(part, part[::-1], strict=True)
         )
-
-
-def test_the_loss_of_an_epoch_is_the_mean_over_its_updates(images: Path, tmp_path: Path) -> None:
-    """One batch is an epoch, and weights hardly move: in each epoch the same loss, told on the way and in the row."""
-    plan = recipe(images, data={"batch_size": 40}, optim={"lr": 1e-9}, train={"epochs": 3})
-    told: list[TrainingProgress] = []
-    result = train(network(), plan, tmp_path / "run", progress=told.append)
-    losses = [row["train_loss"] for row in result.rows if row["train_loss"] is not None]
-    assert len(losses) == 3
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
-    assert [moment.loss for moment in told] == pytest.approx(losses)
 
 
 def test_an_epoch_has_each_image_once_and_the_next_has_another_order() -> None:
@@ -241,42 +229,36 @@ def test_clipping_by_norm_or_value(mode: Any, value: float) -> None:
     assert float(flat.norm() if mode == "norm" else flat.abs().max()) == pytest.approx(value, rel=1e-3)
 
 
-def distilled(part: Distill, model: nn.Module, teacher: nn.Module, **parts: Any) -> tuple[Objective, Teacher]:
-    plan = Recipe(summary="", distill=part, **parts)
-    features, asked = part.kind == "features", copy.deepcopy(teacher)
-    heads = [net.get_submodule(classifier(Network(net))) if features else None for net in (model, asked)]
-    prepared = Teacher(asked, model, heads[1])
-    return Objective(plan, model, prepared, heads[0]), prepared
+def distilled(part: Distill, model: nn.Module, teacher: nn.Module) -> Objective:
+    return Objective(Recipe(summary="", distill=part), model, Teacher(copy.deepcopy(teacher), model))
 
 
 def test_distillation_of_logits_is_hintons() -> None:
     model, teacher = network(), network("skipinit", alpha=0)
     x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
-    objective, _ = distilled(Distill(weight=0.25, temperature=3.0), model, teacher)
+    objective = distilled(Distill(weight=0.25, temperature=3.0), model, teacher)
     ours, theirs = model(x).double(), teacher(x).double()
     p, q = (theirs / 3).softmax(1), (ours / 3).softmax(1)
     hard = -ours.log_softmax(1)[range(4), y].mean()
     expected = 0.75 * hard + 0.25 * 9 * (p * (p.log() - q.log())).sum(1).mean()
     assert objective(model, x, y, ()).item() == pytest.approx(expected.item(), rel=1e-5)
-    only, _ = distilled(Distill(weight=1.0, temperature=3.0), model, teacher)
+    only = distilled(Distill(weight=1.0, temperature=3.0), model, teacher)
     assert torch.equal(only(model, x, y, ()), only(model, x, y.flip(0) + 50, ()))  # labels are not used
 
 
-def test_distillation_of_features_and_another_preprocessing() -> None:
+def test_a_teacher_sees_the_images_as_it_was_trained() -> None:
     model, teacher = network(), network("skipinit", alpha=0)
     theirs: Any = teacher
     theirs.__dict__["pretrained_cfg"] = {**theirs.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     if (record := provenance.of(teacher)) is not None:
         record.pretrained_cfg.update(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
     x = torch.randn(4, 3, 32, 32)
-    objective, _ = distilled(Distill(kind="features", weight=1.0), model, teacher)
     ours: Any = model
     mean, std = (torch.tensor(ours.pretrained_cfg[k]).view(1, 3, 1, 1) for k in ("mean", "std"))
     pixels = x * std + mean
     seen = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)) / torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
-    f, g = (m.forward_head(m.forward_features(i), pre_logits=True) for m, i in ((ours, x), (theirs, seen)))
-    expected = (2 - 2 * F.cosine_similarity(f, g)).mean()
-    assert objective(model, x, torch.zeros(4).long(), ()).item() == pytest.approx(expected.item(), rel=1e-4)
+    with torch.no_grad():
+        assert torch.allclose(Teacher(copy.deepcopy(theirs), model)(x), theirs(seen), atol=1e-5)
 
 
 def test_a_teacher_with_other_classes_is_refused() -> None:
@@ -289,7 +271,7 @@ def test_mixup_mixes_mirror_images_and_their_labels() -> None:
     model = network()
     plan = Recipe.model_validate({"summary": "", "data": {"augment": {"mixup": 0.4}}, "train": {"smoothing": 0.1}})
     x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
-    found = Objective(plan, model, None, None)(model, x.clone(), y, (0, "mixup", 0))
+    found = Objective(plan, model, None)(model, x.clone(), y, (0, "mixup", 0))
     with drawn_by(0, "mixup", 0):
         np.random.rand()  # timm asks whether to mix at all
         share = float(np.random.beta(0.4, 0.4))
@@ -365,22 +347,3 @@ def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> Non
     assert len(seen) == 3
     for name, tensor in ema.module.state_dict().items():
         assert torch.allclose(tensor, average[name], atol=1e-12), name
-
-
-def test_dropout_trains(images: Path, tmp_path: Path) -> None:
-    """Regularized SkipInit: with and without dropout the same run gives other weights, and a repeated one the same."""
-    plan = recipe(images)
-    one, two = (train(network("regularized-skipinit", dropout=p), plan, tmp_path / str(p)) for p in (0.5, 0.0))
-    again = train(network("regularized-skipinit", dropout=0.5), plan, tmp_path / "again")
-    same = [torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True)]
-    assert not any(same)
-    assert all(map(torch.equal, one.model.parameters(), again.model.parameters()))
-
-
-def test_the_accuracy_that_is_told_is_the_latest(images: Path, tmp_path: Path) -> None:
-    plan = recipe(images, data={"batch_size": 40, "validation": str(images)}, optim={"lr": 0.1}, train={"epochs": 3})
-    told: list[TrainingProgress] = []
-    result = train(network(), plan, tmp_path / "run", progress=told.append)
-    rows = [row["top1"] for row in result.rows]
-    assert len(rows) == 4  # before the first epoch, and after each
-    assert [moment.top1 for moment in told] == rows[:3]

@@ -19,11 +19,10 @@ import normswap
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.images.accuracy import Evaluation, evaluate
+from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint
 from normswap.training import assembly, recipe_files
-from normswap.training.progress_records import decline
 from normswap.training.run_folder import COLUMNS
 
 
@@ -90,38 +89,6 @@ def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path
     assert result.best_epoch == min(losses, key=lambda epoch: losses[epoch] or 0.0)
 
 
-def test_a_run_that_ends_far_below_its_start_says_so_in_its_last_lines(
-    images: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = iter((80.0, 75.0, 19.0))
-    monkeypatch.setattr("normswap.training.engine.measure", lambda *_: Evaluation(next(measured), 99.0, 1.0, 10, 1.0))
-    words = ["finetune", str(source), "--recipe", str(write(tmp_path / "r.yaml")), "--data", str(images)]
-    assert main([*words, "-o", str(tmp_path / "run"), "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3] == (
-        "top-1 ends far below its start, at 19.00 after 80.00: lower optim.lr, or clip gradients (optim.clip.mode=agc)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("top1", "losses", "low"),
-    [
-        ((80.0, 19.0), (1.0, 1.0), True),
-        ((80.0, 70.0), (1.0, 1.0), False),
-        ((6.0, 2.0), (1.0, 1.0), False),
-        ((80.0, 81.0), (1.0, 9.0), False),
-        ((None, None), (1.0, 2.5), True),
-        ((None, None), (1.0, 1.5), False),
-    ],
-)
-def test_far_below_is_more_than_chance(top1: Any, losses: Any, low: bool) -> None:
-    empty: dict[str, float | None] = dict.fromkeys(COLUMNS)
-    rows = [{**empty, "top1": top1[0]}, {**empty, "top1": top1[0], "train_loss": losses[0]},
-            {**empty, "top1": top1[1], "train_loss": losses[1]}]  # fmt: skip
-    assert bool(decline(rows)) == low
-    assert not decline(rows[:1])
-
-
 def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
     """What a user's script does: nothing that is not a name of `normswap` itself."""
     (tmp_path / "mine.yaml").write_text("summary: mine\ndata: {batch_size: 8, workers: 0}\ntrain: {epochs: 1}\n")
@@ -152,24 +119,6 @@ def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: P
     assert not model.training
     assert not result.model.training
     assert result.model is not model
-
-
-SLOW = ("regularized-skipinit", "fixup", "tune", "groupnorm", "frozen-bn", "weightnorm")  # test_training has them all
-
-
-@pytest.mark.parametrize(
-    "scheme", ["batchnorm", "skipinit", "folded", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
-def test_every_scheme_trains(images: Path, tmp_path: Path, scheme: str) -> None:
-    result = train(network(scheme), recipe(images, data={"batch_size": 4}), tmp_path / "out")
-    losses = [row["train_loss"] for row in result.rows[1:]]
-    assert losses[-1] is not None
-    assert losses[0] is not None
-    assert losses[-1] < losses[0]
-    said = [note for note in result.notes if "fine-tunes badly" in note]
-    assert bool(said) == (scheme == "folded")
-    if said:
-        assert all(word in said[0] for word in ("tune", "skipinit", "unfold", "2305.11624"))
 
 
 @pytest.mark.slow
@@ -282,7 +231,7 @@ def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ([model, "other", "--recipe", file], "'other' is neither the MODEL"),
         ([model, "--recipe", "no_such_recipe"], "no recipe is called 'no_such_recipe'"),
         ([model, "--recipe", file, "--data", str(images), "--device", "tpu"], "device 'tpu'"),
-        ([model, "--recipe", file, "--data", str(images), "--resume", str(images)], "holds no run"),
+        ([model, "--recipe", file, "--data", str(images), "--resume", "elsewhere"], "resume 'elsewhere' is not auto"),
         ([str(tmp_path / "none"), "--recipe", file, "--data", str(images)], "is neither a file nor a directory"),
     ]
     if not torch.cuda.is_available():

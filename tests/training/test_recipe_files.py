@@ -10,7 +10,7 @@ import pytest
 
 from normswap.errors import RecipeError
 from normswap.training import recipe_files
-from normswap.training.recipe import Clip, Recipe
+from normswap.training.recipe import Clip
 
 GOOD = """\
 # a comment
@@ -88,15 +88,6 @@ def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
     assert type(again.convert.options["y"]) is type(value)
 
 
-def test_a_recipe_is_dumped_and_read_again(file: Path, tmp_path: Path) -> None:
-    given = ["optim.clip.value=0.02", "data.augment.scale=[0.25, 1]", "convert.to=skipinit"]
-    recipe = recipe_files.load_recipe(file, given)
-    copy = tmp_path / "copy.yaml"
-    copy.write_text(recipe_files.dump(recipe))
-    assert recipe_files.load_recipe(copy) == recipe
-    assert "epochs" in copy.read_text(), "defaults are written down as well"
-
-
 def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
     given = ["optim.lr=0.05", "train.epochs=10", "data.root=/a=b", "convert.to=skipinit", "convert.options.alpha=0"]
     recipe = recipe_files.load_recipe(
@@ -118,20 +109,20 @@ WRONG = [
     ("trian.epochs=3", "unknown key trian (did you mean train?)"),
     ("data.hflip=1", "unknown key data.hflip (did you mean data.augment.hflip?)"),
     ("zebra=1", "unknown key zebra (a recipe has summary, source, model, "),
-    ("distill.qqq=1", "unknown key distill.qqq (distill has teacher, kind, weight, temperature)"),
-    ("optim.lr=fast", "optim.lr is no number (it is 'fast')"),
+    ("distill.qqq=1", "unknown key distill.qqq (distill has teacher, weight, temperature)"),
+    ("optim.lr=fast", "optim.lr must be a valid number (it is 'fast')"),
     ("optim.lr=-1", "optim.lr must be greater than 0 (it is -1)"),
     ("optim.lr=.nan", "optim.lr must be a finite number (it is nan)"),
-    ("data.batch_size=1.5", "data.batch_size is no whole number (it is 1.5)"),
-    ("data.batch_size=true", "data.batch_size is no whole number (it is True)"),
-    ("optim.lr='0.1'", "optim.lr is no number (it is '0.1')"),
-    ("train.compile=1", "train.compile is neither true nor false (it is 1)"),
-    ("optim.name=3", "optim.name is no text (it is 3)"),
-    ("train.compile=maybe", "train.compile is neither true nor false (it is 'maybe')"),
-    ("train=3", "train is no group of keys (it is 3)"),
-    ("model.args=3", "model.args is no group of keys (it is 3)"),
+    ("data.batch_size=1.5", "data.batch_size must be a valid integer (it is 1.5)"),
+    ("data.batch_size=true", "data.batch_size must be a valid integer (it is True)"),
+    ("optim.lr='0.1'", "optim.lr must be a valid number (it is '0.1')"),
+    ("train.compile=1", "train.compile must be a valid boolean (it is 1)"),
+    ("optim.name=3", "optim.name must be a valid string (it is 3)"),
+    ("train.compile=maybe", "train.compile must be a valid boolean (it is 'maybe')"),
+    ("train=3", "train must be an object (it is 3)"),
+    ("model.args=3", "model.args must be an object (it is 3)"),
     ("optim.clip.mode=foo", "optim.clip.mode must be 'agc', 'norm' or 'value' (it is 'foo')"),
-    ("data.augment.scale=3", "data.augment.scale is no list (it is 3)"),
+    ("data.augment.scale=3", "data.augment.scale must be a valid array (it is 3)"),
     ("data.augment.scale=[1,2]", "data.augment.scale.1 must be less than or equal to 1 (it is 2)"),
     ("convert.options.alpha=0", "convert.to is missing"),
     ("schedule.warmup=1", "schedule.warmup 1.0 is not shorter than train.epochs"),
@@ -153,7 +144,7 @@ def test_overrides_that_make_no_sense_name_themselves(file: Path, override: str)
 
 
 def test_every_error_of_a_recipe_is_told(file: Path) -> None:
-    with pytest.raises(RecipeError, match=r"optim\.lr is no number \(it is 'x'\); train\.seed is no whole number"):
+    with pytest.raises(RecipeError, match=r"optim\.lr must be a valid number.*; train\.seed must be a valid integer"):
         recipe_files.load_recipe(file, ["optim.lr=x", "train.seed=y"])
 
 
@@ -198,12 +189,6 @@ def test_a_shipped_name_wins_over_a_file_and_a_file_over_nothing(
         assert recipe_files.load_recipe(name).summary == "My own"
 
 
-def test_every_key_is_explained() -> None:
-    known = list(recipe_files.keys())
-    assert {"summary", "optim.lr", "optim.clip.mode", "data.augment.scale", "train.ema.decay"} <= set(known)
-    assert len(known) == len(set(known))
-
-
 def test_recipes_are_read_without_torch() -> None:
     code = (
         "import sys; from normswap.training import recipe_files\n"
@@ -211,17 +196,3 @@ def test_recipes_are_read_without_torch() -> None:
         "sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_recipe_does_not_change(file: Path) -> None:
-    recipe = recipe_files.load_recipe(file)
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.optim.lr = 1.0
-    assert isinstance(recipe, Recipe)
-
-
-def test_nothing_is_fitted_or_averaged_or_distilled_unless_it_is_asked_for() -> None:
-    plain = recipe_files.check({"summary": "plain", "convert": {"to": "groupnorm"}}, "test")
-    assert plain.convert is not None
-    assert plain.convert.calibrate is False
-    assert (plain.train.ema, plain.distill, plain.optim.clip) == (None, None, None)

@@ -59,7 +59,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "train.ema.decay": ({"train": {"ema": {"decay": 0.9, "warmup": False}}}, 0.1),
     "train.ema.warmup": ({"train": {"ema": {"decay": 0.9, "warmup": False}}}, True),
     "train.smoothing": ({}, 0.2),
-    "distill.kind": (DISTILL, "features"),
     "distill.weight": (DISTILL, 0.9),
     "distill.temperature": (DISTILL, 5.0),
 }
@@ -68,7 +67,6 @@ ELSEWHERE = {
     "model.name", "model.weights", "model.args", "distill.teacher", "data.root", "data.validation",  # test_finetune
     "data.workers", "train.accumulate", "train.checkpoint", "train.channels_last", "train.compile",  # the same run
     "train.sync_bn",  # test_processes
-    "train.not_finite", "train.rollbacks",  # test_resume
 }  # fmt: skip
 
 

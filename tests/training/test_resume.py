@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
@@ -125,18 +124,6 @@ def test_the_comparison_notices(images: Path, whole: Path, tmp_path: Path) -> No
     assert not same(whole, tmp_path / "two")
 
 
-def test_a_run_is_continued_in_another_folder(images: Path, whole: Path, tmp_path: Path) -> None:
-    plan = recipe(images, **BUSY)
-    train_until(5, busy(), plan, tmp_path / "cut")
-    before = (tmp_path / "cut/state/run.pt").read_bytes()
-    train(busy(), plan, tmp_path / "other", resume=tmp_path / "cut")
-    assert same(whole, tmp_path / "other")
-    assert (tmp_path / "cut/state/run.pt").read_bytes() == before
-    with pytest.raises(SourceError, match="holds no run that can be continued"):
-        train(busy(), plan, tmp_path / "third", resume=tmp_path / "nothing")
-    assert not (tmp_path / "third").exists()
-
-
 def test_sigterm_saves_and_can_be_continued(images: Path, whole: Path, tmp_path: Path) -> None:
     plan = recipe(images, **BUSY)
 
@@ -187,14 +174,6 @@ def test_sigkill(images: Path, whole: Path, tmp_path: Path) -> None:
     killed_at_random(images, tmp_path / "cut", 0.3)
     assert same(whole, tmp_path / "cut")
     assert table(whole) == table(tmp_path / "cut")
-
-
-@pytest.mark.slow
-def test_sigkill_at_five_random_steps(images: Path, whole: Path, tmp_path: Path) -> None:
-    for attempt in range(5):
-        after = random.uniform(0, 1.0)
-        killed_at_random(images, tmp_path / f"cut{attempt}", after)
-        assert same(whole, tmp_path / f"cut{attempt}"), after
 
 
 def spawn(images: Path, out: Path, parts: dict[str, Any], *words: object, scheme: str = "skipinit", **run: Any) -> None:
@@ -307,31 +286,6 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(
 def test_a_real_explosion_stops(images: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="not finite"):
         train(network("skipinit"), recipe(images, optim={"lr": 1e20}), tmp_path / "out")
-
-
-def test_a_rollback_halves_the_rate_and_has_an_end(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = recipe(images, train={"epochs": 2, "not_finite": "rollback", "rollbacks": 2}, schedule={"name": "constant"})
-    monkeypatch.setattr(TrainingRun, "_update", poisoned({1, 4}))
-    result = train(network("skipinit"), plan, tmp_path / "out")
-    assert [row["lr"] for row in result.rows] == [None, pytest.approx(0.005), pytest.approx(0.0025)]
-    assert result.notes == (
-        "the loss is not finite at update 2 of 6: back to update 0, with 0.5 of the learning rate",
-        "the loss is not finite at update 5 of 6: back to update 3, with 0.25 of the learning rate",
-    )
-    monkeypatch.setattr(TrainingRun, "_update", poisoned({0, 1, 2}))
-    with pytest.raises(TrainingError, match="2 rollbacks did not help"):
-        train(network("skipinit"), plan, tmp_path / "again")
-
-
-def test_a_rollback_is_remembered_over_a_kill(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = recipe(images, train={"not_finite": "rollback"}, schedule={"name": "constant"})
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingRun, "_update", poisoned({1}))
-        train_until(5, network("skipinit"), plan, tmp_path / "out")
-    result = train(network("skipinit"), plan, tmp_path / "out", resume="auto")
-    assert result.rows[-1]["lr"] == pytest.approx(0.005)
 
 
 def test_a_full_disk_is_an_error_and_breaks_nothing(images: Path, tmp_path: Path) -> None:

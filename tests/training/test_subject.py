@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 from trained import network, recipe, write_images
 
 import normswap
-from normswap import provenance
 from normswap.errors import OptionError
-from normswap.graph import inspection
 from normswap.surgery.network import Network
 from normswap.training import recipe_files
 from normswap.training.engine import finetune
-from normswap.training.optimizing import optimizer
-from normswap.training.recipe import Distill, Optim
+from normswap.training.recipe import Distill
 from normswap.training.subject import begin, classifier, converted
 
 
@@ -50,30 +46,6 @@ def test_the_classifier_is_known_by_its_path(model: nn.Module, path: str) -> Non
 def test_a_network_without_a_classifier_is_refused() -> None:
     with pytest.raises(OptionError, match="classifier of this network is not known"):
         classifier(Network(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()))
-
-
-def test_one_forward_of_it_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For its classifier, and for the groups of the optimizer, which trains a copy."""
-    recorded: list[nn.Module] = []
-    inspect = inspection.inspect
-
-    def counted(model: nn.Module, inputs: object = None) -> inspection.Anatomy:
-        recorded.append(model)
-        return inspect(model, inputs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(inspection, "inspect", counted)
-    subject = begin(HeadFirst().eval(), recipe(tmp_path))
-    assert classifier(subject.network) == "head"
-    groups = optimizer(copy.deepcopy(subject.module), Optim(weight_decay=0.1), subject.network).param_groups
-    assert recorded == [subject.module]
-    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.1]
-
-
-def test_what_is_saved_says_whose_class_it_is(tmp_path: Path) -> None:
-    subject = begin(HeadFirst().eval(), recipe(tmp_path))
-    record = provenance.of(subject.blank())
-    assert record is not None
-    assert record.source == "HeadFirst"
 
 
 def test_an_unconverted_network_learns_from_a_copy_of_itself(tmp_path: Path) -> None:

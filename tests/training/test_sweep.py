@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from commands import as_documented, environment
-from matplotlib.axes import Axes
 
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
@@ -209,22 +208,6 @@ def test_workers_share_the_points(tmp_path: Path) -> None:
     assert len(sweep(tmp_path / "s", chosen).trials()) == 12
 
 
-@pytest.mark.slow
-def test_processes_share_a_database(tmp_path: Path) -> None:
-    url, code = f"sqlite:///{tmp_path}/all.db", (
-        "import sys; from pathlib import Path; import test_sweep as t; place = Path(sys.argv[1]); "
-        "seen = []; t.sweep(place, storage=sys.argv[2]).work(lambda r, f: seen.append(r) or t.score(r, f)); "
-        "print(len(seen))"
-    )  # fmt: skip
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s"), url]
-    started = [
-        subprocess.Popen(command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    counts = [int(process.communicate()[0].split()[-1]) for process in started]
-    assert sum(counts) == len(GRID)
-
-
 def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
     def train(recipe: Recipe, folder: Path) -> float:
         if recipe.optim.lr == 1:
@@ -360,25 +343,6 @@ def test_another_sweep_needs_another_place(
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_plot_shows_each_run_at_its_lr_and_those_that_ended_early_at_the_foot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: dict[str, tuple[list[float], list[float]]] = {}
-    plot = Axes.plot
-
-    def spy(axes: Axes, xs: list[float], ys: list[float], *args: Any, **style: Any) -> Any:
-        shown[style["label"]] = list(xs), list(ys)
-        return plot(axes, xs, ys, *args, **style)
-
-    monkeypatch.setattr(Axes, "plot", spy)
-    found = [Trial(0.5, 0, "done", 80.0), Trial(1.0, 0, "done", 70.0), Trial(2.0, 0, "diverged")]
-    found.append(Trial(4.0, 0, "running"))
-    sweep_table.plot(found, sweep_table.lines(found, 1, 1), tmp_path / "sweep.png")
-    assert shown["a run"] == ([0.5, 1.0], [80.0, 70.0])
-    assert shown["best: lr 0.5"] == ([0.5], [80.0])
-    assert shown["diverged or failed"][0] == [2.0]
 
 
 @pytest.fixture

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from timm.data import ImageDataset
-from timm.data.readers.reader import Reader
 from trained import network, recipe, write_images
 
 from normswap.errors import SourceError
-from normswap.images import datasets
 from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config
 from normswap.training.training_images import Share, TrainingImages, require_validation, validation
@@ -62,37 +59,6 @@ def test_as_many_images_of_other_names_are_other_images(images: Path, tmp_path: 
         TrainingImages(record(), recipe(place).data, 0, labelled=True).digest for place in (images, renamed, same)
     )
     assert first == again != other
-
-
-class Rows(Reader):
-    """timm's reader of a Hugging Face dataset, whose names are read with the images: it has none to give here."""
-
-    dataset, class_to_idx = (), {f"class{i}": i for i in range(10)}
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.files = sorted(folder.rglob("*.png"))
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.files[index].open("rb"), int(self.files[index].parent.name[-1])
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        raise AssertionError("an image is read for its name")
-
-
-def test_images_of_the_hub_are_not_read_before_they_are_trained_on(
-    images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def create(name: str, **how: Any) -> ImageDataset:
-        assert (name, how["split"]) == ("hfds/some/images", "train")
-        return ImageDataset("", reader=Rows(images))
-
-    monkeypatch.setattr(datasets, "create_dataset", create)
-    hub = TrainingImages(record(), recipe("hfds/some/images").data, 0, labelled=True)
-    assert next(hub.batches(Share(), 0, 1))[0].shape == (8, 3, 32, 32)
 
 
 def test_what_is_decided_by_top1_takes_validation_images_that_are_named_or_lie_beside(tmp_path: Path) -> None:

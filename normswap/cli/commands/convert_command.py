@@ -229,7 +229,7 @@ def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         return
     schemes.check_target(wanted.to)
-    schemes.check_options(wanted.to, wanted.options)
+    schemes.chosen(wanted.to, wanted.options)
     schemes.check_purpose(wanted.purpose)
 
 

@@ -120,13 +120,13 @@ class Int8:
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """The images to calibrate on, and those to measure on."""
-        from normswap.images.parting import part
+        from normswap.images.datasets import split_for_calibration
 
         some = replace(images, data=self.calibrate, samples=None, split="train").loader(model, labelled=None)
         count, measured = self.calibrate_samples, images.samples
         if count is None:  # before --calibrate-samples, --samples said it
             count, measured = measured, None
-        calibrate, others = part(some, count, most=measured or _MEASURED)
+        calibrate, others = split_for_calibration(some, count, most=measured or _MEASURED)
         if images.data is None:
             return calibrate, others
         return calibrate, replace(images, samples=measured).loader(model, labelled=None)

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,11 +18,6 @@ from normswap.cli.printing import show
 from normswap.cli.tables import next_step
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
-
-if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
-    from torch import nn
-
-    from normswap.training.recipe import Recipe
 
 KEYS = (
     "output, best (directory), last (directory), best_epoch, updates, finished (false after SIGTERM), notes, rows "
@@ -40,7 +35,7 @@ class TrainingOptions:
     """How to train, but for what the recipe says."""
 
     resume: Annotated[
-        str | None, typer.Option(metavar="auto|DIR", help="Continue the run in the output, or in DIR.")
+        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
     ] = None
     device: Device = "auto"
     track: Annotated[
@@ -78,49 +73,35 @@ def run(
     if data is not None:
         plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
     from normswap.training import processes
+    from normswap.training.engine import finetune
+    from normswap.training.progress_records import GONE
 
     processes.read_slurm()
+    first = os.environ.get("RANK", "0") == "0"
     name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
-    return _train(model, plan, place, training, opening, json)
-
-
-def _train(
-    name: str | None, recipe: Recipe, place: Path, training: TrainingOptions, opening: ImageOpening, json: bool
-) -> int:
-    """Train in this process, alone or as one of several."""
-    from normswap.training import progress_records
-
-    first = os.environ.get("RANK", "0") == "0"
     try:
-        body = _run(opening.open(name) if name else None, recipe, place, training, quiet=not first)
+        source = opening.open(model) if model else None
+        with progress.training(quiet=not first) as (show_progress, say):
+            result = finetune(
+                source, plan, place, resume=training.resume, device=training.device, track=training.track,
+                progress=show_progress, say=say,
+            )  # fmt: skip
     except NormswapError as error:
-        if error.what == progress_records.GONE and not first:
+        if error.what == GONE and not first:
             return 2  # the first process says it, or why it has ended itself
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise
     if first:
+        body = {"output": place, "best": result.best, "last": result.last, "best_epoch": result.best_epoch,
+                "updates": result.updates, "finished": result.finished, "notes": result.notes,
+                "rows": result.rows}  # fmt: skip
         show(body, json, _print)
     return 0
 
 
-def _run(model: nn.Module | None, recipe: Recipe, place: Path, training: TrainingOptions, *, quiet: bool) -> Body:
-    from normswap.training.engine import finetune
-
-    with progress.training(quiet=quiet) as (show_progress, say):
-        result = finetune(
-            model, recipe, place, resume=training.resume, device=training.device, track=training.track,
-            progress=show_progress, say=say,
-        )  # fmt: skip
-    return {"output": place, "best": result.best, "last": result.last, "best_epoch": result.best_epoch,
-            "updates": result.updates, "finished": result.finished, "notes": result.notes,
-            "rows": result.rows}  # fmt: skip
-
-
 def _print(body: Body) -> None:
-    from normswap.training.progress_records import decline
-
     rows = body["rows"]
     if not body["finished"]:
         print(f"stopped at update {body['updates']}, nothing is lost: --resume auto continues")
@@ -129,8 +110,6 @@ def _print(body: Body) -> None:
         now = rows[-1]
         print(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after epoch {now['epoch']:g}, "
               f"best {best:.2f} (epoch {body['best_epoch']:g})")  # fmt: skip
-    if warning := decline(rows):
-        print(warning)
     print(f"written to {body['output']}: best, last, metrics.csv")
     if body["finished"]:
         next_step("evaluate", body["best"], "--data", "IMAGES")

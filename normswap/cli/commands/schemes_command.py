@@ -13,7 +13,6 @@ from normswap.cli.printing import show
 from normswap.cli.tables import entry, next_step
 from normswap.errors import flag
 from normswap.plan import Body
-from normswap.schemes.parts import cards
 
 KEYS = (
     "name, summary, paper, options (defaults), exact_only_with (the options that must keep their default for the "
@@ -41,9 +40,9 @@ def run(
 def _card(name: str) -> Body:
     """Describe a scheme, its paper and its options."""
     if name == "unfold":
-        first = cards.docstring("normswap.surgery.unfolding").split("\n")[0]
-        return {"name": name, "summary": first, "paper": "", "options": {}, "exact_only_with": [], "exact": True}
-    scheme = schemes.card(name)
+        nothing: Body = {"paper": "", "options": {}, "exact_only_with": []}
+        return {"name": name, "summary": schemes.UNFOLD, **nothing, "exact": True}
+    scheme = schemes.get(name)
     options = scheme.defaults
     only = [option for option in options if not scheme.is_exact({**options, option: "another"})]
     return {"name": name, "summary": scheme.summary, "paper": scheme.paper, "options": options,

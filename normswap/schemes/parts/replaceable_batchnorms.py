@@ -16,7 +16,6 @@ from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Step
-from normswap.schemes.parts.tokenwise import require_no_tokenwise_norms
 
 
 def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, Iterator[tuple[str, nn.Module]]]:
@@ -74,3 +73,17 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
 def exchanged(step: Step, layer: str, other: str) -> Step:
     """The same step with another layer in place of this one."""
     return replace(step, edits=tuple(replace(e, layer=other) if e.layer == layer else e for e in step.edits))
+
+
+def require_no_tokenwise_norms(anatomy: Anatomy, wanted: str) -> None:
+    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms.
+
+    Raises:
+        RefusedError: with `wanted`, what cannot be done.
+    """
+    if any(isinstance(module, nn.LayerNorm) for module in anatomy.traced.modules.values()):
+        raise RefusedError(
+            wanted,
+            "its LayerNorms take statistics of each token, and without these too much is lost",
+            f"'{spelled('to', 'rmsnorm')}' is exact, where it can be had",
+        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from schemes_table import NETWORKS, SHARED
+from schemes_table import NETWORKS, SHARED, unpacked
 from torch import Tensor
 
 from normswap.images.datasets import make_loader
@@ -40,7 +40,7 @@ def canvases(split: str, count: int, seed: int) -> Canvases:
 
     An object is an image within an ellipse, 28 to 44 pixels wide; the second may cover a part of the first.
     """
-    data = str(SHARED / "data" / "cifar10" / f"{split}.tar.xz")
+    data = str(unpacked(SHARED / "data" / "cifar10" / f"{split}.tar.xz"))
     loader = make_loader(open_model(str(NETWORKS[NETWORK])), data, batch_size=100, workers=0, samples=OBJECTS * count)
     pairs = list(loader)
     random = torch.Generator().manual_seed(seed)

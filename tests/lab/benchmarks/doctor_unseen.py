@@ -25,6 +25,7 @@ import zoo_networks
 from recalibrate_pruned import DATA
 from test_doctor import norms
 from torch import Tensor, nn
+from unpacked import unpacked
 
 from normswap.diagnosis.findings import Finding
 from normswap.images.datasets import make_loader
@@ -108,7 +109,7 @@ def trained_here(name: str) -> nn.Module:
     model = timm.create_model(name, num_classes=10, **TRAINED_HERE[name]).train()
     known = {**model.pretrained_cfg, **zoo_networks.PREPROCESSING}
     vars(model).update(pretrained_cfg=known, default_cfg=known)
-    loader = make_loader(known, str(DATA / "train.tar.xz"), batch_size=500, workers=0, samples=8000)
+    loader = make_loader(known, str(unpacked(DATA / "train.tar.xz")), batch_size=500, workers=0, samples=8000)
     images, labels = (torch.cat(part) for part in zip(*loader, strict=True))
     epochs, size = 3, 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)

@@ -29,6 +29,7 @@ from alone import run_alone
 from kept import Kept, Row
 from lived import calm, distance, run
 from torch import Tensor, nn
+from unpacked import unpacked
 
 import normswap
 from normswap.errors import first_line
@@ -184,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=WAYS)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
+    parser.add_argument("--test", default=str(unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")))
     parser.add_argument("--fresh", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from schemes_table import NETWORKS, ROOT, SHARED, copied
+from schemes_table import NETWORKS, ROOT, SHARED, copied, unpacked
 from torch import Tensor, nn
 
 import normswap
@@ -80,7 +80,7 @@ def prepare(shift: str) -> None:
     change = {**recalibrate.shifts(model), TURNED: lambda x: x.rot90(1, (2, 3))}[shift]
     found = {}
     for part, count in (("train", TRAINED + HELD_OUT), ("test", TESTED)):
-        data = str(SHARED / "data" / "cifar10" / f"{part}.tar.xz")
+        data = str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz"))
         pairs = list(make_loader(model, data, batch_size=100, workers=0, samples=count, seed=0))
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         found[part] = change(torch.cat([x for x, _ in pairs]))[order], torch.cat([y for _, y in pairs])[order]

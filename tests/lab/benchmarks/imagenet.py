@@ -36,7 +36,7 @@ from normswap.images.datasets import Loader, make_loader
 from normswap.models import zoo
 from normswap.models.weight_files import read
 from normswap.plan import Body
-from normswap.schemes.parts.per_sample_norms import steady_eps
+from normswap.schemes.groupnorm import steady_eps
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 

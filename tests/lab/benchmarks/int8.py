@@ -68,6 +68,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import zoo_networks  # noqa: E402
+from unpacked import unpacked  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "int8.jsonl"
@@ -104,8 +105,8 @@ class Case:
         else:
             self.model = zoo_networks.trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
             images = SHARED / "data" / "cifar10"
-            self.calibrate = self._load(images / "train.tar.xz", CALIBRATED)
-            self.test = self._load(images / "test.tar.xz", None)
+            self.calibrate = self._load(unpacked(images / "train.tar.xz"), CALIBRATED)
+            self.test = self._load(unpacked(images / "test.tar.xz"), None)
         with torch.inference_mode():
             self.answers = torch.cat([self.model(x).argmax(1) for x, _ in self.test])
         self.labels = torch.cat([y for _, y in self.test])

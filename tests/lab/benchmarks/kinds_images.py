@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
 sys.path.insert(0, str(ROOT / "tests"))
 import zoo_networks  # noqa: E402
+from unpacked import unpacked  # noqa: E402
 
 from normswap.images.datasets import make_loader  # noqa: E402
 
@@ -26,7 +27,11 @@ def images(split: str) -> Pair:
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
         loader = make_loader(
-            zoo_networks.PREPROCESSING, str(SHARED / f"{split}.tar.xz"), batch_size=500, workers=0, samples=count
+            zoo_networks.PREPROCESSING,
+            str(unpacked(SHARED / f"{split}.tar.xz")),
+            batch_size=500,
+            workers=0,
+            samples=count,
         )
         pairs = list(loader)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ import recalibrate
 import torch
 import torch.nn.functional as F
 from kept import Kept, arguments
-from schemes_table import NETWORKS, ROOT, SHARED, opacus
+from schemes_table import NETWORKS, ROOT, SHARED, opacus, unpacked
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -78,7 +78,7 @@ WAYS: dict[str, Make] = {
 def read(model: nn.Module, part: str, count: int) -> tuple[Tensor, Tensor]:
     """Shifted images (N, 3, H, W) and their labels (N,)."""
     shift = recalibrate.shifts(model)[SHIFT]
-    data = str(SHARED / "data" / "cifar10" / f"{part}.tar.xz")
+    data = str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz"))
     pairs = list(make_loader(model, data, batch_size=250, workers=0, samples=count, seed=0))
     return shift(torch.cat([x for x, _ in pairs])), torch.cat([y for _, y in pairs])
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from schemes_table import NETWORKS, SHARED
+from schemes_table import NETWORKS, SHARED, unpacked
 from torch import Tensor, nn
 
 from normswap.images.datasets import make_loader
@@ -48,8 +48,8 @@ def accuracy(model: nn.Module, batches: list[tuple[Tensor, Tensor]], shift: Shif
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
-    parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
+    parser.add_argument("--test", default=str(unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")))
+    parser.add_argument("--train", default=str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")))
     given = parser.parse_args()
     print("| network | shift | top-1 | recalibrated |")
     print("|---|---|---|---|")

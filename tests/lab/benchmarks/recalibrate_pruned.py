@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 from trained_networks import NETWORKS, SHARED
+from unpacked import unpacked
 
 import normswap
 from normswap.calibration.restoring import Wanted
@@ -33,6 +34,7 @@ from normswap.surgery.recalibration import recalibrate
 
 SHARES, BITS = (0.3, 0.5, 0.7), (6, 5, 4)
 DATA = SHARED / "data" / "cifar10"
+TRAIN, TEST = (str(unpacked(DATA / f"{part}.tar.xz")) for part in ("train", "test"))
 Change = Callable[[nn.Module], nn.Module]
 
 
@@ -85,7 +87,7 @@ def trained(model: nn.Module, seed: int) -> nn.Module:
     other = copy.deepcopy(model).train()
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    batches = make_loader(model, str(DATA / "train.tar.xz"), batch_size=100, workers=1, samples=6000, seed=seed)
+    batches = make_loader(model, TRAIN, batch_size=100, workers=1, samples=6000, seed=seed)
     pairs = list(batches)
     images, labels = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
     for chosen in torch.randperm(len(images)).split(100):
@@ -162,8 +164,8 @@ def main() -> None:
     int8 = []
     for name in ("resnet18_narrow", "resnetv2_18_narrow"):
         model = open_model(str(NETWORKS[name]))
-        test = list(make_loader(model, str(DATA / "test.tar.xz"), batch_size=100, workers=1, samples=count))
-        train = [x for x, _ in make_loader(model, str(DATA / "train.tar.xz"), batch_size=100, workers=1, samples=1000)]
+        test = list(make_loader(model, TEST, batch_size=100, workers=1, samples=count))
+        train = [x for x, _ in make_loader(model, TRAIN, batch_size=100, workers=1, samples=1000)]
         for change in changes(model, train):
             print(row(name, change, train, test), flush=True)
         folded = normswap.convert(model, "folded").model

@@ -19,7 +19,7 @@ from typing import Any
 
 import circumstances
 import torch
-from schemes_table import NETWORKS, SHARED
+from schemes_table import NETWORKS, SHARED, unpacked
 from torch import Tensor, nn
 
 import normswap
@@ -135,7 +135,7 @@ def frames(network: nn.Module, count: int) -> list[Tensor]:
     return [x for x, _ in make_loader(network, TRAIN, batch_size=24, workers=0, samples=count, seed=0)]
 
 
-TEST, TRAIN = (str(SHARED / "data" / "cifar10" / f"{part}.tar.xz") for part in ("test", "train"))
+TEST, TRAIN = (str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz")) for part in ("test", "train"))
 
 
 def main() -> None:

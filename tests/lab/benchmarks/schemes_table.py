@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 from kept import Kept
 from torch import Tensor, nn
+from unpacked import unpacked
 
 import normswap
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
-from normswap.schemes.parts.per_sample_norms import nearest_divisor
+from normswap.schemes.groupnorm import nearest_divisor
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
@@ -196,8 +200,8 @@ def show(row: dict[str, Any], how: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--test", default=str(SHARED / "data" / "cifar10" / "test.tar.xz"))
-    parser.add_argument("--train", default=str(SHARED / "data" / "cifar10" / "train.tar.xz"))
+    parser.add_argument("--test", default=str(unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")))
+    parser.add_argument("--train", default=str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")))
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--parts", nargs="*", default=["rows", "fitted"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")

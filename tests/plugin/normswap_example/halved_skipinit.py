@@ -5,7 +5,7 @@ from __future__ import annotations
 import normswap
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.schemes.parts.branch_scale import scale_branches
+from normswap.schemes.skipinit import scale_branches
 
 
 def plan(anatomy: Anatomy, *, share: float = 0.5) -> PlanBuilder:

@@ -1,8 +1,9 @@
-"""The transforms that are computed in less time give what timm's and torchvision's give."""
+"""What is computed in less time than by timm gives what timm gives: crops and normalization."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ def photograph(mode: str) -> Image.Image:
     return Image.fromarray(coarse).resize((131, 97), Image.Resampling.BICUBIC).convert(mode)
 
 
-def crop(transform: object, image: Image.Image, seed: int) -> np.ndarray:
+def crop(transform: Callable[[Image.Image], Image.Image], image: Image.Image, seed: int) -> np.ndarray:
     random.seed(seed)
-    return np.asarray(transform(image)).astype(int)  # type: ignore[operator]
+    return np.asarray(transform(image)).astype(int)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest", "lanczos", "random"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
 def test_crops_are_timms(mode: str, interpolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller and larger, of another shape than the image; torch rounds the rows before it goes on to the columns."""
     timms = RandomResizedCropAndInterpolation((40, 56), (0.08, 1.0), interpolation=interpolation)

@@ -1,4 +1,4 @@
-"""The needs of private or federated training beside a scheme, as one more step of the plan. The function is kept.
+"""What `--for` adds after a scheme: the needs of private or federated training, as one more step. Nothing else changes.
 
 `opacus`, differentially private SGD by gradients per sample (Abadi et al. 2016, arXiv:1607.00133; Opacus 1.6): no
 statistics of the batch; no buffers in a layer that learns, which Opacus refuses (`GradSampleModule.validate`); nothing

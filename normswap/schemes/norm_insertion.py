@@ -1,8 +1,10 @@
-"""Insert norms: at every place where a BatchNorm stands, or stood, with the statistics that the network carries.
+"""`batchnorm`, `frozen-bn` and `affine`: a layer at every place where a BatchNorm stands, or stood.
 
-A norm that was folded back leaves its output in its place: mean = beta, deviation = |gamma|. One that was folded
-forward, or left a shift or an affine map, has its own input there: its running statistics. In either case the new norm
-computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
+The statistics are those that the network carries. A norm that was folded back leaves its output in its place: mean =
+beta, deviation = |gamma|. One that was folded forward, or left a shift or an affine map, has its own input there: its
+running statistics. In either case the new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the
+transform can be the identity), and the convolutions keep their values. A network that never had a BatchNorm gets some
+with statistics measured on the images of `--calibrate` (`measured_batchnorm.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,71 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
-from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder
+from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_affine
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
+from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
+from normswap.layers.site_norm import SiteNorm
 from normswap.plan import AbsorbMode, Body, Outcome
-from normswap.schemes.parts.tokenwise import require_no_tokenwise_norms
+from normswap.schemes.parts.replaceable_batchnorms import require_no_tokenwise_norms
+
+
+def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
+    """Plan a BatchNorm wherever a norm stands or stood; what `where` and `like` ask for is done elsewhere.
+
+    Args:
+        ghost_batch: in training so many samples share their statistics (Hoffer et al. 2017, arXiv:1705.08741,
+            algorithm 1).
+    """
+    ghost = {"ghost": ghost_batch} if ghost_batch else {}
+
+    def keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+        same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
+        if same and not affine.is_frozen(module) and not affine.is_registered(module):
+            builder.settle(path, Outcome("kept", "kept"))
+        else:
+            builder.replace(path, "SiteNorm", **ghost)
+            sentence = f"statistics over {ghost_batch or 'all'} samples"
+            builder.settle(path, Outcome("statistics over some samples", sentence))
+
+    return insert_norms(anatomy, "SiteNorm", keep, **ghost)
+
+
+def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a norm whose statistics, gamma and beta are constants wherever a norm stands or stood.
+
+    torchvision's `FrozenBatchNorm2d`, or timm's `FrozenBatchNormAct2d` where the norm carries an activation.
+    """
+    return insert_norms(anatomy, "FrozenNorm", _freeze)
+
+
+def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    if affine.is_frozen(module):
+        builder.settle(path, Outcome("frozen", "frozen already"))
+    elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
+        builder.refusals[path] = (
+            f"there is no frozen {type(module).__name__}; `{spelled('to', 'tune')}` keeps its statistics"
+        )
+    else:
+        builder.replace(path, "FrozenNorm")
+        builder.settle(path, Outcome("frozen", "frozen"))
+
+
+def plan_affine(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode.
+
+    Raises:
+        RefusedError: there is no BatchNorm, and no record of one.
+    """
+    return insert_norms(anatomy, ChannelAffine.__name__, _keep_the_map)
+
+
+def _keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    builder.replace(path, ChannelAffine.__name__)
+    builder.settle(path, left_affine("its own map"))
+
 
 Wish = Callable[[PlanBuilder, str, nn.Module], None]
 

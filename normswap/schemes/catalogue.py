@@ -1,0 +1,344 @@
+"""All schemes: what each is called, computes with and needs. Reading it imports no torch.
+
+A scheme's functions are named by module and function, and imported when they are first called. Third parties add
+schemes with `normswap.register_scheme`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from normswap.schemes.parts.options import Option, Range
+from normswap.schemes.scheme import Options, Scheme
+
+
+@dataclass(frozen=True)
+class Function:
+    """The function `module.name` of the package, imported when it is called."""
+
+    name: str
+
+    def load(self) -> Callable[..., Any]:
+        """Import it."""
+        module, _, function = self.name.rpartition(".")
+        loaded: Callable[..., Any] = getattr(importlib.import_module(f"normswap.{module}"), function)
+        return loaded
+
+    def __call__(self, *args: object, **options: object) -> Any:
+        return self.load()(*args, **options)
+
+
+def _keeps(option: str, value: str) -> Callable[[Options], bool]:
+    """Whether an option has the value with which the function is kept."""
+    return lambda options: bool(options[option] == value)
+
+
+_ALPHA = Option(
+    "alpha",
+    object,
+    "match",
+    "`match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number",
+    "NUMBER",
+    choices=("match", "inv-sqrt-depth"),
+)
+_STEADY = Option(
+    "steady",
+    float,
+    0.9,
+    "the share of a norm's divisor (variance + eps) that eps makes; the more, the more is kept, and the less it "
+    "normalizes; 0: the plain norm",
+    "SHARE",
+    range=Range(0, 1),
+)
+_FILTER_MEANS = (
+    Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),
+    Option(
+        "stem",
+        str,
+        "keep",
+        "the same for the convolution that reads the image; without them it is blind to brightness and colour",
+        choices=("fit", "keep"),
+    ),
+    Option(
+        "depthwise",
+        str,
+        "keep",
+        "the same for filters that read one channel, which without a mean lose its level",
+        choices=("fit", "keep"),
+    ),
+)
+
+TARGETS: dict[str, Scheme] = {
+    "affine": Scheme(
+        Function("schemes.norm_insertion.plan_affine"),
+        summary="A scale and a shift per channel in place of every norm; they learn; no statistics at all.",
+        paper="Touvron et al. 2021, ResMLP, arXiv:2105.03404, section 2 (Aff)",
+    ),
+    "batchnorm": Scheme(
+        Function("schemes.norm_insertion.plan"),
+        summary="BatchNorm wherever one stood; `--ghost-batch N` takes training statistics over N samples at a time.",
+        paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
+        options=(
+            Option(
+                "where",
+                str,
+                "norms",
+                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate, as "
+                "`activation`: after each convolution whose values reach an activation next; `conv`: after each that "
+                "another layer reads",
+                choices=("norms", "activation", "conv"),
+            ),
+            Option(
+                "like",
+                str,
+                "",
+                "instead: an architecture (named as MODEL is) whose norms' places are taken and whose own class, "
+                "without normswap's layers, holds the result",
+                "ARCH",
+                or_network=True,
+            ),
+            Option(
+                "ghost_batch",
+                int,
+                0,
+                "how many samples share their statistics in training; 0: the whole batch",
+                "N",
+                range=Range(0),
+            ),
+        ),
+    ),
+    "centered-weightnorm": Scheme(
+        Function("schemes.nf.plan_centered_weightnorm"),
+        summary="Centered weight normalization: W = g (v - mean v) / |v - mean v| per filter; no norm of activations.",
+        paper="Huang et al. 2017, arXiv:1710.02338, section 3",
+        exact=_keeps("mean", "keep"),
+        needs_data=lambda options: options["mean"] != "keep",
+        fit=Function("calibration.zero_sum_fit.fit_zero_sum"),
+        fitting_target=Function("schemes.nf.fitting_target"),
+        options=_FILTER_MEANS,
+    ),
+    "dyt": Scheme(
+        Function("schemes.dyt.plan"),
+        summary="Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, one alpha a layer.",
+        paper="Zhu et al. 2025, arXiv:2503.10622, section 4",
+        exact=False,
+        fit=Function("schemes.dyt.fit"),
+        fitting_target=Function("schemes.dyt.fitting_target"),
+        fits_without_images=True,
+        starts_from="batchnorm",
+        options=(
+            Option(
+                "bend",
+                float,
+                0.25,
+                "the alpha that every layer starts with; its input has deviation 1, less where tails are long",
+                "ALPHA",
+                range=Range(0, 4, low_open=True, high_open=False),
+            ),
+        ),
+    ),
+    "fixup": Scheme(
+        Function("schemes.fixup.plan"),
+        summary="Fixup: no norm; a multiplier per residual branch, scalar biases before each layer and activation.",
+        paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3",
+        exact=_keeps("init", "keep"),
+        on_branches=True,
+        decay="all",
+        options=(
+            Option("init", str, "keep", "`keep` the weights, or `fixup`, the paper's reset", choices=("keep", "fixup")),
+        ),
+    ),
+    "folded": Scheme(
+        Function("schemes.folded.plan"),
+        summary="The canonical form, for fast inference: convolutions with bias, activations and sums; nothing else.",
+        paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
+        options=(
+            Option(
+                "branches",
+                str,
+                "merge",
+                "`merge` branches whose sum one convolution computes (RepVGG, MobileOne, RepViT, FastViT), or `keep` "
+                "them, so that `unfold` finds the way back",
+                choices=("merge", "keep"),
+            ),
+        ),
+    ),
+    "frozen-bn": Scheme(
+        Function("schemes.norm_insertion.plan_frozen"),
+        summary="Frozen BatchNorm: statistics, gamma and beta as constants, as in detection and small batches.",
+        paper="He et al. 2016, arXiv:1512.03385, section 4.3; torchvision.ops.FrozenBatchNorm2d",
+    ),
+    "groupnorm": Scheme(
+        Function("schemes.groupnorm.plan"),
+        summary="GroupNorm in place of every BatchNorm, set so that an average sample sees the BatchNorm.",
+        paper="Wu & He 2018, arXiv:1803.08494, section 3",
+        exact=False,
+        fit=Function("schemes.groupnorm.fit"),
+        fitting_target=Function("schemes.groupnorm.fitting_target"),
+        fits_without_images=True,
+        starts_from="batchnorm",
+        options=(
+            Option(
+                "groups",
+                int,
+                1,
+                "of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so",
+                "N",
+                range=Range(1),
+            ),
+            Option(
+                "group_size",
+                int,
+                0,
+                "instead: so many channels to a group (robot policies take 16); 0: `groups` says it",
+                "N",
+                range=Range(0),
+                instead_of="groups",
+            ),
+            _STEADY,
+        ),
+    ),
+    "instancenorm": Scheme(
+        Function("schemes.groupnorm.plan_instancenorm"),
+        summary="InstanceNorm: every channel of every sample is normalized by itself; little of a classifier is kept.",
+        paper="Ulyanov et al. 2016, arXiv:1607.08022, section 2",
+        exact=False,
+        fit=Function("schemes.groupnorm.fit"),
+        fitting_target=Function("schemes.groupnorm.fitting_target"),
+        fits_without_images=True,
+        starts_from="batchnorm",
+    ),
+    "layernorm": Scheme(
+        Function("schemes.groupnorm.plan_layernorm"),
+        summary="LayerNorm over all channels and positions of a sample: GroupNorm with one group.",
+        paper="Ba et al. 2016, arXiv:1607.06450, section 3",
+        exact=False,
+        fit=Function("schemes.groupnorm.fit"),
+        fitting_target=Function("schemes.groupnorm.fitting_target"),
+        fits_without_images=True,
+        starts_from="batchnorm",
+        options=(_STEADY,),
+    ),
+    "nf": Scheme(
+        Function("schemes.nf.plan"),
+        summary="Normalizer-free: y = skip + beta f(x), every convolution with standardized weights; no norm.",
+        paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
+        exact=_keeps("mean", "keep"),
+        needs_data=lambda options: options["mean"] != "keep",
+        fit=Function("calibration.zero_sum_fit.fit_zero_sum"),
+        fitting_target=Function("schemes.nf.fitting_target"),
+        on_branches=True,
+        options=_FILTER_MEANS,
+    ),
+    "regularized-skipinit": Scheme(
+        Function("schemes.skipinit.plan_regularized"),
+        summary="SkipInit, dropout before the classifier, and a scalar bias after every residual sum of a v1 network.",
+        paper="De & Smith 2020, arXiv:2002.10444, section 4 and appendix F",
+        exact=_keeps("alpha", "match"),
+        on_branches=True,
+        options=(
+            _ALPHA,
+            Option(
+                "dropout",
+                float,
+                0.2,
+                "probability of dropping a feature before the classifier, in [0, 1)",
+                "P",
+                range=Range(0, 1),
+            ),
+        ),
+    ),
+    "residual-scale": Scheme(
+        Function("schemes.residual_scale.plan"),
+        summary="Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no norm.",
+        paper="Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
+        "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, "
+        "arXiv:2001.07094",
+        on_branches=True,
+        options=(
+            Option(
+                "rule",
+                str,
+                "rescale",
+                "the published rule that gives a and b",
+                choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
+            ),
+        ),
+    ),
+    "rmsnorm": Scheme(
+        Function("schemes.rmsnorm.plan"),
+        summary="RMSNorm in place of every LayerNorm: exact, by centring whatever writes to the residual stream.",
+        paper="Zhang & Sennrich 2019, arXiv:1910.07467; centring: Ashkboos et al. 2024, arXiv:2401.15024, section 3.1",
+    ),
+    "skipinit": Scheme(
+        Function("schemes.skipinit.plan"),
+        summary="SkipInit: no norm, one learned scalar at the end of every residual branch, biases on convolutions.",
+        paper="De & Smith 2020, arXiv:2002.10444, section 2.2",
+        exact=_keeps("alpha", "match"),
+        on_branches=True,
+        options=(_ALPHA,),
+    ),
+    "spectralnorm": Scheme(
+        Function("schemes.weightnorm.plan_spectralnorm"),
+        summary="Spectral normalization: W = alpha V / sigma(V), sigma the largest singular value, one alpha a layer.",
+        paper="Miyato et al. 2018, arXiv:1802.05957, section 2.1",
+    ),
+    "tune": Scheme(
+        Function("schemes.tune.plan"),
+        summary="Tune mode: frozen statistics, and a gamma that learns and scales the convolution's weight.",
+        paper="You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3",
+    ),
+    "weightnorm": Scheme(
+        Function("schemes.weightnorm.plan"),
+        summary="Weight normalization: W = g v / |v| per filter, with g the filter's norm; no norm of activations.",
+        paper="Salimans & Kingma 2016, arXiv:1602.07868, section 2",
+    ),
+}
+"""What one can convert to, by name."""
+
+PURPOSES: dict[str, Scheme] = {
+    "federated": Scheme(Function("schemes.purposes.plan_federated"), may_do_nothing=True),
+    "opacus": Scheme(Function("schemes.purposes.plan_opacus"), may_do_nothing=True),
+}
+"""What `--for` adds after a scheme."""
+
+STEPS: dict[str, Scheme] = {
+    "estimate": Scheme(
+        Function("schemes.statistics.plan_estimate"),
+        paper="least squares per channel",
+        exact=False,
+        needs_data=True,
+        fit=Function("schemes.statistics.fit_estimate"),
+    ),
+    "measured-batchnorm": Scheme(
+        Function("schemes.measured_batchnorm.plan"),
+        paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
+        needs_data=True,
+        fit=Function("schemes.measured_batchnorm.fit"),
+        settle=Function("schemes.measured_batchnorm.settle"),
+        options=(Option("where", str, "activation"),),
+    ),
+    "merged-branches": Scheme(
+        Function("schemes.folded.plan_merged"),
+        paper="Ding et al. 2021, arXiv:2101.03697, section 3.3",
+        may_do_nothing=True,
+    ),
+    "recalibrate": Scheme(
+        Function("schemes.statistics.plan_recalibrate"),
+        paper="Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2",
+        exact=False,
+        needs_data=True,
+        fit=Function("schemes.statistics.fit_recalibrate"),
+        options=(
+            Option("data", str, ""),
+            Option("samples", str, None),
+            Option("batch_size", str, 64),
+            Option("against", str, 0),
+            Option("scales", str, True),
+        ),
+    ),
+}
+"""Steps of a plan that are no targets: what comes before a scheme, or stands alone."""

@@ -1,0 +1,123 @@
+"""The record of a scheme: what it is called, what it computes with, what it needs. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from normswap.errors import spelled
+from normswap.schemes.parts.options import EVERY, Option
+
+if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
+    from torch import nn
+
+    from normswap.calibration.fit_task import FitTask
+    from normswap.folding.plan_builder import PlanBuilder
+    from normswap.plan import Step
+
+Options: TypeAlias = dict[str, Any]
+
+
+Planner: TypeAlias = "Callable[..., PlanBuilder]"
+"""plan(anatomy, *, options): a scheme names its options one by one, which no type but this says."""
+
+
+FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
+"""Sets values of the result from data, in place; returns what the user should know."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """All that is to be known of a scheme.
+
+    Args:
+        plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
+        paper: where it is from.
+        exact: whether the function is kept, if it depends on the options: said by them.
+        fit: fit(task) sets values of the result from data, in place, and may return what the user should know
+            (`FitTask`); a batch is a call, `batch.call(task.source)` (`calling.Example`).
+        fits_without_images: whether `fit` has something to do without the user's images, too.
+        needs_data: whether it cannot do without them.
+        fitting_target: fitting_target(step): the step after which the source has the result's rescaling, to be fitted
+            to.
+        settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
+            (and so is exact though it has a `fit`): sets the rest, in place, so that the function is kept. Made-up
+            images are refused.
+        starts_from: the scheme that a network without norms must be brought to first.
+        on_branches: it puts something at the end of residual branches, which must not end in a factor of their own.
+        may_do_nothing: a plan without edits is one, too.
+        decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
+        options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
+            `plan` with their defaults.
+        summary: one line about it; of a registered scheme by default the first line of `plan`'s docstring.
+        name: as the command line spells it.
+    """
+
+    plan: Planner
+    paper: str = ""
+    exact: bool | Callable[[Options], bool] = True
+    fit: FitFunction | None = None
+    fits_without_images: bool = False
+    needs_data: bool | Callable[[Options], bool] = False
+    fitting_target: Callable[[Step], Step] | None = None
+    settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
+    starts_from: str | None = None
+    on_branches: bool = False
+    may_do_nothing: bool = False
+    decay: str = "kim2022"
+    options: tuple[Option, ...] = ()
+    summary: str = ""
+    name: str = ""
+
+    @property
+    def defaults(self) -> Options:
+        """Its options with their defaults."""
+        return {option.name: option.default for option in self.options}
+
+    def is_exact(self, options: Options) -> bool:
+        """Whether the function is kept with these options, which are complete."""
+        return self.exact(options) if callable(self.exact) else self.exact
+
+    def requires_data(self, options: Options) -> bool:
+        """Whether there is no conversion without images, with these options."""
+        return self.needs_data(options) if callable(self.needs_data) else self.needs_data
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A scheme with all its options, those of every scheme too."""
+
+    scheme: Scheme
+    options: Options
+
+    @property
+    def own(self) -> Options:
+        """The options without those that every scheme has."""
+        return {name: value for name, value in self.options.items() if name not in EVERY}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the function is kept."""
+        return self.scheme.is_exact(self.options)
+
+    @property
+    def fits(self) -> bool:
+        """Whether values are fitted to data, if there are some."""
+        return self.scheme.fit is not None and (self.measures or not self.exact)
+
+    @property
+    def measures(self) -> bool:
+        """Whether its data give what the function does not depend on."""
+        return self.scheme.settle is not None
+
+    @property
+    def requires_data(self) -> bool:
+        """Whether there is no conversion without images."""
+        return self.scheme.requires_data(self.options)
+
+    @property
+    def exact_instead(self) -> str | None:
+        """The option that makes do without images, if there is one."""
+        return next((spelled(option.name, word) for option in self.scheme.options for word in option.choices
+                     if not self.scheme.requires_data({**self.options, option.name: word})), None)  # fmt: skip

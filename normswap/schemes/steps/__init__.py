@@ -1,1 +1,0 @@
-"""Steps of a plan that are no targets: what comes before a scheme, or stands alone."""

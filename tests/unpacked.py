@@ -1,0 +1,18 @@
+"""CIFAR-10's packed tars as plain ones, which is what normswap reads."""
+
+from __future__ import annotations
+
+import lzma
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def unpacked(packed: Path) -> Path:
+    """Return a plain copy of a `.tar.xz`, made once on this machine; of one that is not there, its own path."""
+    plain = Path(tempfile.gettempdir()) / f"normswap-{packed.parent.name}-{packed.stem}"
+    if packed.is_file() and not plain.is_file():
+        with lzma.open(packed) as source, tempfile.NamedTemporaryFile(dir=plain.parent, delete=False) as target:
+            shutil.copyfileobj(source, target)
+        Path(target.name).replace(plain)
+    return plain if packed.is_file() else packed
