@@ -10,6 +10,7 @@ import typer
 
 from normswap.cli.image_options import remark_on_images
 from normswap.cli.options import Device
+from normswap.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,8 +26,9 @@ class Fitting:
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA",
-            help="Fit values to these images (as --data elsewhere); no labels are needed.",
+            metavar="DATA|synthetic",
+            help="Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the "
+            "statistics of its BatchNorms.",
         ),
     ] = None
     samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
@@ -41,9 +43,11 @@ class Fitting:
 
         return Network(model, seed=self.seed, calibrate=self._images(model), progress=advance)
 
-    def _images(self, model: nn.Module) -> Batches | None:
-        if self.calibrate is None:
-            return None
+    def _images(self, model: nn.Module) -> Batches | str | None:
+        if self.calibrate in (None, "synthetic"):
+            if self.calibrate and self.samples:
+                raise OptionError("--samples cannot go with --calibrate synthetic", "128 images are made")
+            return self.calibrate
         from normswap.images.datasets import make_loader
 
         count = 1000 if self.samples is None else self.samples

@@ -464,7 +464,7 @@ def test_images_of_other_channels_do_not_fit(to: str) -> None:
         ("nf", {"calibrate": images(), "mean": "keep"}, "no use for calibration data"),
         ("folded", {"calibrate": images()}, "no use for calibration data"),
         ("skipinit", {"calibrate": images(), "alpha": "0"}, "no use for calibration data"),
-        ("groupnorm", {"calibrate": "nose"}, "is no batches of images"),
+        ("groupnorm", {"calibrate": "nose"}, "neither batches of images nor 'synthetic'"),
         ("nf", {"mean": "zero"}, "neither 'fit' nor 'keep'"),
         *(("groupnorm", {"groups": wrong}, f"groups={shown} is not a whole")
           for wrong, shown in ((0, 0), (-1, -1), (1.5, 1.5), (True, True), ("2", '"2"'))),

@@ -209,7 +209,7 @@ def _with_folded(called: str, name: str, opening: Opening, device: str) -> _Grou
     group.networks[scheme] = model
     try:
         if scheme != "folded":
-            group.networks["folded"] = conversion.convert(model, "folded", size=group.size).model
+            group.networks["folded"] = conversion.convert(model, "folded", input_size=group.size).model
     except NormswapError as error:
         group.notes.append(f"{called} is not folded: {error}")
     return group

@@ -244,7 +244,7 @@ def _follow(network: Network, plan: Plan, origin: str) -> Outcome:
 
     bodies: list[Body] = []
     done: Conversion | None = None
-    images, progress = network.calibrate, network.progress
+    images, progress = network.images, network.progress
     for step in plan.steps:
         try:
             done = carry_out(network.fitted_to(images, progress), step)
