@@ -12,9 +12,8 @@ from torch import nn
 from normswap import copying, schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError, spelled
-from normswap.folding.outcomes import counts
 from normswap.folding.overwriting import aliasing_conflicts
-from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph import selection
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
