@@ -186,8 +186,11 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON: two plans with the same digest do the same thing."""
-        return digest_of(self._body())
+        """SHA-256 of the canonical JSON but for the outcomes: two plans with the same digest do the same thing."""
+        body = self._body()
+        for step in body["steps"]:
+            del step["outcomes"]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
     def _body(self) -> Body:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
@@ -239,15 +242,3 @@ def _reader() -> TypeAdapter[_PlanFile]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(_PlanFile)
-
-
-def digest_of(body: Body) -> str:
-    """The digest of a plan as it stands in JSON; a digest that stands with it does not count."""
-    kept = {key: value for key, value in body.items() if key not in ("about", "digest")}
-    if isinstance(steps := kept.get("steps"), list):
-        kept["steps"] = [_only_what_is_done(step) for step in steps]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def _only_what_is_done(step: object) -> object:
-    return {key: value for key, value in step.items() if key != "outcomes"} if isinstance(step, dict) else step

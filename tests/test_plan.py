@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normswap.errors import PlanError
-from normswap.plan import VERSION, AbsorbMode, Absorption, Edit, Outcome, Plan, Step, Then, digest_of
+from normswap.plan import VERSION, AbsorbMode, Absorption, Edit, Outcome, Plan, Step, Then
 from normswap.surgery import applying
 
 paths = st.lists(st.text("abc019_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
@@ -47,7 +47,6 @@ def test_round_trip(plan: Plan, indent: int | None) -> None:
     explained = json.loads(plan.to_json(about="May be edited."))
     assert next(iter(explained)) == "about"
     assert Plan.from_json(json.dumps(explained)) == plan
-    assert digest_of(explained) == plan.digest
 
 
 @settings(max_examples=50)
@@ -73,11 +72,10 @@ def test_outcomes_are_saved_and_decide_nothing() -> None:
     read = Plan.from_json(with_them.to_json())
     assert read.steps[0].outcomes == told
     assert [str(outcome) for outcome in told.values()] == ["folds into conv1", "stays: it has hooks"]
-    assert read.digest == without.digest == digest_of(json.loads(with_them.to_json()))
+    assert read.digest == without.digest == json.loads(with_them.to_json())["digest"]
     body = json.loads(without.to_json())
     del body["steps"][0]["outcomes"]  # a plan of before
     assert Plan.from_json(json.dumps(body)) == without
-    assert digest_of(body) == body["digest"]
     body["steps"][0]["outcomes"] = {"bn1": "folded"}
     with pytest.raises(PlanError, match=r"steps\[0\].outcomes.bn1: input should be an object"):
         Plan.from_json(json.dumps(body))

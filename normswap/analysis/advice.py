@@ -9,14 +9,13 @@ approximate target keeps is never foretold from other networks: `convert --calib
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import nn
 
 from normswap import schemes
 from normswap.errors import OptionError, RefusedError, spelled
 from normswap.layers import affine
-from normswap.plan import Body
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
@@ -96,9 +95,3 @@ def _command(name: str, scheme: str, private: bool) -> str:
         return ""
     data = " --calibrate DATA" if _fitted(scheme) else ""
     return f"normswap convert {name} --to {scheme}{data}{' --for opacus' if private else ''}"
-
-
-def body_of(possible: list[Advice], refused: dict[str, str], **asked: object) -> Body:
-    """Return the advice as a JSON-able record."""
-    rows = [asdict(one) for one in possible]
-    return {**asked, "choose": rows[0], "others": rows[1:], "refused": refused}

@@ -17,7 +17,6 @@ from normswap.plan import Body
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -25,13 +24,13 @@ Curves = Mapping[str, Sequence[Point]]
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision; yellow is too light for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES: tuple[str | tuple[float, Sequence[float]], ...] = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 PANELS = (
     ("mean_sq", "Average channel squared mean"),
     ("variance", "Average channel variance"),
     ("branch_variance", "Average variance of the branch"),
 )
+_MARKERS = "os^DvPX"
+_LINES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 _LOG_ABOVE = 30.0  # ratio of values from which an axis is logarithmic
 _FLOOR = 1e-3  # where a logarithmic axis ends at the latest
 
@@ -52,60 +51,44 @@ def plot(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(1, 3), PANELS, strict=True):
+    panels = figure.subplots(1, 3)
+    for axes, (name, label) in zip(panels, PANELS, strict=True):
         for i, (legend, points) in enumerate(curves.items()):
-            line(axes, [p.depth for p in points], [getattr(p, name) for p in points], i, legend)
+            values = [getattr(point, name) for point in points]
+            axes.plot(
+                [point.depth for point in points],
+                [value if math.isfinite(value) else math.nan for value in values],
+                color=COLOURS[i % len(COLOURS)], marker=_MARKERS[i % len(_MARKERS)], markersize=4.5,
+                linestyle=_LINES[i % len(_LINES)], linewidth=1.6, label=legend,
+            )  # fmt: skip
         if name == "variance":
             for i, (legend, values) in enumerate((expected or {}).items()):
                 axes.plot(range(1, len(values) + 1), values, color="0.35", linewidth=3.5, alpha=0.55, zorder=0.5,
                           linestyle=(":", "-")[i % 2], label=legend)  # fmt: skip
-        label_axes(axes, "residual block", label, "activation units²")
-        _stages(axes, curves)
-    legend_below(figure)
+        _label(axes, label)
+        _mark_stages(axes, curves)
+    handles, names = panels[1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
     if title:
-        figure.suptitle(title, fontsize=13)
+        figure.suptitle(title)
     return save(figure, file)
 
 
-def legend_below(figure: Figure) -> None:
-    """Put one legend below all panels, in as many columns as the longest name leaves room for."""
-    handles: dict[str, Artist] = {}
-    for axes in figure.axes:
-        handles |= {legend: handle for handle, legend in zip(*axes.get_legend_handles_labels(), strict=True)}
-    longest = max(map(len, handles), default=0)
-    columns = max(1, int(figure.get_figwidth() / (0.65 + 0.09 * longest)))  # inches
-    columns = min(5, columns, max(1, len(handles)))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=11)
-
-
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], i: int, legend: str) -> None:
-    """Draw one curve in the i-th colour, marker and line style; values that are not finite leave a gap."""
-    shown = [value if math.isfinite(value) else math.nan for value in y]
-    axes.plot(
-        x, shown, color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)],
-        linewidth=1.6, markersize=4.5, markevery=max(1, len(shown) // 20), label=legend,
-    )  # fmt: skip
-
-
-def label_axes(axes: Axes, x: str, y: str, unit: str, *, log: bool | None = None) -> None:
-    """Labels, grid, and a logarithmic y axis where the values ask for it (or as told)."""
+def _label(axes: Axes, y: str) -> None:
+    """Labels, grid, and a logarithmic y axis where the values ask for it."""
     drawn = np.concatenate([[], *(np.asarray(line.get_ydata(), float) for line in axes.get_lines())])
     values = drawn[np.isfinite(drawn) & (drawn > 0)].tolist()
     high, low = max(values, default=1.0), max(min(values, default=1.0), _FLOOR)
-    if log or (log is None and high / low > _LOG_ABOVE):
+    log = high / low > _LOG_ABOVE
+    if log:
         axes.set_yscale("log")
-        axes.set_ylim(bottom=low / 1.6)
-        unit += ", log scale"
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel(x, fontsize=12)
-    axes.set_ylabel(f"{y}\n({unit})", fontsize=12)
-    axes.tick_params(labelsize=11)
+    axes.set_ylim(bottom=low / 1.6 if log else 0)
+    axes.set(xlabel="residual block", ylabel=f"{y}\n(activation units²{', log scale' if log else ''})")
     axes.grid(alpha=0.25)
     axes.locator_params(axis="x", integer=True)
 
 
-def _stages(axes: Axes, curves: Curves) -> None:
+def _mark_stages(axes: Axes, curves: Curves) -> None:
     """Thin vertical lines where a stage begins, if all networks agree on that."""
     starts = {tuple(p.depth for before, p in pairwise(points) if p.stage != before.stage) for points in curves.values()}
     if len(starts) == 1:

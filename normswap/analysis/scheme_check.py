@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import timm
@@ -38,7 +39,7 @@ def check_scheme(request: pytest.FixtureRequest) -> Callable[..., None]:
     return partial(check, NETWORKS[request.param])
 
 
-def check(create: Callable[[], nn.Module], scheme: str, **options: object) -> None:
+def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
     """Convert a network to the scheme, and the result to every target and back by `unfold`.
 
     Args:

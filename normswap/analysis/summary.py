@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from normswap.folding.canonical_form import fold_norms
-from normswap.folding.outcomes import counts
-from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers import affine
 from normswap.layers.own import scales_branch

@@ -1,9 +1,9 @@
 """Which parameters decay: optimizer groups by the role of every parameter.
 
 The policy `kim2022` follows Kim et al. 2022, "Guidelines for the Regularization of Gammas in Batch Normalization for
-Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). Guidelines 1-4 sort the gammas of a
-residual network into four classes, and say of each whether L2 regularization applies. Classes and answers are from
-a summary, the paper's full text was not at hand: so no number is given to a class, and the reasons are in our words.
+Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). Its guidelines sort the gammas of a
+residual network into four classes. Classes and answers are from a summary, the paper's full text was not at hand: so
+the reasons are in our words.
 
 - gamma_last, of the last norm of a residual branch: yes. A small one brings the block near the identity (variance
   control, the analysis of De & Smith 2020, arXiv:2002.10444).
@@ -11,25 +11,18 @@ a summary, the paper's full text was not at hand: so no number is given to a cla
   block: no. It is what the variance of the skip path is reset to; a small one takes the signal away.
 - gamma_0, of a norm in the stem: no. A stem without a norm has none (v2).
 - gamma_other: yes. A norm follows, so its size changes nothing but the effective learning rate, which goes as
-  1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3; measured in tests/lab/measurements).
+  1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3). `gamma_head`, after the last block, likewise.
 
-Weights decay; betas and biases do not. Guidelines 1T, 3T and 4T carry this over to the LayerNorms of transformers,
-which have no projection skip, hence no 2T. There a branch that begins with its norm (ViT, DeiT, Swin) ends in a
-linear layer, so its gammas are `gamma_other`; one that ends in its norm has a `gamma_last`; a norm before the first
-block (Swin's patch embedding, BERT's embeddings) is gamma_0. `gamma_head`, after the last block, decays like the
-others. Position and class embeddings, and bias tables, are spared where the model's `no_weight_decay()` names them.
-
-Converted networks: SkipInit's alpha and its scalar biases do not decay (De & Smith 2020), nor do the gains and
-`skipinit_gain` of NF networks (Brock et al. 2021, arXiv:2102.06171: neither gains nor biases); timm's own grouping
-does decay NF gains, whose shape is (C, 1, 1, 1). A `ChannelAffine`, or the live gamma of a convolution in tune mode,
-decays by the role of the norm it replaced. The mean of a filter, kept beside its standardized weights, does not decay:
-what becomes of it is for a recipe to say.
+Weights decay; betas and biases do not. Of transformers' LayerNorms, one that ends a branch is a `gamma_last`, one
+before the first block a `gamma_0`; a branch that begins with its norm (ViT, Swin) has a `gamma_other`. Embeddings and
+bias tables are spared where the model's `no_weight_decay()` names them. SkipInit's scalars do not decay (De & Smith
+2020), nor do the gains of NF networks (Brock et al. 2021, arXiv:2102.06171). The scale per channel that stands where a
+norm stood decays by the role of that norm.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -160,11 +153,6 @@ def param_groups(
             groups[name] |= {"lr": lr * scale} if lr is not None else {"lr_scale": scale} if scale != 1 else {}
         groups[name]["params"].append(model.get_parameter(one.path))
     return list(groups.values())
-
-
-def counts(assignments: list[Assignment]) -> dict[str, int]:
-    """Count the parameter tensors by role."""
-    return dict(Counter(one.role for one in assignments))
 
 
 def _layer_scales(

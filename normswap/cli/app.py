@@ -21,7 +21,6 @@ import typer.core
 import normswap
 from normswap.cli import commands, gone
 from normswap.cli.grouped_options import spread
-from normswap.cli.printing import between_words
 from normswap.errors import NormswapError, OptionError, command_line
 
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
@@ -100,7 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             if "" in arguments:
                 raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
-            arguments = [_at_home(argument) for argument in arguments]
             result = app(arguments, prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
@@ -115,14 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _at_home(argument: str) -> str:
-    """The argument with the home directory for a `~/` that no shell replaced: quoted, or behind `=`."""
-    option, equals, value = argument.partition("=~/") if "=~/" in argument else ("", "", argument)
-    if equals:
-        return f"{option}={os.path.expanduser(f'~/{value}')}"
-    return os.path.expanduser(value) if value.startswith("~/") else value
-
-
 def _abandon_stdout() -> None:
     """If stdout takes nothing any more (disk full, pipe closed), do not let the interpreter fail on it again."""
     try:
@@ -132,7 +122,7 @@ def _abandon_stdout() -> None:
 
 
 def _fail(message: str) -> int:
-    print(between_words(f"error: {' '.join(message.split())}", sys.stderr), file=sys.stderr)
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 

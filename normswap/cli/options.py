@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from normswap.analysis import picture_formats
 from normswap.cli import progress
-from normswap.cli.printing import between_words
 from normswap.errors import OptionError, flag
 from normswap.models import source_names
-from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -75,10 +73,6 @@ class Opening:
     ] = None
     trust_factory: Trust = False
 
-    def weights_of(self, name: str) -> str:
-        """Which weights that MODEL gets."""
-        return self.weights
-
     def asked(self) -> list[str]:
         """The options, as flags, that ask for something of the network itself."""
         names = ("arch", "arch_arg", "num_classes", "in_chans", "input_size")
@@ -87,12 +81,12 @@ class Opening:
 
     def said(self, name: str) -> str:
         """MODEL and what opens it so, as words of a command line."""
-        flags: list[tuple[str, object]] = [
+        options: list[tuple[str, object]] = [
             ("--weights", None if self.weights == "pretrained" else self.weights), ("--arch", self.arch),
             *(("--arch-arg", one) for one in self.arch_arg or ()),
             ("--num-classes", self.num_classes), ("--in-chans", self.in_chans), ("--input-size", self.input_size),
         ]  # fmt: skip
-        words = [str(word) for flag, value in flags if value is not None for word in (flag, value)]
+        words = [str(word) for option, value in options if value is not None for word in (option, value)]
         return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
 
     def open(self, name: str, *, runs: bool = False) -> nn.Module:
@@ -107,7 +101,7 @@ class Opening:
         args = dict(_pair(text) for text in self.arch_arg or [])
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
-            name, weights=self.weights_of(name), arch=self.arch, arch_args=args, num_classes=self.num_classes,
+            name, weights=self.weights, arch=self.arch, arch_args=args, num_classes=self.num_classes,
             in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, runs=runs,
         )  # fmt: skip
 
@@ -125,7 +119,7 @@ def open_model(
         source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # downloads show a bar of their own
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
-    with progress.working(f"opening {name}", spin=local):
+    with progress.working(f"opening {name}") if local else nullcontext():
         from normswap.models import zoo
         from normswap.storage import checkpoint
         from normswap.training.run_folder import check_no_run
@@ -153,7 +147,7 @@ def exported_file(name: str) -> ExportedFile | None:
 def remark(notes: Iterable[str]) -> None:
     """Say on stderr, which --json leaves free, how something was understood."""
     for note in notes:
-        print(between_words(f"note: {note}", sys.stderr), file=sys.stderr)
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _pair(text: str) -> tuple[str, Value | list[Value]]:
@@ -182,34 +176,3 @@ def _one(text: str) -> Value:
         except ValueError:
             continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Where a picture and a table go, if anywhere."""
-
-    GROUP: ClassVar[str] = "Files to write"
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
-    ] = None
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="The same as a table.")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
-
-    def check_writable(self) -> None:
-        """Check that the files can be written.
-
-        Raises:
-            OptionError, OutputError: they cannot be written there.
-        """
-        if self.output is not None:
-            picture_formats.check(self.output)
-        for file in (self.output, self.csv):
-            if file is not None:
-                atomic_write.check_writable(file, force=self.force)
-
-    def write(self, plot: Callable[[Path], Path], table: Callable[[Path], Path]) -> list[Path]:
-        """Write what is wanted; returns the files."""
-        wanted = ((plot, self.output), (table, self.csv))
-        return [make(file) for make, file in wanted if file is not None]

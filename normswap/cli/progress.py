@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
     from normswap.training.progress_records import TrainingProgress
 
@@ -22,26 +23,20 @@ def _console() -> Console:
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
-@contextmanager
-def working(what: str, *, spin: bool = True) -> Iterator[None]:
-    """A spinner while something takes its time; nothing where stderr is no terminal."""
-    console = _console()
-    if not (spin and console.is_terminal):
-        yield
-        return
-    with console.status(what):
-        yield
+def working(what: str) -> Status:
+    """A spinner while something takes its time."""
+    return _console().status(what)
 
 
 @contextmanager
 def stages(*, plain: bool = False) -> Iterator[Callable[[str], None]]:
     """A spinner whose text the caller changes; with `plain`, lines where stderr is no terminal."""
     console = _console()
-    if not console.is_terminal:
-        yield (lambda what: console.print(what, soft_wrap=True)) if plain else (lambda what: None)
-        return
     with console.status("") as status:
-        yield status.update
+        if plain and not console.is_terminal:
+            yield lambda what: console.print(what, soft_wrap=True)
+        else:
+            yield status.update
 
 
 @contextmanager

@@ -25,7 +25,8 @@ def verdict(body: Body, *, fits: bool = False) -> str:
         return f"kept: {said_of_kept(body['kept'])}"
     if body["unmeasured"]:
         return f"not known: {body['unmeasured']}"
-    return "not known: give --calibrate DATA, 25 images of anything; it fits and measures" if fits else "not known"
+    remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
+    return f"not known{remedy if fits else ''}"
 
 
 def proof(body: Body) -> None:
@@ -49,5 +50,5 @@ def said_of_kept(kept: Body) -> str:
     """The finding of held-out images on an approximate result."""
     answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
-    parts = (answers + bound, f"relative L2 {small(kept['relative_l2'])}")
-    return f"{', '.join(filter(None, parts))}; {kept['count']} held-out calibration images"
+    parts = filter(None, (answers + bound, f"relative L2 {small(kept['relative_l2'])}"))
+    return f"{', '.join(parts)}; {kept['count']} held-out calibration images"

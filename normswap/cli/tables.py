@@ -1,99 +1,77 @@
-"""Tables, facts and lines on stdout, by rich, at the terminal's width; in a pipe at COLUMNS, or 100.
+"""What commands print on stdout: JSON, or tables and lines by rich at the terminal's width; in a pipe COLUMNS, or 100.
 
 rich is imported inside functions: it takes a third of the time that `normswap --help` has.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from normswap.cli.printing import between_words
+from normswap.plan import Body
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 _WIDTH = 100
 _FEW = 4  # of a list of values, in a table
-_NAME = 40  # so much of the first column stays on one line
-_WORD = 20  # so long a word of another column is not broken
+Said = TypeVar("Said", Body, Sequence[Body])
 
 
-def _out(least: int = 0) -> Console:
-    from rich.console import Console
+def show(body: Said, as_json: bool, human: Callable[[Said], None]) -> None:
+    """Print `body` as strict JSON, or let `human` print it."""
+    if as_json:
+        print(json.dumps(plain(body), indent=2, allow_nan=False))
+    else:
+        human(body)
 
-    width = None if sys.stdout.isatty() else max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+def plain(value: object) -> object:
+    """`value` as JSON has it: numbers that are not finite become null, paths text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(renderable: RenderableType, least: int = 0) -> None:
     """Print it; in a pipe without the blanks that fill its lines up, and at least so wide."""
-    console = _out(least)
-    if sys.stdout.isatty():
-        console.print(renderable)
-        return
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(renderable)
     sys.stdout.writelines(f"{text.rstrip()}\n" for text in captured.get().splitlines())
 
 
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    right: Sequence[str] = (),
-    spare: Sequence[str] = (),
-) -> None:
-    """Print a table, without the columns that are empty in every row.
-
-    Args:
-        right: columns of numbers, which are never wrapped.
-        spare: columns that are left out, the first of them first, where the terminal is too narrow for whole lines.
-    """
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
+    """Print a table, without the columns that are empty in every row; `right`: numbers, which are never wrapped."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     cells = [[cell(value) for value in row] for row in rows]
-    widths = [max((len(texts[i]) for texts in cells), default=0) for i in range(len(columns))]
-    kept = [i for i, width in enumerate(widths) if width]
-    for name in spare:
-        if sum(max(widths[i], len(columns[i])) + 3 for i in kept) > _out().width:
-            kept = [i for i in kept if columns[i] != name]
     if title:  # by itself: as a part of the table it would be wrapped to the table's width
         _print(Text(title, style="bold"))
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    whole = {i: max(widths[i], len(columns[i])) for i in kept}
-    folded = [i for i in kept if columns[i] not in right]  # a number that is cut would be another number
-    if folded and folded[0] == kept[0]:  # names are told apart by their ends as well
-        folded, whole[kept[0]] = folded[1:], min(whole[kept[0]], _NAME)
-    room = _out().width - (3 * len(kept) - 1) - sum(whole[i] for i in kept if i not in folded)
-    words = [max((len(word) for texts in cells for word in texts[i].split()), default=1) for i in folded]
-    shares = _shared(room, [whole[i] for i in folded], [min(longest, _WORD) for longest in words])
-    for i in kept:
-        if columns[i] in right:  # rich makes a column of a `width` smaller where the table is too wide, and cuts
-            made.add_column(columns[i], justify="right", no_wrap=True, min_width=whole[i])
-        else:
-            made.add_column(columns[i], overflow="fold", width=shares[folded.index(i)] if i in folded else whole[i])
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    filled = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
+    for i in filled:
+        number = columns[i] in right
+        shown.add_column(columns[i], justify="right" if number else "left", no_wrap=number, overflow="fold")
     for texts in cells:
-        made.add_row(*(Text(texts[i]) for i in kept))
-    _print(made)
-
-
-def _shared(room: int, wanted: Sequence[int], least: Sequence[int]) -> list[int]:
-    """Part so many characters among columns: whole to those that want less than their share, the rest alike."""
-    shares = dict.fromkeys(range(len(wanted)), 0)
-    left = sorted(shares, key=lambda i: wanted[i] - least[i])
-    while left:
-        i = left[0]
-        shares[i] = min(wanted[i], max(room // len(left), least[i]))
-        room -= shares[left.pop(0)]
-    return [shares[i] for i in range(len(wanted))]
+        shown.add_row(*(Text(texts[i]) for i in filled))
+    _print(shown)
 
 
 def facts(*pairs: tuple[str, object]) -> None:
@@ -123,8 +101,8 @@ def entry(name: str, lines: Iterable[str]) -> None:
 
 
 def line(text: str) -> None:
-    """A line, however long; on a terminal, broken between words."""
-    print(between_words(text, sys.stdout))
+    """A line, however long."""
+    print(text)
 
 
 def next_step(*words: object) -> None:
@@ -145,6 +123,22 @@ def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
         line(f"{label}: {text}")
     if len(listed) > most:
         line(f"{label}: ... and {len(listed) - most} more")
+
+
+def network(body: Body) -> None:
+    """Print a network in a few lines, as `inspect` and `demo` do."""
+    architecture = f" ({body['architecture']})" if body["architecture"] else ""
+    skips = Counter(block["skip"] for block in body["blocks"]) if "blocks" in body else Counter(body["skips"])
+    norms = sum(body["norms"].values())
+    facts(
+        ("network", f"{body['source']}: {body['class']}{architecture}"),
+        ("input", size(body["input_size"])),
+        ("parameters", f"{body['parameters']:,}"),
+        ("converted", " -> ".join(body["plan"])),
+        ("blocks", f"{sum(skips.values())} (skip: {counts(skips)})" if skips else "none"),
+        ("norms", f"{norms} ({counts(body['norms'])})" if norms else "none"),
+        ("roles", counts(body["roles"])),
+    )
 
 
 # --- what stands in them ----------------------------------------------------------------------------------------------

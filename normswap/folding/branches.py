@@ -2,25 +2,23 @@
 
 y = conv(x) + conv'(x) + s x + t, as RepVGG (Ding et al. 2021, arXiv:2101.03697, section 3.3), MobileOne, RepViT,
 FastViT and their kin are trained, is one convolution: kernels of one centre, stride and groups are added, and a scale
-per channel is a kernel of one tap. An average pooling, scaled or not, is a kernel of equal taps (Diverse Branch Block,
-Ding et al. 2021, arXiv:2103.13425, section 3.2). All is read from the graph; no class is known by name.
+per channel is a kernel of one tap. All is read from the graph; no class is known by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeGuard, cast
+from typing import cast
 
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.utils import _pair
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, reparametrized
-from normswap.layers.merged import offsets, pool_offsets
+from normswap.layers.merged import offsets
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
 
@@ -37,14 +35,12 @@ class Branches:
         others: paths of the convolutions, and of scales and shifts, that it absorbs.
         skips: how often the sum has the branches' input itself as a term, too.
         after: the path of a scale and shift of the sum, which `main` absorbs as well.
-        pools: paths of average poolings, by that of the scale and shift after each, or by their own, in `others`.
     """
 
     main: str
     others: tuple[str, ...]
     skips: int = 0
     after: str | None = None
-    pools: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,6 @@ class _Arm:
     path: str | None
     source: fx.Node
     barrier: fx.Node | None
-    pool: str | None = None
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
@@ -124,11 +119,7 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
         elif not _passes(builder, node):
             break
         (node,) = inputs(node)
-    above = end if scale is None else _source(builder, scale)
-    if _is_average(traced.module(above)) and len(traced.users[above]) == 1 and _may_join(builder, above):
-        pool = str(above.target)
-        return _Arm(pool if scale is None else str(scale.target), _source(builder, above), barrier, pool)
-    return _Arm(None if scale is None else str(scale.target), above, barrier)
+    return _Arm(None, end, barrier) if scale is None else _Arm(str(scale.target), _source(builder, scale), barrier)
 
 
 def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
@@ -157,13 +148,6 @@ def _is_scale(module: nn.Module | None) -> bool:
     return affine.refusal(module) is None and (not isinstance(module, OwnLayer) or module.PER_CHANNEL)
 
 
-def _is_average(module: nn.Module | None) -> TypeGuard[nn.AvgPool2d]:
-    """Whether each of its outputs is the sum of as many values, zeros of the border among them, by one number."""
-    if not isinstance(module, nn.AvgPool2d) or module.ceil_mode or module.divisor_override is not None:
-        return False
-    return module.count_include_pad or not any(_pair(module.padding))
-
-
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
     """The terms of one source as one convolution, as many of them as go."""
     modules = builder.anatomy.traced.modules
@@ -175,13 +159,10 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
         return None
     main = max(first, key=lambda arm: len([*product(*offsets(cast(_ConvNd, modules[str(arm.path)])))]))
     conv = cast(_ConvNd, modules[str(main.path)])
-    absorbed = [
-        arm for arm in arms if arm.path is not None and arm is not main
-        and (_fits(conv, modules[arm.path]) if arm.pool is None else _fits_pool(conv, modules[arm.pool]))
-    ]  # fmt: skip
+    others = [arm.path for arm in arms if arm.path is not None and arm is not main]
+    absorbed = tuple(path for path in others if _fits(conv, modules[path]))
     skips = sum(arm.path is None for arm in arms) if _fits(conv, None) else 0
-    pools = {str(arm.path): arm.pool for arm in absorbed if arm.pool is not None}
-    return Branches(str(main.path), tuple(str(arm.path) for arm in absorbed), skips, pools=pools) if absorbed else None
+    return Branches(str(main.path), absorbed, skips) if absorbed else None
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -203,15 +184,6 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
     square = main.in_channels == main.out_channels and set(main.stride) == {1}
     centred = all(0 in side and side[0] == -side[-1] for side in taps)  # maps keep their size
     return square and centred and (other is None or affine.channels(other) == main.out_channels)
-
-
-def _fits_pool(main: _ConvNd, pool: nn.Module) -> bool:
-    """Whether the taps of an average over positions, of each channel by itself, have their place in the kernel."""
-    if not _is_average(pool) or not isinstance(main, nn.Conv2d) or main.in_channels != main.out_channels:
-        return False
-    sides = zip(offsets(main), pool_offsets(pool), strict=True)
-    centred = all(a[0] + a[-1] == b[0] + b[-1] and set(b) <= set(a) for a, b in sides)
-    return centred and main.stride == _pair(pool.stride)
 
 
 def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:

@@ -1,21 +1,25 @@
-"""The gamma and beta of a LayerNorm or RMSNorm: into the linear layers that read it, as BatchNorm's go.
+"""The gamma and beta of a LayerNorm or RMSNorm, and LayerScale's gamma: into the linear layers beside them.
 
 W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be whatever treats all
 channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the
-beta.
+beta. LayerScale, gamma per channel at the end of a branch (Touvron et al. 2021, arXiv:2103.17239, section 2), goes into
+the linear layer before it: W' = gamma W, b' = gamma b. A gamma that a block keeps as a parameter of its own (ConvNeXt,
+CaiT, BEiT) is no module.
 """
 
 from __future__ import annotations
 
 from torch import fx, nn
 
-from normswap.folding.outcomes import stays
-from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, absorbing, readers
+from normswap.folding.plan_builder import PlanBuilder, folded_back, stays
+from normswap.folding.propagation import NotFoldable, absorbing, check_linear, name, readers
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes, Axis
 from normswap.graph.inspection import Anatomy
+from normswap.graph.node_reader import LINEAR
+from normswap.graph.tracing import inputs
 from normswap.layers import channel_norm, own_forwards
+from normswap.layers.channel_norm import scaled_dim
 from normswap.layers.planned_layer import Linearity
 from normswap.plan import AbsorbMode, Outcome
 
@@ -89,3 +93,52 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
             raise NotFoldable(f"{path} pads its input with zeros, which the shift would have to move")
     if not fits:
         raise NotFoldable(f"the inputs of {path} are not its channels")
+
+
+def move_layer_scales(builder: PlanBuilder) -> None:
+    """Give the gamma of every LayerScale to the linear layer before it, where that is exact."""
+    traced = builder.anatomy.traced
+    for call, *_ in traced.calls.values():
+        module, path = traced.module(call), str(call.target)
+        if module is None or scaled_dim(module) is None or path in builder.replacements:
+            continue
+        if not builder.anatomy.takes_part(path):
+            continue
+        try:
+            linear = layer_scale_producer(builder, module)
+        except NotFoldable as why:
+            builder.notes.append(f"{path} stays: {why}")
+            continue
+        builder.linear(linear).add(path, AbsorbMode.AFTER)
+        builder.remove(path)
+        builder.settle(path, folded_back(linear))
+
+
+def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
+    """The path of the linear layer whose output this LayerScale, and nothing else, reads, at each of their calls.
+
+    Raises:
+        NotFoldable: there is none, or it cannot absorb a scale of its output.
+    """
+    traced = builder.anatomy.traced
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise NotFoldable("it has forward hooks, which would be lost with it")
+    read = traced.read_directly(module)
+    if read:
+        raise NotFoldable(f"{read} is read elsewhere in forward")
+    made = [_made(builder, call) for call in traced.calls[id(module)]]
+    linear, path = traced.module(made[0]), str(made[0].target)
+    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == (scaled_dim(module) == 1):
+        raise NotFoldable(f"{name(made[0])} makes its input, not a linear layer")
+    if any(len(traced.users[node]) > 1 for node in made) or set(traced.calls[id(linear)]) != set(made):
+        raise NotFoldable(f"{path} is read elsewhere too")
+    check_linear(builder, path, linear)
+    return path
+
+
+def _made(builder: PlanBuilder, scale: fx.Node) -> fx.Node:
+    """The node that makes the input of this call."""
+    (node,) = inputs(scale)
+    while builder.is_identity(node) and len(builder.anatomy.traced.users[node]) == 1:
+        (node,) = inputs(node)
+    return node

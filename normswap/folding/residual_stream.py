@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from normswap.folding import layer_scale
+from normswap.folding.norm_affine import layer_scale_producer
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
@@ -120,7 +120,7 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
         stream.tensors[path] = -1
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
         try:
-            stream.scales[path] = layer_scale.producer(builder, module)
+            stream.scales[path] = layer_scale_producer(builder, module)
         except NotFoldable as why:
             raise NotFoldable(f"{path} writes to it, and {why}") from None
         stream.linears.add(stream.scales[path])

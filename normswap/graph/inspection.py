@@ -81,11 +81,12 @@ class _GraphReader(NodeReader):
 
     def blocks(self) -> list[Block]:
         sums: Counter[str] = Counter()
-        blocks = [self._block(node, *inputs(node), sums) for node in self.nodes if is_add(node)]
+        blocks = [self._block(node, sums) for node in self.nodes if is_add(node)]
         return [block for block in blocks if block is not None]
 
-    def _block(self, total: fx.Node, one: fx.Node, two: fx.Node, sums: Counter[str]) -> Block | None:
+    def _block(self, total: fx.Node, sums: Counter[str]) -> Block | None:
         """The block that ends in a sum; `sums`: how many blocks each module has so far."""
+        one, two = inputs(total)
         common = self.traced.above(one) & self.traced.above(two)
         if not common:
             return None
@@ -146,10 +147,10 @@ class _GraphReader(NodeReader):
             if kind is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            called = len(self.traced.calls.get(id(module), ()))
-            averages = called == 1 and affine.has_average(module)
+            calls = len(self.traced.calls.get(id(module), ()))
+            averages = calls == 1 and affine.has_average(module)
             name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
-            norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, called, averages))
+            norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, calls, averages))
         return norms
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:

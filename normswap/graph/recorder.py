@@ -29,6 +29,13 @@ from normswap.models.calling import Example, named_tensors
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
 _MARK = "_normswap_mark"
+_CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
+_MAKERS = _CASTS | frozenset((
+    "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye",
+    "rand", "randn", "zeros_like", "ones_like", "full_like", "empty_like", "from_numpy", "new_tensor",
+    "scalar_tensor", "meshgrid", "softmax", "log_softmax", "cumsum", "sum", "mean", "hann_window", "logspace",
+))  # fmt: skip
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
@@ -163,7 +170,7 @@ class Recorder(TorchFunctionMode):
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
-                self._known[id(tensor)] = (tensor, node, version(tensor))
+                self._keep(tensor, node)
             return
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
@@ -180,14 +187,16 @@ class Recorder(TorchFunctionMode):
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
         """The node whose value `tensor` is now."""
-        if id(tensor) in self.named or id(tensor) in self._known:
-            return self._fixed(tensor)
+        if id(tensor) in self.named and id(tensor) not in self._known:
+            self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
+        if id(tensor) in self._known:
+            return self._known[id(tensor)][1]
         mark = self._mark(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
             if mark is not None and mark.version != version(tensor) and memory(tensor) in self._writes:
                 node = self._add("call_function", spelling.after, (node, self._writes[memory(tensor)]), {}, tensor)
-                self._known[id(tensor)] = (tensor, node, version(tensor))
+                self._keep(tensor, node)
             return node
         while mark.keys:
             key, *rest = mark.keys
@@ -204,20 +213,16 @@ class Recorder(TorchFunctionMode):
             mark.version = version(tensor)
         return mark.node
 
-    def _fixed(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) not in self._known:
-            node = self._add("get_attr", self.named[id(tensor)], (), {}, tensor)
-            self._known[id(tensor)] = (tensor, node, version(tensor))
-        return self._known[id(tensor)][1]
+    def _keep(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+        self._known[id(tensor)] = (tensor, node, version(tensor))
+        return node
 
     def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
             self.untracked[name] = self.around[-1] if self.around else ""
-        node = self._add("get_attr", name, (), {}, tensor)
-        self._known[id(tensor)] = (tensor, node, version(tensor))
-        return node
+        return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _mapped(self, value: object) -> Any:
         if isinstance(value, Tensor):
@@ -280,6 +285,21 @@ class Recorder(TorchFunctionMode):
             return self._made(node, result, tensors, overwritten)
         finally:
             self.resting = False
+
+
+class Widening(TorchFunctionMode):
+    """For a network in float64: what its forward makes in float32 or less is made, or left, in float64."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
+            return result
+        if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            return args[0].to(result.device, torch.float64, copy=True)
+        return result.double()
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
 from normswap.errors import TraceError, first_line, spelled
-from normswap.graph.recorder import Recorder
+from normswap.graph.recorder import Recorder, Widening
 from normswap.graph.tracing import Traced, inputs
-from normswap.graph.widening import Widening
 from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
@@ -216,7 +215,12 @@ def record_once(
         where = f"{type(model).__name__} does not run on an input of size {example}"
         size = spelled("input_size", metavar="C,H,W")
         remedy = f"Give an example of what it takes, `inputs=` in Python, or `{size}`"
-        why, remedy = _dtype_mismatch(model, example) or (reason(error), remedy)
+        why = reason(error)
+        floats = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
+        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*floats, example.images))
+        if len(dtypes) > 1:
+            why = f"the network and its input are of {' and '.join(dtypes)}: {why}"
+            remedy = "Cast them to one: model.float(), x.float()"
         raise TraceError(f"{where}, at {recorder.failed}" if recorder.failed else where, why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
@@ -229,27 +233,6 @@ def record_once(
     traced.untracked, traced.size_dependent = recorder.untracked, recorder.size_dependent
     traced.branches = list(dict.fromkeys(recorder.branches))
     return traced
-
-
-def _dtype_mismatch(model: nn.Module, example: Example) -> tuple[str, str] | None:
-    """Why a network does not run on an example, and a remedy, if it is that dtypes differ; None where it is not."""
-    floats = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
-    dtypes = list(dict.fromkeys(_dtype_name(tensor) for tensor in floats))
-    if any("complex" in dtype for dtype in dtypes):
-        return "it has complex weights", "normswap converts networks of real numbers"
-    if len(dtypes) > 1:
-        return f"its tensors are of {' and '.join(dtypes)}", "Cast it to one: model.float()"
-    weight, images = calling.anchor(model), example.images
-    if weight.dtype == images.dtype or not network_input.runs(
-        model, lambda: example.map(lambda tensor: tensor.to(weight.dtype))
-    ):
-        return None
-    remedy = f"Cast it: x.to(torch.{_dtype_name(weight)}); pixels are normalized, too"
-    return f"the input is of {_dtype_name(images)}, the network of {_dtype_name(weight)}", remedy
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:

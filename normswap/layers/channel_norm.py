@@ -54,7 +54,7 @@ def channel_dim(module: nn.Module) -> int | None:
     kind = kind_of(module)
     if kind is None or kind.statistics is not Statistics.POSITION or kind.single or "forward" in vars(module):
         return None
-    shape = getattr(module, "normalized_shape", ())
+    shape: tuple[int, ...] = getattr(module, "normalized_shape", ())
     if not is_believed(module):  # torchvision's and transformers' ConvNeXt, SAM and their kin permute in forward
         plain = isinstance(module, nn.LayerNorm) and len(shape) == 1
         return measured_dim(module, shape[0], _layer_norm) if plain else None

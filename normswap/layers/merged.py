@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.utils import _pair
 
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
@@ -26,12 +24,6 @@ def offsets(conv: _ConvNd) -> list[range]:
     return [range(-pad, (size - 1) * step - pad + 1, step) for size, step, pad in sides]
 
 
-def pool_offsets(pool: nn.AvgPool2d) -> list[range]:
-    """The same of a pooling."""
-    sides = zip(_pair(pool.kernel_size), _pair(pool.padding), strict=True)
-    return [range(-pad, size - pad) for size, pad in sides]
-
-
 class Merged(PlannedLayer):
     """A convolution that absorbs others with the same input (`SUM`), then scales of the sum (`AFTER`)."""
 
@@ -43,21 +35,18 @@ class Merged(PlannedLayer):
         like: Tensor,
         takes: Sequence[Absorption],
         skips: int = 0,
-        pools: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> _ConvNd:
         """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in float64.
 
         Args:
             skips: how often the input itself is a term of the sum that an `AFTER` scales: what that leaves to do,
                 (s - 1) x each, is one more tap.
-            pools: for reads, by their number, that are poolings or scale one: the taps of it, down and across.
         """
         weight = old.weight.detach().to(torch.float64, copy=True)
         bias = weight.new_zeros(len(weight)) if old.bias is None else old.bias.detach().double()
-        for number, (read, absorption) in enumerate(zip(reads, takes, strict=True)):
+        for read, absorption in zip(reads, takes, strict=True):
             if absorption.way is AbsorbMode.SUM:
-                taps = (pools or {}).get(str(number))
-                bias = bias + (_add(weight, old, read) if taps is None else _add_pool(weight, old, read, taps))
+                bias = bias + _add(weight, old, read)
                 continue
             scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(read))
             weight *= scale.reshape(-1, *(1,) * (weight.ndim - 1))
@@ -84,16 +73,6 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
     return weight.new_zeros(len(weight)) if other.bias is None else other.bias.detach().double()
 
 
-def _add_pool(weight: Tensor, main: _ConvNd, read: nn.Module, taps: Sequence[Sequence[int]]) -> Tensor:
-    """Add the average over `taps`, scaled by `read` where that is no pooling itself; returns the shift."""
-    one = weight.new_ones(len(weight))
-    scale, shift = (one, 0 * one) if isinstance(read, nn.AvgPool2d) else affine.read(read)
-    scale, shift = (value.to(weight.device).expand(len(weight)) for value in (scale, shift))
-    for places in product(*taps):
-        _add_scale(weight, main, scale / math.prod(map(len, taps)), places)
-    return shift
-
-
 def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
     """The factors of a kernel (O, I, ...) at one of its taps, (O, I): a view."""
     for index in reversed(place):
@@ -101,12 +80,10 @@ def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
     return kernel
 
 
-def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor, places: Sequence[int] | None = None) -> None:
-    """Add `scale` times the input, from each channel to itself, at the tap of the written place or so far from it."""
+def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor) -> None:
+    """Add `scale` times the input, from each channel to itself, at the tap of the place that is written."""
     channel = torch.arange(len(weight), device=weight.device)
-    sides = offsets(main)
-    tap = [side.index(place) for side, place in zip(sides, places or [0] * len(sides), strict=True)]
-    _tap(weight, tap)[channel, channel % weight.shape[1]] += scale
+    _tap(weight, [side.index(0) for side in offsets(main)])[channel, channel % weight.shape[1]] += scale
 
 
 class Zero(PlannedLayer, OwnLayer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from timm.layers import FrozenBatchNormAct2d
@@ -22,6 +22,7 @@ from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
 from normswap.plan import AbsorbMode, Absorption
 
+Floats: TypeAlias = Sequence[float] | None
 _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -62,15 +63,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return f"{super().extra_repr()}, ghost={self.ghost}" if self.ghost else super().extra_repr()
 
     @classmethod
-    def replacing(
-        cls,
-        old: Any,
-        *,
-        like: Tensor,
-        ghost: int = 0,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-    ) -> SiteNorm:
+    def replacing(cls, old: Any, *, like: Tensor, ghost: int = 0, mean: Floats = None, std: Floats = None) -> SiteNorm:
         """The norm that `old` is, or, given mean and deviation per channel, one that is the identity there.
 
         y = s x + t (the identity, or what a ChannelBias or ChannelAffine at the path computes) is the norm with
@@ -166,22 +159,14 @@ class Tuned(PlannedLayer):
     """A convolution that absorbs the norm after it as a `TunedConv2d`; what else it absorbs is folded."""
 
     @classmethod
-    def replacing(
-        cls,
-        old: Any,
-        *reads: nn.Module,
-        like: Tensor,
-        takes: Sequence[Absorption],
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        **args: Any,
-    ) -> nn.Module:
+    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], **how: Any) -> nn.Module:
+        moments = {name: how.pop(name) for name in ("mean", "std") if name in how}  # of the norm (`SiteNorm`)
         absorbed = [*zip(reads, takes, strict=True)]
         (norm,) = (read for read, absorption in absorbed if absorption.way is AbsorbMode.NORM)
         others = [(read, absorption) for read, absorption in absorbed if absorption.way is not AbsorbMode.NORM]
         takes = [absorption for _, absorption in others]
-        old = folded(old, [read for read, _ in others], like=like, takes=takes, **args)
-        live = SiteNorm.replacing(norm, like=like, mean=mean, std=std).to(old.weight)
+        old = folded(old, [read for read, _ in others], like=like, takes=takes, **how)
+        live = SiteNorm.replacing(norm, like=like, **moments).to(old.weight)
         new: Any = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(old))
         new.gamma, new.beta, new.norm_eps = live.weight, live.bias, live.eps

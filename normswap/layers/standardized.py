@@ -94,7 +94,8 @@ def compute(layer: Linearity, weight: Tensor) -> None:
 @torch.no_grad()
 def scale_filters(layer: Any, factor: Tensor) -> None:
     """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0 stays 0."""
-    tensors = [layer.gain] if isinstance(layer, STANDARDIZED) else [layer.weight]
+    standardized = isinstance(layer, STANDARDIZED)
+    tensors: list[Tensor] = [layer.gain if standardized else layer.weight]
     tensors += [layer.mean] if keeps_mean(layer) else []
     for tensor in tensors:
         tensor.copy_(tensor.double() * factor.to(tensor.device).view(-1, *(1,) * (tensor.ndim - 1)))

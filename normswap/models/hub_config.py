@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,8 @@ _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _STEM_AND_HEAD = ("first_conv", "classifier")
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
+_OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
 _RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
-
-
-@dataclass(frozen=True)
-class Config:
-    """A config.json: the architecture, its arguments, and what it states about weights and preprocessing."""
-
-    architecture: str
-    model_args: Cfg
-    stated: Cfg
 
 
 def read_json(file: Path, origin: str) -> Cfg:
@@ -54,8 +45,11 @@ def read_json(file: Path, origin: str) -> Cfg:
     return content
 
 
-def read_config(file: Path, origin: str) -> Config:
+def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
     """Read a config.json of timm's hub layout (also the old flat one, without `pretrained_cfg`).
+
+    Returns:
+        The architecture's name, its arguments, and what is stated of weights and preprocessing.
 
     Raises:
         SourceError: missing, not JSON, or not that of a timm model.
@@ -71,18 +65,11 @@ def read_config(file: Path, origin: str) -> Config:
     if not isinstance(stated, dict) or not isinstance(args, dict):
         raise SourceError(f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects")
     top = {key: config[key] for key in _TOP_LEVEL if key in config}
-    return Config(name, args, {key: value for key, value in {**stated, **top}.items() if value is not None})
-
-
-def shape_of(size: object, origin: str) -> tuple[int, int, int]:
-    """Return an `input_size` as `(C, H, W)`.
-
-    Raises:
-        SourceError: it is something else.
-    """
-    if isinstance(size, list | tuple) and len(size) == 3 and all(isinstance(n, int) and n > 0 for n in size):
-        return size[0], size[1], size[2]
-    raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
+    known = {key: value for key, value in {**stated, **top}.items() if value is not None}
+    size = known.get("input_size", [3, 224, 224])
+    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
+        raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
+    return name, args, known
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
@@ -114,6 +101,13 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     kept |= {key: per_channel(kept[key], chans) for key in ("mean", "std") if kept.get(key) is not None}
     plain: Cfg = json.loads(json.dumps(kept))
     return plain
+
+
+def bare(config: Cfg) -> Cfg:
+    """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
+    kept = {key: bare(value) if isinstance(value, dict) else value for key, value in config.items()
+            if key not in _OF_A_FILE}  # fmt: skip
+    return {**kept, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else {})}
 
 
 def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from normswap.models.calling import form
@@ -20,19 +19,8 @@ class Imaged(nn.Module):
         return answer(self.form.of(images).call(self.inner))
 
 
-def imaged(model: nn.Module, x: Tensor | None = None) -> nn.Module:
-    """Return `model` itself where it is called so (given images: and gives one tensor for them), else wrap it.
-
-    Raises:
-        TraceError: it takes more than images.
-        OptionError: it gives no answer.
-        whatever the network raises on `x`.
-    """
+def imaged(model: nn.Module) -> nn.Module:
+    """Return `model` itself where it is called with a tensor of images, else wrap it."""
     call = form(model)
     plain = len(call.args) == 1 and not call.kwargs and not call.listed
-    if x is None:
-        return model if plain else Imaged(model)
-    with torch.no_grad():
-        output = call.of(x).call(model)
-    answer(output)
-    return model if plain and isinstance(output, Tensor) else Imaged(model).train(model.training)
+    return model if plain else Imaged(model)

@@ -16,7 +16,7 @@ from normswap import demo_files, shipped
 from normswap.errors import SourceError, first_line, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
-from normswap.models.hub_config import GENERAL, read_config, record, shape_of
+from normswap.models.hub_config import GENERAL, read_config, record
 from normswap.models.weight_files import check_finite, load_into, quiet, read
 from normswap.plan import Arch
 
@@ -167,14 +167,14 @@ def _from_layout(config: Path, origin: str, arguments: Cfg, weights: Callable[[]
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     """Return the architecture and timm's record of the weights that a config.json describes."""
-    config = read_config(file, origin)
-    _check_known(config.architecture)
-    name = config.architecture.partition(".")[0]
+    architecture, model_args, stated = read_config(file, origin)
+    _check_known(architecture)
+    name = architecture.partition(".")[0]
     kept = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
-    cfg = {**_USUAL, **kept, **config.stated, "architecture": name}  # no preprocessing of the name's default weights
-    chans, *size = shape_of(cfg["input_size"], origin)
-    cfg["input_size"] = [config.model_args.get("in_chans", chans), *size]
-    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **config.model_args, **arguments}
+    cfg = {**_USUAL, **kept, **stated, "architecture": name}  # no preprocessing of the name's default weights
+    chans, *size = cfg["input_size"]
+    cfg["input_size"] = [model_args.get("in_chans", chans), *size]
+    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **model_args, **arguments}
     return Arch(name, kwargs), cfg
 
 

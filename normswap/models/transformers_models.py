@@ -24,7 +24,6 @@ from normswap.models.weight_files import check_finite, listed, quiet
 from normswap.plan import Arch
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
 _NOT_RUN = "Code that a repository brings is not run"
 
 
@@ -45,7 +44,7 @@ def build(name: str, wanted: BuildRequest) -> Built:
         with contextlib.suppress(SourceError):  # not every model has one
             processor = hub_config.read_json(_fetch(place, "preprocessor_config.json"), name)
     model = create(arch)
-    fresh = _config(Arch(name, _bare(stated))).num_labels != model.config.num_labels
+    fresh = _config(Arch(name, hub_config.bare(stated))).num_labels != model.config.num_labels
     seen = hub_config.of_image_processor(processor, model)
     return Built(model, arch, source, seen, lambda: _trained(place, arch, name, fresh=fresh))
 
@@ -63,7 +62,10 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
     kind = type(model)
     if kind is not getattr(transformers, kind.__name__, None) or not isinstance(model, transformers.PreTrainedModel):
         return None
-    arch = Arch(kind.__name__, _bare(json.loads(model.config.to_json_string())), "transformers")
+    try:
+        arch = Arch(kind.__name__, hub_config.bare(json.loads(model.config.to_json_string())), "transformers")
+    except (TypeError, ValueError):  # a value that JSON does not have
+        return None
     return arch if rebuilds(lambda: rebuild(create(arch)), model) else None
 
 
@@ -80,21 +82,14 @@ def _fetch(place: str, *names: str) -> Path:
     return hub.fetch(place, names)
 
 
-def _bare(config: Cfg) -> Cfg:
-    """Return a config without what it says of a file, and without weights that parts of it would fetch."""
-    kept = {key: _bare(value) if isinstance(value, dict) else value for key, value in config.items()
-            if key not in _OF_A_FILE}  # fmt: skip
-    return {**kept, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else {})}
-
-
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     """Return the class that the config names, else the one that AutoModel takes, and the config with the arguments."""
-    config = _config(Arch(name, _bare(stated)))
+    config = _config(Arch(name, hub_config.bare(stated)))
     strange = next((key for key in arguments if key not in stated and not hasattr(config, key)), None)
     if strange is not None:
         raise SourceError(f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated))
     labels = ("id2label", "label2id") if "num_labels" in arguments else ()  # names of another number of classes
-    kwargs = {key: value for key, value in _bare(stated).items() if key not in labels} | arguments
+    kwargs = {key: value for key, value in hub_config.bare(stated).items() if key not in labels} | arguments
     named = stated.get("architectures")
     if isinstance(named, list) and named and hasattr(transformers, str(named[0])):
         return Arch(named[0], kwargs, "transformers")

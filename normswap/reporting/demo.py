@@ -35,10 +35,8 @@ class Row:
     """One network, measured.
 
     Args:
-        norms: normalization layers left.
-        parameters: trainable values.
-        top1: in percent.
-        agreement: fraction of the images with the source's answer.
+        norms: normalization layers left; parameters: trainable values.
+        top1: in percent; agreement: fraction of the images with the source's answer.
         relative_l2: |logits - the source's| / |the source's|.
         speed: images per second, as a multiple of the source's.
     """
@@ -54,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's figures; `inspection` is the source's summary without its long lists."""
+    """The demo's figures; `anatomy` is the source's summary without its long lists."""
 
     passed: bool
     seconds: float

@@ -1,41 +1,44 @@
-"""The report's figures: what each chart shows, under which title, and what is to be said about it."""
+"""The report's figures, by matplotlib: what each shows, under which title, and what is to be said about it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import base64
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from normswap.reporting import charts
-from normswap.reporting.charts import Rule, Series
-from normswap.reporting.records import ALPHA, COLOURS, Facts, Gammas
-from normswap.reporting.tables import MINUS
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+
+from normswap.analysis.plots import COLOURS
+from normswap.reporting.records import ALPHA, Facts, Gammas
 from normswap.surgery.report import Report
+
+_BEFORE, _AFTER, _THIRD = COLOURS[:3]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart (SVG) with its title and caption."""
+    """A figure with its title and caption; the picture is an SVG, as an address that holds all its data."""
 
     title: str
-    chart: str
+    picture: str
     caption: str
 
 
 def sites(facts: Facts, report: Report) -> Figure:
     """Show the error at the output of every block."""
-    stage = {block.path: block.stage for block in facts.blocks}
-    points = [(i, e.relative_l2, f"{e.site}: relative L2 {e.relative_l2:.2e}") for i, e in enumerate(report.sites)]
-    precision = report.sites[0].precision
-    rules = [Rule("allowed at the logits", report.tolerance[precision])] if report.exact else []
-    chart = charts.over_blocks(
-        f"Relative L2 error in {precision} at the output of each of {len(points)} residual blocks, on a log scale",
-        [Series(f"result against source, {precision}", points, 1, "dot", "solid")],
-        y_label="relative L2 error", stages=[stage.get(e.site, "") for e in report.sites], log=True, rules=rules,
-    )  # fmt: skip
-    caption = f"|result {MINUS} source| / |source| at each block's output"
-    caption += "; a triangle is an error of 0." if not all(e.relative_l2 for e in report.sites) else "."
-    return Figure("Error per residual block", chart, caption)
+    stages = {block.path: block.stage for block in facts.blocks}
+    errors, precision = [error.relative_l2 for error in report.sites], report.sites[0].precision
+    axes = _over_blocks("relative L2 error", [stages.get(error.site, "") for error in report.sites])
+    axes.semilogy(range(1, len(errors) + 1), errors, "o-", color=_BEFORE, label=f"result against source, {precision}")
+    if report.exact:
+        axes.axhline(report.tolerance[precision], color="0.4", linestyle="--", label="allowed at the logits")
+    caption = "|result - source| / |source| at each block's output"
+    caption += "." if all(errors) else "; an error of 0 is not drawn."
+    return Figure("Error per residual block", _svg(axes), caption)
 
 
 def signal(facts: Facts) -> Iterator[Figure]:
@@ -46,57 +49,98 @@ def signal(facts: Facts) -> Iterator[Figure]:
     yield _signal(facts, "added_variance", "Variance at the end of the branch", variance)
 
 
-def _signal(facts: Facts, what: str, title: str, y_label: str) -> Figure:
+def _signal(facts: Facts, name: str, title: str, y_label: str) -> Figure:
     labels = {"before": "source (unfolded)" if facts.against == "unfolded" else "source", "after": "result"}
-    looks = {"before": (1, "ring"), "after": (2, "dot")}
-    series = []
-    for name, points in facts.signal.items():
-        marks = [(p.depth - 1, v, f"{p.block}, {labels[name]}: {v:.4g}") for p in points for v in [getattr(p, what)]]
-        series.append(Series(labels[name], marks, *looks[name], "solid" if name == "after" else "none"))
+    looks = {"before": {"color": _BEFORE, "marker": "o", "markersize": 11, "fillstyle": "none", "linestyle": "none"},
+             "after": {"color": _AFTER, "marker": "o", "markersize": 5}}  # fmt: skip
+    axes = _over_blocks(y_label, [point.stage for point in facts.signal["after"]])
+    drawn = []
+    for network, points in facts.signal.items():
+        values = [getattr(point, name) for point in points]
+        axes.plot([point.depth for point in points], values, label=labels[network], **looks[network])
+        drawn += values
     caption = f"{y_label.capitalize()}, over batch and positions."
-    after = facts.signal.get("after", ())
-    if what == "added_variance" and any(p.branch_variance != p.added_variance for p in after):
-        inner = [(p.depth - 1, p.branch_variance, f"{p.block}, before alpha: {p.branch_variance:.4g}") for p in after]
-        series.append(Series(f"result before {ALPHA}", inner, 3, "cross", "dashed"))
+    after = facts.signal["after"]
+    if name == "added_variance" and any(point.branch_variance != point.added_variance for point in after):
+        values = [point.branch_variance for point in after]
+        depths = [point.depth for point in after]
+        axes.plot(depths, values, "x--", color=_THIRD, label=f"result before {ALPHA}")
+        drawn += values
         caption = f"Average channel variance of what the sum receives, {ALPHA}·f(x), and of f(x) alone."
-    values = [v for s in series for _, v, _ in s.points if v > 0 and math.isfinite(v)]
-    log = bool(values) and max(values) > 50 * min(values)
-    chart = charts.over_blocks(
-        f"{title} at each residual block, {' and '.join(s.name for s in series)}", series,
-        y_label=y_label + (", log scale" if log else ""), stages=[p.stage for p in after], log=log, zero=True,
-    )  # fmt: skip
-    return Figure(title, chart, caption)
+    positive = [value for value in drawn if 0 < value < float("inf")]
+    if positive and max(positive) > 50 * min(positive):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.08 * max(positive, default=1))
+    return Figure(title, _svg(axes), caption)
 
 
 def gammas(gammas: Gammas) -> Figure:
     """Their distribution for the norms of one role."""
     total, norms = sum(gammas.counts), f"{gammas.norms} norm{'s' * (gammas.norms != 1)}"
-    label = f"Histogram of {total} gammas of {norms} of role {gammas.role}, mean {gammas.mean:.3g}"
-    chart = charts.histogram(
-        label, gammas.edges, gammas.counts, colour=COLOURS[gammas.role], x_label="gamma", y_label="number of channels"
+    axes = _axes("gamma", "number of channels")
+    axes.stairs(gammas.counts, gammas.edges, fill=True, color=_BEFORE)
+    axes.set_xlim(gammas.edges[0], gammas.edges[-1])
+    caption = (
+        f"{total:,} channels of {norms}; mean {gammas.mean:.4g}; {gammas.negative:,} negative, {gammas.zero:,} zero."
     )
-    signs = f"{gammas.negative:,} negative, {gammas.zero:,} zero"
-    caption = f"{total:,} channels of {norms}; mean {charts.number(gammas.mean)}; {signs}."
-    return Figure(f"Gammas: {gammas.role}", chart, caption)
+    return Figure(f"Gammas: {gammas.role}", _svg(axes), caption)
 
 
 def alphas(facts: Facts) -> Figure:
     """Show the scalars at the ends of the branches, against what they were and what a paper proposes."""
-    where = {block.path: i for i, block in enumerate(facts.blocks)}
-    placed = [(where[a.block], a) for a in facts.alphas if a.block in where]
-    now = [(i, a.value, f"{a.block}: alpha = {a.value:.5g}") for i, a in placed]
+    depths = {block.path: depth for depth, block in enumerate(facts.blocks, 1)}
+    placed = [(depths[alpha.block], alpha) for alpha in facts.alphas if alpha.block in depths]
     moved = [
-        (i, a.planned, f"{a.block}: converted with {a.planned:.5g}")
-        for i, a in placed
-        if a.planned is not None and abs(a.planned - a.value) > 1e-6 * abs(a.planned)
+        (depth, alpha.planned)
+        for depth, alpha in placed
+        if alpha.planned is not None and abs(alpha.planned - alpha.value) > 1e-6 * abs(alpha.planned)
     ]
-    biases = [(i, a.bias, f"{a.block}: bias = {a.bias:.5g}") for i, a in placed if a.bias]
-    depth = len(facts.blocks)
-    series = [Series("when converted", moved, 1, "ring"), Series("scalar bias", biases, 3, "cross")]
-    chart = charts.over_blocks(
-        f"Alpha at the end of each of {len(now)} residual branches",
-        [Series("alpha", now, 2, "dot", drop=True), *series],
-        y_label="alpha", stages=facts.stages, zero=True, rules=[Rule(f"1/√{depth}", depth**-0.5)],
-    )  # fmt: skip
-    caption = f"y = skip + {ALPHA}·f(x). For reference 1/√{depth}, a start that De & Smith 2020 propose."
-    return Figure("Alpha per residual block", chart, caption)
+    biases = [(depth, alpha.bias) for depth, alpha in placed if alpha.bias]
+    axes = _over_blocks("alpha", [block.stage for block in facts.blocks])
+    axes.stem([depth for depth, _ in placed], [alpha.value for _, alpha in placed], label="alpha", basefmt="none")
+    for points, look, label in ((moved, "o", "when converted"), (biases, "x", "scalar bias")):
+        if points:
+            axes.plot(*zip(*points, strict=True), look, color=_AFTER, fillstyle="none", markersize=10, label=label)
+    start = len(facts.blocks) ** -0.5
+    axes.axhline(start, color="0.4", linestyle="--", label=f"1/√{len(facts.blocks)}")
+    caption = f"y = skip + {ALPHA}·f(x). For reference 1/√{len(facts.blocks)}, a start that De & Smith 2020 propose."
+    return Figure("Alpha per residual block", _svg(axes), caption)
+
+
+def _axes(x_label: str, y_label: str) -> Axes:
+    axes: Axes = Drawing((5.8, 3.6), layout="constrained").subplots()
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(axis="y", alpha=0.3)
+    return axes
+
+
+def _over_blocks(y_label: str, stages: Sequence[str]) -> Axes:
+    """Return axes over the residual blocks, which count from 1, every other stage shaded and all named above."""
+    axes, start = _axes("residual block, in order of the forward pass", y_label), 0.5
+    middles, names = [], []
+    for i, (stage, blocks) in enumerate(groupby(stages)):
+        end = start + len(list(blocks))
+        if i % 2 == 0:
+            axes.axvspan(start, end, facecolor="0.95", zorder=0)
+        middles.append((start + end) / 2)
+        names.append(stage.rpartition(".")[2])
+        start = end
+    axes.set_xlim(0.5, max(start, 1.5))
+    axes.locator_params(axis="x", integer=True)
+    if len(names) <= 8:  # more would overlap
+        above = axes.secondary_xaxis("top")
+        above.set_xticks(middles, names, fontsize=9)
+        above.tick_params(length=0)
+    return axes
+
+
+def _svg(axes: Axes) -> str:
+    """Return the picture as an address that holds it, the same for the same figure."""
+    written = io.BytesIO()
+    drawing = axes.figure
+    if axes.get_legend_handles_labels()[1]:
+        drawing.legend(loc="outside lower center", ncols=3, frameon=False)
+    with mpl.rc_context({"svg.hashsalt": "normswap"}):
+        drawing.savefig(written, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"

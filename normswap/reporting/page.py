@@ -1,49 +1,65 @@
-"""The report as one HTML page: its own style, charts as SVG, nothing loaded from anywhere.
+"""The report as one HTML page: its own style, figures as SVG, nothing loaded from anywhere.
 
-The page is `page.html.jinja`; here is what it is filled with. Jinja escapes every text.
+The page is `page.html.jinja`; here is what it is filled with. Jinja escapes every text that is not marked as HTML.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from importlib import resources
 from itertools import groupby
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from normswap.reporting import charts, figures
-from normswap.reporting.records import COLOURS, OUTCOMES, Facts
-from normswap.reporting.tables import MINUS, kinds, share, small
+from normswap.reporting import figures
+from normswap.reporting.records import COLOURS, OUTCOMES, Facts, NormFact
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
+_MINUS = "\N{MINUS SIGN}"
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
-_PAGES = Environment(
-    loader=PackageLoader("normswap.reporting", "."), autoescape=True, undefined=StrictUndefined,
-    keep_trailing_newline=True,
-)  # fmt: skip
+
+
+def render(facts: Facts) -> str:
+    """Write the whole page."""
+    pages = Environment(
+        loader=PackageLoader("normswap.reporting", "."), autoescape=True, undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    pages.filters |= {"cited": _cited, "small": small, "share": share}
+    norms = facts.norms
+    return pages.get_template("page.html.jinja").render(
+        facts=facts, report=facts.report, tiles=list(_tiles(facts)), provenance=_provenance(facts),
+        norm_rows=_norm_rows(facts),
+        style=resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8"),
+        norms=norms, used_roles={norm.role for norm in norms}, used_outcomes={norm.outcome for norm in norms},
+        stages=[(stage, list(blocks)) for stage, blocks in groupby(facts.blocks, lambda block: block.stage)],
+        version=__version__, figures=figures, colours=COLOURS, outcomes=OUTCOMES,
+    )  # fmt: skip
+
+
+def small(value: float) -> str:
+    """Write a number: 0.25, or with a power of ten where it is small."""
+    if not math.isfinite(value) or not value:
+        return "not finite" if value else "0"
+    if 1e-2 <= value < 1e4:
+        return f"{value:.3g}"
+    lead, _, power = f"{value:.1e}".partition("e")
+    return Markup("{}·10<sup>{}</sup>").format(lead, str(int(power)).replace("-", _MINUS))
+
+
+def share(value: float | None) -> str:
+    """Write a fraction in percent."""
+    return "" if value is None else f"{100 * value:.4g} %"
 
 
 def _cited(paper: str) -> Markup:
     """Text in which papers of arXiv are links."""
     return Markup(_PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(paper))))
-
-
-_PAGES.filters |= {"cited": _cited, "small": small, "share": share}
-_PAGES.globals.update(
-    version=__version__, figures=figures, kinds=kinds, badge_svg=charts.badge, colours=COLOURS, outcomes=OUTCOMES
-)
-
-
-def render(facts: Facts) -> str:
-    """Write the whole page."""
-    norms = facts.norms
-    return _PAGES.get_template("page.html.jinja").render(
-        facts=facts, report=facts.report, style=charts.STYLE, tiles=list(_tiles(facts)), provenance=_provenance(facts),
-        norms=norms, used_roles={norm.role for norm in norms}, used_outcomes={norm.outcome for norm in norms},
-        stages=[(stage, list(blocks)) for stage, blocks in groupby(facts.blocks, lambda block: block.stage)],
-    )  # fmt: skip
 
 
 def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
@@ -53,7 +69,7 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
         yield from _measured(report, known=bool(facts.accuracy))
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
-    change = f"{after['parameters'] - before['parameters']:+,}".replace("-", MINUS)
+    change = f"{after['parameters'] - before['parameters']:+,}".replace("-", _MINUS)
     yield "parameters", f"{after['parameters']:,}", "as before" if change == "+0" else f"{change} by the conversion"
     if facts.accuracy:
         a = facts.accuracy
@@ -65,12 +81,12 @@ def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
 
 def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
     """Return the tiles of what was measured when the conversion was made; `known`: accuracies were measured since."""
-    for precision in dict.fromkeys(e.precision for e in report.logits):
-        errors = [e for e in report.logits if e.precision == precision]
+    for precision in dict.fromkeys(error.precision for error in report.logits):
+        errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         allowed = report.tolerance.get(precision) if report.exact else None
         below = Markup("allowed: {}").format(small(allowed)) if allowed else "at the logits"
-        yield f"relative L2, {precision}", small(max(e.relative_l2 for e in errors)), below
-    shares = [e.agreement for e in report.logits if e.agreement is not None] if report.exact else []
+        yield f"relative L2, {precision}", small(max(errors)), below
+    shares = [error.agreement for error in report.logits if error.agreement is not None] if report.exact else []
     if shares:
         yield "same answers", share(min(shares)), f"on {report.inputs}"
     kept = report.kept
@@ -89,3 +105,18 @@ def _provenance(facts: Facts) -> list[tuple[str, str]]:
         ("converted with", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
         ("page written by", f"normswap {__version__}"),
     ]
+
+
+def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
+    """Give (place, skip, norms) of every block, between the norms outside of blocks; paths as seen from the block."""
+    if facts.before:
+        yield "before the blocks", "", facts.before
+    for block in facts.blocks:
+        prefix = block.path.partition("+")[0] + "."
+        norms = [
+            replace(norm, path=norm.path.removeprefix(prefix), said=norm.said.replace(f" {prefix}", " "))
+            for norm in block.norms
+        ]
+        yield block.path, block.skip, norms
+    if facts.elsewhere:
+        yield "elsewhere", "", facts.elsewhere

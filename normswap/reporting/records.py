@@ -9,26 +9,15 @@ from normswap.diagnosis.findings import Finding
 from normswap.plan import Arch, Body
 from normswap.surgery.report import Report
 
-ROLES = ("stem", "other", "last", "down", "head")
-COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}  # of their classes in the page's style
+COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}  # of norms by role: classes in the page's style
 ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
-
-
-@dataclass(frozen=True)
-class Disc:
-    """The outcomes of a norm: how each is marked, and the meaning."""
-
-    mark: str
-    meaning: str
-
-
-OUTCOMES = {
-    "gone": Disc("empty", "folded away"),
-    "scalar": Disc(ALPHA, f"folded away, a scalar {ALPHA} in its place"),
-    "bias": Disc("b", "a shift per channel stays"),
-    "affine": Disc("a", "scale and shift stay"),
-    "replaced": Disc("r", "replaced by another layer"),
-    "kept": Disc("full", "kept"),
+OUTCOMES = {  # what may become of a norm: its mark and its meaning
+    "gone": ("", "folded away"),
+    "scalar": (ALPHA, f"folded away, a scalar {ALPHA} in its place"),
+    "bias": ("b", "a shift per channel stays"),
+    "affine": ("a", "scale and shift stay"),
+    "replaced": ("r", "replaced by another layer"),
+    "kept": ("●", "kept"),
 }
 
 
@@ -45,12 +34,7 @@ class StepFact:
 
 @dataclass(frozen=True)
 class NormFact:
-    """A norm of the source, and what the plan did to it.
-
-    Args:
-        outcome: one of `OUTCOMES`.
-        said: the same in words.
-    """
+    """A norm of the source, and what the plan did to it: one of `OUTCOMES`, and the same in words."""
 
     path: str
     role: str
@@ -129,11 +113,6 @@ class Facts:
     def title(self) -> str:
         names = [step.scheme for step in self.steps]
         return f"{self.arch.name} converted to {', then '.join(names)}" if names else self.arch.name
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stage of each block, in order of the forward pass."""
-        return tuple(block.stage for block in self.blocks)
 
     @property
     def norms(self) -> tuple[NormFact, ...]:

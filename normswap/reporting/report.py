@@ -1,4 +1,4 @@
-"""The report about a directory that normswap wrote: its facts as one record, which `page` lays out, and the file.
+"""The report about a directory that normswap wrote: its facts as one record, which `page` lays out.
 
 The source is opened again where it is still what it was; else the network is unfolded, which brings its BatchNorm back;
 else only what the directory itself holds is told.
@@ -30,9 +30,8 @@ from normswap.models import devices, network_input, zoo
 from normswap.models.calling import Inputs, form
 from normswap.plan import Plan, Step
 from normswap.provenance import Provenance
-from normswap.reporting import page
-from normswap.reporting.records import ROLES, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
-from normswap.storage import atomic_write, checkpoint, header_record
+from normswap.reporting.records import COLOURS, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
+from normswap.storage import checkpoint, header_record
 from normswap.surgery import reverification, unfolding
 from normswap.surgery.network import Network
 
@@ -88,7 +87,10 @@ def collect(
         others=tuple(norm for path, norm in norms.items() if path not in inside),
         gammas=_gammas(record, norms),
         alphas=_alphas(result, seen, record.plan),
-        sizes={"before": _sizes(bare.module), "after": _sizes(result)},
+        sizes={
+            name: {"norms": summary.norms(model), "parameters": summary.parameters(model)}
+            for name, model in (("before", bare.module), ("after", result))
+        },
         against=against,
         notes=tuple(notes),
         signal=_signal(before, network),
@@ -96,15 +98,6 @@ def collect(
         accuracy=_accuracy(before, result, loader),
         findings=_findings(before or network, loader),
     )
-
-
-def write(facts: Facts, file: Path) -> None:
-    """Write the page beside its place, then rename it: it is there whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    atomic_write.text(file, page.render(facts))
 
 
 def _source(network: Network) -> tuple[Network | None, str, list[str]]:
@@ -120,23 +113,16 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
             if reverification.unchanged(source, result) is not False:
                 return network.after(source.to(network.device)), "source", notes
             notes.append("The recorded source has other tensors now than when this was made.")
-    if not _exact(record.plan):
-        notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
-        return None, "", notes
     try:
+        if not all(schemes.exact(step) for step in record.plan.steps):
+            notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
+            return None, "", notes
         unfolded = unfolding.unfold(network)
-        unfolded.module.eval()
-        return unfolded, "unfolded", notes
     except NormswapError as error:
         notes.append(f"The result cannot be unfolded: {error}")
         return None, "", notes
-
-
-def _exact(plan: Plan) -> bool:
-    try:
-        return all(schemes.exact(step) for step in plan.steps)
-    except NormswapError:
-        return False
+    unfolded.module.eval()
+    return unfolded, "unfolded", notes
 
 
 def _step(step: Step) -> StepFact:
@@ -151,33 +137,24 @@ def _step(step: Step) -> StepFact:
     )
 
 
-def _sizes(model: nn.Module) -> dict[str, int]:
-    return {"norms": summary.norms(model), "parameters": summary.parameters(model)}
-
-
 def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
     """Return every norm of the source by path, with what all steps together did to it."""
     outcomes = dict.fromkeys((norm.path for norm in seen.norms), "kept")
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
         for edit in step.edits:
-            for path, _ in edit.absorbed if not step.outcomes else ():  # of a plan that has none
-                if path in sentences:
-                    sentences[path].append(f"goes into {edit.path}")
             if edit.path in outcomes:
                 outcomes[edit.path] = planned_layers()[edit.layer].OUTCOME
-                sentences[edit.path] += [] if step.outcomes else [f"gives way to a {edit.layer}"]
         for path, outcome in step.outcomes.items():
             if path in sentences:
                 sentences[path].append(str(outcome))
+    said = {path: "; ".join(dict.fromkeys(filter(None, told))) for path, told in sentences.items()}
     return {
-        norm.path: NormFact(norm.path, norm.role, norm.channels, outcomes[norm.path], _words(sentences[norm.path]))
+        norm.path: NormFact(
+            norm.path, norm.role, norm.channels, outcomes[norm.path], said[norm.path] or "stays as it is"
+        )
         for norm in seen.norms
     }
-
-
-def _words(sentences: list[str]) -> str:
-    return "; ".join(dict.fromkeys(words for words in sentences if words)) or "stays as it is"
 
 
 def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...]:
@@ -189,15 +166,24 @@ def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...
             by_role.setdefault(role, []).append(tensor.detach().double().flatten().numpy())
     if not by_role:
         return ()
-    every = np.concatenate([values for group in by_role.values() for values in group])
-    edges = np.histogram_bin_edges(every, _BINS)
+    edges = np.histogram_bin_edges(
+        np.concatenate([values for tensors in by_role.values() for values in tensors]), _BINS
+    )
     listed = []
-    for role in (role for role in ROLES if role in by_role):
-        values = np.concatenate(by_role[role])
+    for role, tensors in sorted(by_role.items(), key=lambda pair: [*COLOURS].index(pair[0])):
+        values = np.concatenate(tensors)
         counts, _ = np.histogram(values, edges)
-        signs = int((values < 0).sum()), int((values == 0).sum())
-        count = tuple(int(c) for c in counts)
-        listed.append(Gammas(role, len(by_role[role]), tuple(edges.tolist()), count, float(values.mean()), *signs))
+        listed.append(
+            Gammas(
+                role=role,
+                norms=len(tensors),
+                edges=tuple(edges.tolist()),
+                counts=tuple(counts.tolist()),
+                mean=float(values.mean()),
+                negative=int((values < 0).sum()),
+                zero=int((values == 0).sum()),
+            )
+        )
     return tuple(listed)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
-from normswap.folding.outcomes import KEEPS_STATISTICS, left_affine
-from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_affine
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine

@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from normswap.folding.canonical_form import fold_norms
-from normswap.folding.outcomes import KEEPS_STATISTICS
-from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.layers.placeholders import Vacant

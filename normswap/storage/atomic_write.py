@@ -32,7 +32,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
             for written in (path for one in made for path in (one, *one.rglob("*"))):
                 if written.is_file():
                     written.chmod(0o666 & ~_umask())  # some writers make it private
-            if beside or file.is_dir():
+            if beside or aside.is_dir():
                 _exchange(made, file.parent, Path(folder) / "old")
             else:
                 os.replace(aside, file)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, SourceError, first_line
 from normswap.models import hub, kinds, network_input, weight_files, zoo
-from normswap.plan import Arch, Plan, digest_of
+from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card, network_folder
 from normswap.storage.header_record import VERSION, read_header
@@ -129,7 +129,7 @@ def load(
     header, file = read_header(folder), folder / WEIGHTS
     arch = Arch(**header.arch.model_dump()) if header.arch else None
     plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
-    if header.plan.get("digest") != digest_of(header.plan):
+    if header.plan.get("digest") != plan.digest:
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
     norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}

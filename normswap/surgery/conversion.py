@@ -12,9 +12,8 @@ from torch import nn
 from normswap import copying, schemes
 from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError, spelled
-from normswap.folding.outcomes import counts
 from normswap.folding.overwriting import aliasing_conflicts
-from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph import selection
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.selection import patterns, restrict
@@ -125,7 +124,7 @@ def convert(
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
     seed: int | None = None,
-    calibrate: Batches | None = None,
+    calibrate: Batches | str | None = None,
     progress: Progress | None = None,
     **options: Unpack[ConvertOptions],
 ) -> Conversion:
@@ -139,7 +138,8 @@ def convert(
         input_size: (C, H, W); by default what the model says of itself (`network_input.size`).
         calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
             gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
-            What a batch has beyond the network's arguments is left out.
+            What a batch has beyond the network's arguments is left out. "synthetic": 128 images made from the
+            statistics that the network's BatchNorms keep.
         progress: called while fitting, with the layers done and their total.
         options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.
@@ -162,7 +162,7 @@ def convert(
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
     steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
-    images = source.calibrate
+    images = source.images
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     network = source.fitted_to(images, source.progress)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from normswap.calibration.fit_task import FitTask
+from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
 from normswap.images import stem_statistics
 from normswap.models.calling import Example
@@ -26,18 +27,21 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """The images that the values of a step are fitted to; None where nothing in it is fitted, or there are no images.
 
     Raises:
-        OptionError: the scheme needs data and there are none.
+        OptionError: the scheme needs data and there are none, or they are synthetic and it measures statistics of them.
     """
     if not chosen.fits:
         return None
+    images = network.images
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
-    if network.calibrate is None and chosen.measures:
-        raise OptionError(f"{chosen.scheme.name} measures statistics on images", "there are none", remedy)
-    if network.calibrate is None and chosen.requires_data:
+    if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
+        why = "there are none" if images is None else "those of synthetic images are not what training would begin from"
+        raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
+    if images is None and chosen.requires_data:
+        remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
         if chosen.exact_instead is not None:
             remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
-    return network.calibrate
+    return images
 
 
 def require_use(chosen: Chosen, network: Network) -> None:
@@ -109,11 +113,13 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
     if scheme.fitting_target is not None:
         # The result is fitted to the source with the rescaling that the result has.
         source = applying.apply_step(source, scheme.fitting_target(step))
-        if batches is not None:
+        if batches is not None and not isinstance(images, SyntheticImages):
             batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert scheme.fit is not None
     task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
     notes = tuple(scheme.fit(task) or ())
+    if isinstance(images, SyntheticImages):
+        notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
     if split is None:
         return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
     if split.held and split.copies:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from normswap import copying, provenance
+from normswap.calibration import synthetic_images
+from normswap.calibration.synthetic_images import SyntheticImages
 from normswap.errors import OptionError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
@@ -55,7 +57,8 @@ class Network:
             default N(0, 1) noise of `size`.
         size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
         seed: of all that is drawn.
-        calibrate: batches to fit values to, or a function that gives them.
+        calibrate: batches to fit values to, a function that gives them, or "synthetic": images made from the statistics
+            that the network's BatchNorms keep.
         progress: called while values are fitted, with what is done and the total.
     """
 
@@ -63,17 +66,15 @@ class Network:
     inputs: Inputs = None
     size: Sequence[int] | None = None
     seed: int = 0
-    calibrate: Batches | None = None
+    calibrate: Batches | str | None = None
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
         network_input.require_module(self.module)
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
-        if isinstance(self.calibrate, str):
-            raise OptionError(
-                f"calibrate={self.calibrate!r} is no batches of images", remedy="Give batches of images, or none"
-            )
+        if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
+            raise OptionError(f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'")
 
     @classmethod
     def of(
@@ -83,7 +84,7 @@ class Network:
         inputs: Inputs = None,
         size: Sequence[int] | None = None,
         seed: int | None = None,
-        calibrate: Batches | None = None,
+        calibrate: Batches | str | None = None,
         progress: Progress | None = None,
     ) -> Network:
         """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
@@ -201,6 +202,15 @@ class Network:
         traced = self.anatomy.traced
         noise = running.noise(self.module, self.input_size, seed=self.seed, ran=traced.recorded)
         return noise[:1] if traced.input_independent else noise
+
+    @cached_property
+    def images(self) -> Batches | None:
+        """The images that values are fitted to: those given, or synthetic ones of the network as it is now."""
+        if not isinstance(self.calibrate, str):
+            return self.calibrate
+        size = self.size or self.examples[0].size
+        made = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return SyntheticImages(made)
 
     @property
     def described(self) -> str:

@@ -93,7 +93,7 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
             f"Leave out '{spelled('against')}'",
         )
     bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
-    images = network.calibrate
+    images = network.images
     assert images is not None
     step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
     result = applied(network, step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normswap.copying import to_double, tree
 from normswap.errors import VerificationError, first_line
-from normswap.graph.widening import Widening
+from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import evaluating, hooked, with_heads

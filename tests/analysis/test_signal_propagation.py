@@ -9,7 +9,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from normswap.analysis import plots
 from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
-from normswap.cli.printing import plain
+from normswap.cli.tables import plain
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
 from normswap.surgery.network import Network
@@ -246,19 +245,6 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
         assert all(f"<!-- {label}" in text for label in ("small", "exploding", "theory", "residual block", "a title"))
         assert "log scale" in text
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
-
-
-def test_every_word_is_readable_and_a_short_curve_has_all_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No letters below 11 points; dashes begin where their curve does."""
-    drawn: list[Any] = []
-    monkeypatch.setattr(plots, "save", lambda figure, file: drawn.append(figure))
-    plots.plot(CURVES, "a.png")
-    (figure,) = drawn
-    words = [text for legend in figure.legends for text in legend.get_texts()]
-    words += [axis.label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
-    assert min(text.get_fontsize() for text in words) >= 11
-    assert {curve.get_markevery() for curve in figure.axes[0].get_lines() if curve.get_marker() != "None"} == {1}
-    assert all(style[0] == 0 for style in plots.LINES if not isinstance(style, str))
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:

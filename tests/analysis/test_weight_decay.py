@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,10 +16,16 @@ from torch import Tensor, nn
 
 from normswap import schemes
 from normswap.analysis.decay_settings import POLICIES
-from normswap.analysis.weight_decay import SCALARS, counts, param_groups, roles
+from normswap.analysis.weight_decay import SCALARS, Assignment, param_groups, roles
 from normswap.errors import OptionError, TraceError
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
+
+
+def counts(assignments: list[Assignment]) -> dict[str, int]:
+    """How many tensors have each role."""
+    return dict(Counter(assignment.role for assignment in assignments))
+
 
 # How these were counted, from the papers and not from our output.
 #

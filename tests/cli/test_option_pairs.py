@@ -103,6 +103,7 @@ def answers(model: torch.nn.Module, channels: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", sampled(PAIRS, 24), ids=lambda pair: f"{pair[0]} {pair[1]}")
 def test_two_options_of_convert(
     pair: tuple[Option, Option],

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from normswap.cli import app, conversion_table, progress, tables
-from normswap.cli.commands import convert_command, recalibrate_command
+from normswap.cli import conversion_table, progress, tables
+from normswap.cli.commands import recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.exporting.settings import FileSettings
 from normswap.training.progress_records import TrainingProgress
@@ -62,21 +62,8 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 
-@pytest.mark.parametrize("option", ["dry_run", "plan", "from_plan", "force"])
-def test_a_plan_is_carried_out_and_nothing_replaced_unless_asked_for(option: str) -> None:
-    assert not getattr(convert_command.Planning(), option)
-
-
 @pytest.mark.parametrize(
     ("values", "text"), [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 values)"), ([], "")]
 )
 def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
     assert tables.few(values) == text
-
-
-@pytest.mark.parametrize(
-    ("word", "place"), [("~/x", "/home/me/x"), ("--output=~/x", "--output=/home/me/x"), ("a~/x", "")]
-)
-def test_a_home_that_no_shell_replaced_is_one(word: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert app._at_home(word) == (place or word)

@@ -67,38 +67,6 @@ def test_spp_overlays_the_analytic_variance_of_nf_networks(here: Path, capfd: Ca
     assert "<!-- nf_resnet26 (2), expected -->" in (here / "a.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("spp",), "MODEL"),
-        (("spp", *SMALL, "-o", "a.xyz"), "Known:"),
-        (("spp", *SMALL, "-o", "taken.png"), "exists"),
-        (("spp", *SMALL, "--csv", "taken.png"), "exists"),
-        (("spp", *SMALL, "--statistics", "some"), "auto"),
-        (("spp", *SMALL, "--data", "nowhere"), "nowhere"),
-        (("spp", "no_such_net"), "no_such_net"),
-        (("spp", "vit_tiny_patch16_224", "--weights", "random"), "size"),
-        (("spp", "vgg11", "--weights", "random", "--arch-arg", "mlp_ratio=0.01"), "no residual blocks"),
-        (("decay", "resnet18", "--policy", "kim"), "kim2022"),
-        (("decay", "resnet18", "--weight-decay", "-1"), "--weight-decay"),
-        (("decay", "resnet18", "--layer-decay", "2"), "--layer-decay"),
-        (("decay", "no_such_net"), "no_such_net"),
-    ],
-)
-def test_bad_input_gives_one_line_and_leaves_nothing(
-    here: Path, capfd: Capture, arguments: tuple[str, ...], said: str
-) -> None:
-    (here / "taken.png").write_bytes(b"mine")
-    small = ("--input-size", "3,32,32", "--samples", "2") if arguments[0] == "spp" and len(arguments) > 1 else ()
-    assert main([*arguments, *small]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    assert said in err
-    assert {file.name: file.read_bytes() for file in here.iterdir()} == {"taken.png": b"mine"}
-
-
 def test_force_replaces(here: Path) -> None:
     (here / "a.png").write_bytes(b"old")
     assert main(["spp", *SMALL, "--input-size", "3,32,32", "--samples", "2", "-o", "a.png", "--force"]) == 0

@@ -72,11 +72,6 @@ def apart(a: nn.Module, b: nn.Module) -> float:
         return float((a(images()) - b(images())).norm() / a(images()).norm())
 
 
-def pooled(kernel: int, stride: int = 1, **how: Any) -> nn.Module:
-    """A branch of a Diverse Branch Block with as many groups as channels."""
-    return nn.Sequential(nn.AvgPool2d(kernel, stride, kernel // 2, **how), nn.BatchNorm2d(4))
-
-
 MERGED = {
     "repvgg": lambda: Summed(ConvNorm(1), ConvNorm(3), nn.BatchNorm2d(4)),
     "many of one size": lambda: Summed(*(ConvNorm(3) for _ in range(3)), ConvNorm(1)),
@@ -87,13 +82,6 @@ MERGED = {
     "not square": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, (1, 3), padding=(0, 1)), nn.Conv2d(4, 4, 1, bias=False)),
     "repvit": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=1, then=nn.BatchNorm2d(4)),
     "twice itself": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=2, then=nn.BatchNorm2d(4)),
-    "pooled": lambda: Summed(ConvNorm(3), pooled(3), ConvNorm(1)),
-    "pooled behind a convolution": lambda: Summed(ConvNorm(3), ConvNorm(1), pooled(3), nn.AvgPool2d(3, 1, 1)),
-    "pooled and bare": lambda: Summed(ConvNorm(5, groups=4), nn.AvgPool2d(3, 1, 1), pooled(5)),
-    "pooled, strided": lambda: Summed(ConvNorm(3, stride=2, groups=2), pooled(3, stride=2)),
-    "pooled, not square": lambda: Summed(
-        ConvNorm(5), nn.Sequential(nn.AvgPool2d((3, 5), 1, (1, 2)), nn.BatchNorm2d(4)), skips=1, then=nn.BatchNorm2d(4)
-    ),
     "a norm of the sum": lambda: Summed(nn.Conv2d(4, 4, 3, padding=1), ConvNorm(1), then=nn.BatchNorm2d(4)),
 }
 
@@ -123,11 +111,6 @@ def read_elsewhere(m: Any, x: Tensor) -> Tensor:
     return torch.cat([one := m.arms[0](x), (one + m.arms[1](x)).relu()], 1)
 
 
-def pool_read_elsewhere(m: Any, x: Tensor) -> Tensor:
-    pool = m.arms[1](x)
-    return torch.cat([m.arms[2](pool), (m.arms[0](x) + m.then(pool)).relu()], 1)
-
-
 KEPT = {
     "read elsewhere": lambda: Summed(ConvNorm(3), ConvNorm(1), body=read_elsewhere),
     "two sources": lambda: Summed(
@@ -141,12 +124,6 @@ KEPT = {
     ),
     "other groups": lambda: Summed(ConvNorm(3), ConvNorm(1, groups=2)),
     "taps between the taps": lambda: Summed(ConvNorm(3, dilation=2, padding=2), ConvNorm(3)),
-    "pooled without the border": lambda: Summed(ConvNorm(3), pooled(3, count_include_pad=False), ConvNorm(3, groups=2)),
-    "pooled by a divisor of its own": lambda: Summed(ConvNorm(3), pooled(3, divisor_override=5), ConvNorm(3, groups=2)),
-    "pooled and read elsewhere": lambda: Summed(
-        ConvNorm(3), nn.AvgPool2d(3, 1, 1), ConvNorm(1), then=nn.BatchNorm2d(4), body=pool_read_elsewhere
-    ),
-    "pooled in larger windows": lambda: Summed(ConvNorm(3), pooled(5), ConvNorm(3, groups=2)),
     "reflected": lambda: Summed(ConvNorm(3, padding_mode="reflect"), ConvNorm(1)),
 }
 

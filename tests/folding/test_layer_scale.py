@@ -15,7 +15,7 @@ from timm.layers import LayerScale, LayerScale2d
 from torch import Tensor, nn
 
 import normswap
-from normswap.graph.widening import Widening
+from normswap.graph.recorder import Widening
 from normswap.layers import channel_norm
 from normswap.surgery import applying
 

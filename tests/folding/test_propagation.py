@@ -132,7 +132,10 @@ def test_one_part_taken_for_the_other_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "args", "size"),
-    [("mixnet_s", {}, 64), ("levit_128s", {"img_size": 128, "embed_dim": (32, 64, 96)}, 128)],
+    [
+        pytest.param("mixnet_s", {}, 64, marks=pytest.mark.slow),
+        ("levit_128s", {"img_size": 128, "embed_dim": (32, 64, 96)}, 128),
+    ],
     ids=["mixnet_s", "levit_128s"],
 )
 def test_there_and_back(arch: str, args: dict[str, Any], size: int, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lived import batchnorms, distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError
-from normswap.folding.outcomes import NEVER_CALLED
+from normswap.folding.plan_builder import NEVER_CALLED
 from normswap.layers.scalars import Scale
 from normswap.surgery import applying
 

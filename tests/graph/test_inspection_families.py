@@ -1,4 +1,4 @@
-"""What `inspect` says about nine families: roles, blocks, stages, classifier, for one small network of each."""
+"""What `inspect` says about fifteen networks, against figures worked out by hand (He et al. 2015; Kim et al. 2022)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from normswap.graph.inspection import Anatomy, inspect
 
 @dataclass(frozen=True)
 class Row:
-    """What must be seen: norms by role; blocks by skip and order; for some norms, by path, their role."""
+    """What must be seen: norms by role; blocks by skip and order; for some norms, by path, their role.
+
+    ends: of every block, within it, its tail, its last norm and its gate.
+    """
 
     arch: str
     roles: dict[str, int]
@@ -23,6 +26,8 @@ class Row:
     classifier: str
     norms: dict[str, str] = field(default_factory=dict)
     kind: str = "BatchNorm"
+    ends: tuple[str, str, str | None] | None = None
+    dropout: str | None = None
 
     def __str__(self) -> str:
         return self.arch
@@ -32,6 +37,9 @@ class Row:
 #   end of the first residual block and is in none; `head`: after the last; `down`: on projection skips; `last`: one
 #   per block.
 #
+# ResNets: basic blocks have 2 norms, bottlenecks 3; stages of 2-2-2-2 and 3-4-6-3; the first block of a stage projects
+#   its skip, but for the first stage of basic blocks. In v2 the first norm of a downsampling block feeds its
+#   projection: it counts as `down`.
 # RegNetY-200MF: 1 + 1 + 4 + 7 = 13 bottlenecks of 3 norms, the first of each stage with a projection; stem 1.
 # MobileNetV3-small x 0.5: 1 depthwise-separable, 10 inverted residuals, 1 convolution: 1 + 2 + 30 + 1 = 34 norms.
 #   Residual: blocks.1.1, 2.1, 2.2, 3.0 (24 channels before and after, at half width), 3.1, 4.1, 4.2 = 7; before: 6.
@@ -47,7 +55,22 @@ class Row:
 #   after: 2.
 # ConvNeXt: 2 + 2 + 6 + 2 blocks of 1, stem 1, 3 downsamplings, head 1. ViT-Ti: 12 * 2 + 1. Swin-T: patch_embed 1, 12
 #   * 2, 3 mergings, 1. In all three two linear layers follow the norms of the MLPs, so none is a branch's last.
+LAYERS, STAGES = "layer1 layer2 layer3 layer4", "stages.0 stages.1 stages.2 stages.3"
 ROWS = [
+    Row("resnet18", {"stem": 1, "last": 8, "down": 3, "other": 8}, {"identity post": 5, "projection post": 3}, LAYERS,
+        "fc", ends=("bn2", "bn2", None), dropout="drop_rate"),
+    Row("resnet50", {"stem": 1, "last": 16, "down": 4, "other": 32}, {"identity post": 12, "projection post": 4},
+        LAYERS, "fc", {"bn1": "stem", "layer1.0.downsample.1": "down", "layer4.0.downsample.1": "down"},
+        ends=("bn3", "bn3", None), dropout="drop_rate"),
+    Row("resnet50d", {"stem": 3, "last": 16, "down": 4, "other": 32}, {"identity post": 12, "projection post": 4},
+        LAYERS, "fc", ends=("bn3", "bn3", None)),
+    Row("ecaresnet50t", {"stem": 3, "last": 16, "down": 4, "other": 32}, {"identity post": 12, "projection post": 4},
+        LAYERS, "fc", ends=("se", "bn3", "se")),
+    Row("resnetv2_50", {"last": 16, "down": 4, "other": 28, "head": 1}, {"identity pre": 12, "projection pre": 4},
+        STAGES, "head.fc", {"stages.0.blocks.0.norm1": "down", "stages.3.blocks.0.norm1": "down", "norm": "head"},
+        ends=("drop_path", "norm3", None), dropout="head.drop"),
+    Row("resnetv2_18", {"last": 8, "down": 3, "other": 5, "head": 1}, {"identity pre": 5, "projection pre": 3}, STAGES,
+        "head.fc", ends=("drop_path", "norm2", None), dropout="head.drop"),
     Row("regnety_002", {"stem": 1, "other": 26, "last": 13, "down": 4}, {"projection post": 4, "identity post": 9},
         "s1 s2 s3 s4", "head.fc",
         {"stem.bn": "stem", "s2.b1.conv3.bn": "last", "s2.b1.downsample.bn": "down", "s4.b7.conv1.bn": "other"}),
@@ -93,16 +116,30 @@ def _tree(stage: str) -> str:
     return stage.rsplit(".tree", 1)[0]
 
 
-NARROWER: dict[str, dict[str, Any]] = {"swin_tiny_patch4_window7_224": {"embed_dim": 24}}  # which takes long to draw
+BOTTLENECKS = ("resnet50", "resnet50d", "ecaresnet50t")
+NARROWER: dict[str, dict[str, Any]] = {
+    "swin_tiny_patch4_window7_224": {"embed_dim": 24},
+    **{name: {"channels": (32, 64, 128, 256)} for name in BOTTLENECKS},  # half as many; 64 come out of the stem
+}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_anatomy_of(row: Row) -> None:
-    seen = inspect(timm.create_model(row.arch, **NARROWER.get(row.arch, {})))
+    model = timm.create_model(row.arch, **NARROWER.get(row.arch, {}))
+    seen = inspect(model)
     assert summary(seen) == (row.roles, row.blocks, row.stages)
-    assert seen.classifier == row.classifier
+    assert (seen.classifier, seen.refusals) == (row.classifier, ())
+    assert row.dropout in (None, seen.dropout)
     role = {norm.path: norm.role for norm in seen.norms}
     assert {path: role[path] for path in row.norms} == row.norms
-    assert all(norm.kind.startswith(row.kind) for norm in seen.norms)
-    assert all(block.gate is None for block in seen.blocks), "squeeze-excite is in the middle, and LayerScale no gate"
-    assert all(block.tail and block.tail.startswith(f"{block.path.split('+')[0]}.") for block in seen.blocks)
+    for norm in seen.norms:
+        module: Any = model.get_submodule(norm.path)
+        assert (norm.kind, norm.channels) == (type(module).__name__, module.weight.numel())
+        assert norm.kind.startswith(row.kind)
+    for block in seen.blocks:
+        path = block.path.split("+")[0]
+        tail, last, gate = row.ends or (block.tail and block.tail[len(path) + 1 :], None, None)
+        assert block.tail == f"{path}.{tail}"
+        assert last is None or block.last == f"{path}.{last}"
+        assert block.gate == (gate and f"{path}.{gate}"), "squeeze-excite is in the middle, and LayerScale no gate"
+        assert row.ends is None or block.drop_path is None

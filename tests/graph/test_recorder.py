@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 import normswap
 from normswap.errors import TraceError
 from normswap.graph import inspection, recording
+from normswap.graph.recorder import Widening
 from normswap.graph.spelling import after
-from normswap.graph.widening import Widening
 from normswap.layers import affine, known_norms
 from normswap.surgery import applying
 

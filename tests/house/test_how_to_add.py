@@ -35,7 +35,7 @@ from __future__ import annotations
 from torch import nn
 
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.outcomes import left_affine
+from normswap.folding.plan_builder import left_affine
 from normswap.graph.inspection import Anatomy
 from normswap.schemes.norm_insertion import insert_norms
 

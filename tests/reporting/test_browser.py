@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, FLAGS
-from crossed import crossed
 from PIL import Image
 from reports import source
 
@@ -53,13 +53,13 @@ def colours(picture: Image.Image) -> int:
     return len(counted)
 
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def needs_browser(test: Any) -> Any:
+    """Mark a test that starts Chromium: slow, and left out where there is none."""
+    return pytest.mark.slow(pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")(test))
 
 
 @needs_browser
-@crossed(
-    "dark, width", [False, True], [400, 1400], every=2, ids=lambda one: {False: "light", True: "dark"}.get(one, one)
-)
+@pytest.mark.parametrize(("dark", "width"), [(False, 400), (True, 1400)], ids=["light, narrow", "dark, wide"])
 def test_renders(written: str, tmp_path: Path, dark: bool, width: int) -> None:
     said, picture = look(written, tmp_path, width, dark=dark)
     assert len(said) == 1, said

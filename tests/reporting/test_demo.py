@@ -12,9 +12,9 @@ import torch
 from commands import as_documented
 from torch import nn
 
-from normswap import demo_files, provenance
+from normswap import demo_files
 from normswap.cli.app import main
-from normswap.cli.printing import plain
+from normswap.cli.tables import plain
 from normswap.reporting import demo
 from normswap.storage import checkpoint
 
@@ -31,20 +31,6 @@ def test_ships_what_it_promises() -> None:
     assert set(sizes) == {"config.json", "model.safetensors", "images.tar"}
     assert sizes["model.safetensors"] <= 3 << 20
     assert sizes["images.tar"] <= 1 << 20
-
-
-def test_demo_is_a_model_and_a_folder_of_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["convert", "demo", "--to", "skipinit"]) == 0
-    assert main(["evaluate", "demo-skipinit", "--data", "demo", "--samples", "64", "--json"]) == 0
-    capfd.readouterr()
-    assert main(["verify", "demo-skipinit", "--json"]) == 0  # the source is found by the name that was saved
-    assert json.loads(capfd.readouterr().out)["passed"]
-    origin = provenance.of(checkpoint.load("demo-skipinit"))
-    assert origin is not None
-    assert origin.source == "demo"
 
 
 def test_everything_agrees(result: demo.Demo) -> None:

@@ -19,7 +19,7 @@ from normswap.errors import NormswapError, PlanError, VerificationError
 from normswap.plan import AbsorbMode, Absorption, Edit, Step
 from normswap.surgery import applying, carrying_out, comparison, conversion, running
 from normswap.surgery.network import Network
-from normswap.surgery.report import Error, Report
+from normswap.surgery.report import Error, Kept, Report
 
 Harm = Callable[[Any, Any], None]
 PATH = "layer2.1"  # the block that the mutants harm
@@ -305,7 +305,7 @@ def test_reports_survive_json() -> None:
     for report in (compared(none), compared(MUTANTS["not a number"])):
         assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 0.9, 1.0)
-    full = Report(False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), {"source": 80.0})
+    full = Report(False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), Kept(0.5, 0.1, 8))
     assert Report.from_dict(json.loads(json.dumps(full.to_dict()))) == full
 
 

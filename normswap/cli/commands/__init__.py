@@ -11,7 +11,7 @@ SUMMARIES = {
     "schemes": "List the schemes, their papers and options.",
     "demo": "Convert a shipped network; measure it before and after.",
     "advise": "Say which target to choose, and why.",
-    "bench": "Time a network as it is and folded, in each runtime.",
+    "bench": "Time a network as it is, folded, and exported.",
     "export": "Fold a network into one file for another runtime.",
     "push": "Publish a converted network on the Hugging Face hub.",
     "doctor": "Find and name BatchNorm troubles, and how to mend them.",

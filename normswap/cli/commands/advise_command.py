@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.printing import show
-from normswap.cli.tables import facts, line, listing, table
+from normswap.cli.tables import facts, line, listing, show, table
 from normswap.plan import Body
 
 KEYS = (
@@ -33,12 +33,14 @@ def run(
 ) -> int:
     """Say which target to choose, and why."""
     net = opening.open(model)
-    from normswap.analysis.advice import advise, body_of
+    from normswap.analysis.advice import advise
     from normswap.surgery.network import Network
 
     with progress.working("looking"):
         possible, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
-    body = body_of(possible, refused, source=model, batch_size=batch_size, private=private, deploy=deploy)
+    first, *others = map(asdict, possible)
+    body = {"source": model, "batch_size": batch_size, "private": private, "deploy": deploy,
+            "choose": first, "others": others, "refused": refused}  # fmt: skip
     show(body, json, _print)
     return 0
 

@@ -14,8 +14,7 @@ import typer
 from normswap.cli import progress
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Json, Opening, exported_file
-from normswap.cli.printing import show
-from normswap.cli.tables import facts, listing, next_step, size, table
+from normswap.cli.tables import facts, listing, next_step, show, size, table
 from normswap.errors import NormswapError, OptionError, first_line
 from normswap.models import source_names
 from normswap.plan import Body
@@ -246,7 +245,7 @@ def _print(body: Body) -> None:
         rows = list(group)
         timed = [_row(row) for row in rows if row["status"] == "ok"]
         title = f"{network}, batch {batch} of {size(settings['sizes'][network])}"
-        table(title, _COLUMNS, timed, right=_COLUMNS[1:], spare=("quartiles",))
+        table(title, _COLUMNS, timed, right=_COLUMNS[1:])
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
     listing("note", body["notes"])

@@ -5,7 +5,7 @@ The options of the schemes are made from their records (`schemes/parts/options.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from normswap import schemes
 from normswap.cli import conversion_table, progress
-from normswap.cli.fitting_images import Fitting
-from normswap.cli.image_options import ImageOpening
+from normswap.cli.image_options import ImageOpening, remark_on_images
 from normswap.cli.naming import last_part
-from normswap.cli.options import Json, Model
-from normswap.cli.printing import show
+from normswap.cli.options import Device, Json, Model
+from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
 from normswap.schemes import Options, all_options, purpose_names
@@ -26,8 +26,10 @@ from normswap.schemes.parts.options import Option
 from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+    from torch import nn
+
     from normswap.surgery.carrying_out import Conversion
-    from normswap.surgery.network import Network
+    from normswap.surgery.network import Batches, Network
 
 KEYS = (
     "source, output (null for a dry run), plan (file, or null), steps (each with scheme, options, edits: of the plan, "
@@ -52,6 +54,7 @@ class Target:
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-SCHEME].")
     ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False
 
 
 @dataclass(frozen=True)
@@ -67,40 +70,51 @@ class Scope:
         str | None, typer.Option("--for", metavar="|".join(purpose_names()), help="Add what such training needs.")
     ] = None
 
-    @property
-    def patterns(self) -> Options:
-        """The patterns as options of a scheme."""
-        return {name: value for name, value in (("only", self.only), ("skip", self.skip)) if value}
+
+@dataclass(frozen=True)
+class Fitting:
+    """The images that values are fitted to."""
+
+    GROUP: ClassVar[str] = "Images to fit values to"
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA|synthetic",
+            help="Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the "
+            "statistics of its BatchNorms.",
+        ),
+    ] = None
+    samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
+    device: Device = "cpu"
+
+    def on(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
+        """The record of a network whose values are fitted to them."""
+        from normswap.images.datasets import make_loader
+        from normswap.surgery.network import Network
+
+        images: Batches | str | None = self.calibrate
+        if self.calibrate == "synthetic" and self.samples:
+            raise OptionError("--samples cannot go with --calibrate synthetic", "128 images are made")
+        if self.calibrate not in (None, "synthetic"):
+            loader = make_loader(
+                model, self.calibrate, split="train", samples=self.samples or 1000, seed=self.seed, labelled=False
+            )
+            remark_on_images(model, loader)
+            images = loader
+        return Network(model, seed=self.seed, calibrate=images, progress=advance)
 
 
 @dataclass(frozen=True)
 class Planning:
-    """The options of the plan, and of files that stand in the way."""
+    """The options of the plan."""
 
     GROUP: ClassVar[str] = "The plan"
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None
     from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False
-
-    def check_writable(self) -> None:
-        """Check that the plan can be written.
-
-        Raises:
-            OutputError: the plan's file exists, or its folder does not.
-        """
-        if self.plan is not None:
-            atomic_write.check_writable(self.plan, force=self.force)
-
-
-@dataclass(frozen=True)
-class ConversionRequest:
-    """A request: a scheme with its options, or a plan."""
-
-    to: str | None
-    options: Options
-    purpose: str | None
-    from_plan: Path | None
 
 
 def _scheme_options() -> type[Any]:
@@ -152,121 +166,97 @@ def run(
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
-    wanted = ConversionRequest(target.to, {**_given(options), **scope.patterns}, scope.purpose, planning.from_plan)
-    plan_from_file, dry_run = _given_plan(wanted), planning.dry_run
-    if plan_from_file is None:
-        _check_request(wanted, planning=dry_run or planning.plan is not None)
-    scheme = plan_from_file.steps[-1].scheme if plan_from_file else str(target.to)
+    given = {**vars(options), "only": scope.only, "skip": scope.skip}
+    scheme_options = {name: value for name, value in given.items() if value not in (None, [])}
+    given_plan, dry_run = _given_plan(planning.from_plan, target.to, scope.purpose, scheme_options), planning.dry_run
+    if given_plan is None:
+        _check_request(target.to, scope.purpose, scheme_options, planning=dry_run or planning.plan is not None)
+    scheme = given_plan.steps[-1].scheme if given_plan else str(target.to)
     place = target.output or Path(f"{last_part(model)}-{scheme}")
     if not dry_run:
-        network_folder.check_writable(place, force=planning.force)
-    planning.check_writable()
+        network_folder.check_writable(place, force=target.force)
+    if planning.plan is not None:
+        atomic_write.check_writable(planning.plan, force=target.force)
     with nullcontext() if dry_run else network_folder.one_writer(place):
         net = opening.open(model)
-        from normswap.models import devices  # torch is there now
+        from normswap.analysis import summary  # torch is there now
+        from normswap.models import devices
         from normswap.storage import checkpoint
+        from normswap.surgery import conversion
         from normswap.surgery.network import Network
 
         net = devices.place(net, fitting.device)
         what = f"converting to {scheme}, verifying"
+        done: Conversion | None = None
         with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
-            if plan_from_file is not None:
-                done, bodies, steps = _follow(
-                    fitting.on(net, advance),
-                    plan_from_file,
-                    str(planning.from_plan),
-                )
+            if given_plan is not None:
+                done, bodies = _follow(fitting.on(net, advance), given_plan, str(planning.from_plan))
+                steps: Sequence[Step] = given_plan.steps
             elif dry_run:
-                done, bodies, steps = _plan_only(Network(net), wanted, measured=fitting.calibrate is not None)
+                fits = fitting.calibrate is not None
+                asked = {"purpose": scope.purpose, **scheme_options}
+                planned = [*conversion.plan_steps(Network(net), scheme, measured=fits, **asked)]
+                bodies = [summary.of_step(step, builder) for step, builder in planned]
+                steps = [step for step, _ in planned]
             else:
-                done, bodies, steps = _convert(fitting.on(net, advance), wanted)
+                network = fitting.on(net, advance)
+                done = conversion.convert(network, scheme, purpose=scope.purpose, **scheme_options)
+                bodies, steps = summary.of_conversion(done, scheme), done.plan.steps[-done.steps :]
         if done is not None and not dry_run:
             with progress.working(f"writing {place}"):
-                checkpoint.save(done, place, force=planning.force)
+                checkpoint.save(done, place, force=target.force)
     if planning.plan is not None:
         atomic_write.text(planning.plan, Plan(tuple(steps)).to_json(indent=2, about=_ABOUT) + "\n")
-    show(
-        {"source": model, "output": None if dry_run else place, "plan": planning.plan, "steps": bodies},
-        json,
-        conversion_table.done,
-    )
+    body = {"source": model, "output": None if dry_run else place, "plan": planning.plan, "steps": bodies}
+    show(body, json, conversion_table.done)
     return 0
 
 
-def _given(options: SchemeOptions) -> Options:
-    return {name: value for name, value in vars(options).items() if value is not None}
-
-
-def _given_plan(wanted: ConversionRequest) -> Plan | None:
-    """The plan that --from-plan names, if it does."""
-    if wanted.from_plan is None:
+def _given_plan(file: Path | None, to: str | None, purpose: str | None, options: Options) -> Plan | None:
+    """Return the plan that --from-plan names, if it does."""
+    if file is None:
         return None
-    options = [flag(name) for name in wanted.options]
-    options += [flag("purpose")] if wanted.purpose else []
-    options += ["--to"] if wanted.to is not None else []
-    if options:
-        raise OptionError(f"{' and '.join(options)} cannot go with --from-plan", "the plan says it")
+    stray = [flag(name) for name in options] + [flag("purpose")] * bool(purpose) + ["--to"] * bool(to)
+    if stray:
+        raise OptionError(f"{' and '.join(stray)} cannot go with --from-plan", "the plan says it")
     try:
-        text = wanted.from_plan.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", "") or "it is no text"
-        raise PlanError(f"cannot read the plan {wanted.from_plan}", why) from None
-    plan = Plan.from_json(text, str(wanted.from_plan))
+        raise PlanError(f"cannot read the plan {file}", why) from None
+    plan = Plan.from_json(text, str(file))
     if not any(step.edits for step in plan.steps):
-        raise PlanError(f"{wanted.from_plan} has no edits", "there is nothing to do")
+        raise PlanError(f"{file} has no edits", "there is nothing to do")
     return plan
 
 
-def _check_request(wanted: ConversionRequest, *, planning: bool) -> None:
+def _check_request(to: str | None, purpose: str | None, options: Options, *, planning: bool) -> None:
     """See, before any work, that scheme, options and purpose exist."""
-    from normswap import schemes
-
-    if wanted.to is None:
+    if to is None:
         remedy = f"Give --to {'|'.join([*schemes.names(), 'unfold'])}, or --from-plan FILE"
         raise OptionError("nothing says what to convert to", remedy=remedy)
-    if wanted.to == "unfold":
+    if to == "unfold":
         if planning:
             raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
         return
-    schemes.check_target(wanted.to)
-    schemes.chosen(wanted.to, wanted.options)
-    schemes.check_purpose(wanted.purpose)
+    schemes.check_target(to)
+    schemes.chosen(to, options)
+    schemes.check_purpose(purpose)
 
 
-Outcome = tuple["Conversion | None", list[Body], list[Step]]
-"""The conversion (None for a dry run), what to say of each step, and the steps."""
-
-
-def _follow(network: Network, plan: Plan, origin: str) -> Outcome:
-    """Carry out a plan that was given."""
+def _follow(network: Network, plan: Plan, origin: str) -> tuple[Conversion | None, list[Body]]:
+    """Carry out a plan that was given; return the last conversion, and what to say of each step."""
     from normswap.analysis import summary
     from normswap.surgery.carrying_out import carry_out
 
     bodies: list[Body] = []
     done: Conversion | None = None
-    images, progress = network.calibrate, network.progress
+    images, advance = network.images, network.progress
     for step in plan.steps:
         try:
-            done = carry_out(network.fitted_to(images, progress), step)
+            done = carry_out(network.fitted_to(images, advance), step)
         except RuntimeError as error:  # torch's, when layers do not fit each other
             raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
         network = done.network
         bodies += summary.of_conversion(done)
-    return done, bodies, list(plan.steps)
-
-
-def _plan_only(network: Network, wanted: ConversionRequest, *, measured: bool) -> Outcome:
-    """Plan only."""
-    from normswap.analysis import summary
-    from normswap.surgery.conversion import plan_steps
-
-    ways = [*plan_steps(network, str(wanted.to), measured=measured, purpose=wanted.purpose, **wanted.options)]
-    return None, [summary.of_step(step, builder) for step, builder in ways], [step for step, _ in ways]
-
-
-def _convert(network: Network, wanted: ConversionRequest) -> Outcome:
-    from normswap.analysis import summary
-    from normswap.surgery.conversion import convert
-
-    done = convert(network, str(wanted.to), purpose=wanted.purpose, **wanted.options)
-    return done, summary.of_conversion(done, str(wanted.to)), list(done.plan.steps[-done.steps :])
+    return done, bodies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +10,7 @@ import typer
 
 from normswap.analysis import decay_settings
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.printing import show
-from normswap.cli.tables import facts, next_step, table
+from normswap.cli.tables import facts, next_step, show, table
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -37,9 +36,10 @@ class ByStructure(Opening):
         typer.Option(metavar="pretrained|random", show_default=False, help="[default: random, unless MODEL is a path]"),
     ] = ""
 
-    def weights_of(self, name: str) -> str:
+    def open(self, name: str, *, runs: bool = False) -> nn.Module:
         there = Path(name.removeprefix("local-dir:")).exists()
-        return self.weights or ("pretrained" if there else "random")
+        weights = self.weights or ("pretrained" if there else "random")
+        return Opening.open(replace(self, weights=weights), name, runs=runs)
 
 
 def run(
@@ -63,12 +63,20 @@ def run(
     net = opening.open(model)
     from normswap.analysis.weight_decay import param_groups, roles
 
-    groups = param_groups(net, weight_decay, policy, layer_decay=layer_decay)
     assigned = [asdict(one) for one in roles(net, policy)]
     body = {
         "source": model,
         "policy": policy,
-        "groups": [_group(group) for group in groups],
+        "groups": [
+            {
+                "name": group["name"],
+                "weight_decay": group["weight_decay"],
+                "lr_scale": group.get("lr_scale", 1.0),
+                "tensors": len(group["params"]),
+                "values": sum(parameter.numel() for parameter in group["params"]),
+            }
+            for group in param_groups(net, weight_decay, policy, layer_decay=layer_decay)
+        ],
         "roles": _by_role(net, assigned),
         "parameters": assigned,
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
@@ -77,23 +85,16 @@ def run(
     return 0
 
 
-def _group(group: Body) -> Body:
-    values = sum(parameter.numel() for parameter in group["params"])
-    named = {"name": group["name"], "weight_decay": group["weight_decay"], "lr_scale": group.get("lr_scale", 1.0)}
-    return {**named, "tensors": len(group["params"]), "values": values}
-
-
 def _by_role(model: nn.Module, assigned: list[Body]) -> list[Body]:
     from normswap.analysis.weight_decay import ROLES
 
-    sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
-    rows: dict[tuple[str, bool], Body] = {}
-    for one in assigned:
-        new = {"role": one["role"], "decay": one["decay"], "reason": one["reason"], "tensors": 0, "values": 0}
-        row = rows.setdefault((one["role"], one["decay"]), new)
+    rows: dict[str, Body] = {}
+    for one in sorted(assigned, key=lambda one: ROLES.index(one["role"])):
+        new = {name: one[name] for name in ("role", "decay", "reason")} | {"tensors": 0, "values": 0}
+        row = rows.setdefault(f"{one['role']} {one['decay']}", new)
         row["tensors"] += 1
-        row["values"] += sizes[one["path"]]
-    return sorted(rows.values(), key=lambda row: ROLES.index(row["role"]))
+        row["values"] += model.get_parameter(one["path"]).numel()
+    return [*rows.values()]
 
 
 def _print(body: Body, *, each: bool) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from normswap.cli import progress
-from normswap.cli.network_table import network
 from normswap.cli.options import Json
-from normswap.cli.printing import show
-from normswap.cli.tables import line, next_step, small, table
+from normswap.cli.tables import line, network, next_step, show, small, table
 from normswap.plan import Body
 
 KEYS = (

@@ -7,8 +7,7 @@ from dataclasses import replace
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
-from normswap.cli.printing import show
-from normswap.cli.tables import entry, facts, few, listing
+from normswap.cli.tables import entry, facts, few, listing, show
 from normswap.plan import Body
 
 _SAMPLES = 256  # images, unless --samples says more

@@ -11,8 +11,7 @@ import typer
 from normswap.cli import file_table, progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
-from normswap.cli.printing import show
-from normswap.cli.tables import facts, next_step, size
+from normswap.cli.tables import facts, next_step, show, size
 from normswap.errors import OptionError
 from normswap.exporting import formats
 from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings

@@ -14,8 +14,7 @@ from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
 from normswap.cli.naming import last_part
 from normswap.cli.options import Device, Json
-from normswap.cli.printing import show
-from normswap.cli.tables import next_step
+from normswap.cli.tables import next_step, show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
 

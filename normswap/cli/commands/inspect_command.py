@@ -9,10 +9,8 @@ from functools import partial
 from itertools import groupby
 
 from normswap.cli import file_table, progress
-from normswap.cli.network_table import network
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
-from normswap.cli.printing import show
-from normswap.cli.tables import next_step, span, table
+from normswap.cli.tables import network, next_step, show, span, table
 from normswap.plan import Body
 
 KEYS = (
@@ -60,7 +58,7 @@ def _print(named: str, body: Body) -> None:
         gone = any(norm["role"] is None for norm in body["sites"])
         title = "Norms, here and gone" if gone else "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
         rows = _norm_rows(body["sites"], len(kinds) > 1)
-        table(title, _NORM_COLUMNS, rows, right=("channels", "beta", "|gamma|"), spare=("beta", "|gamma|"))
+        table(title, _NORM_COLUMNS, rows, right=("channels", "beta", "|gamma|"))
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)

@@ -9,8 +9,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Trust
-from normswap.cli.printing import show
-from normswap.cli.tables import facts, line, next_step
+from normswap.cli.tables import facts, line, next_step, show
 from normswap.plan import Body
 
 KEYS = "url (of the commit), repo, files, alone (whether timm loads it without normswap)"

@@ -12,9 +12,8 @@ from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, Model, open_model
-from normswap.cli.printing import show
 from normswap.cli.proof_table import proof
-from normswap.cli.tables import facts, line, next_step
+from normswap.cli.tables import facts, line, next_step, show
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli.options import Json
-from normswap.cli.printing import show
-from normswap.cli.tables import line, table
+from normswap.cli.tables import line, show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 

@@ -12,11 +12,10 @@ import typer
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.options import Json, Trust
-from normswap.cli.printing import show
-from normswap.cli.tables import line, next_step
-from normswap.errors import require_packages
+from normswap.cli.tables import line, next_step, show
+from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
-from normswap.reporting import page_file
+from normswap.storage import atomic_write, network_folder
 
 KEYS = (
     "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
@@ -24,6 +23,7 @@ KEYS = (
     "notes, signal (of before and after, a point per block), signal_inputs, accuracy, findings (of the doctor, on the "
     "norms of the network before, or else of the result)"
 )
+_MARK = "<!doctype html>"  # how a page begins
 EXAMPLES = (
     "report demo-skipinit",
     "report demo-skipinit --data demo -o skipinit.html",
@@ -47,18 +47,36 @@ def run(
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
-    page_file.check_writable(file, force=force)
+    check_writable(file, force=force)
     with progress.stages() as say:
         say("starting")
-        from normswap.reporting import report
+        from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
         loader = None if images.data is None else partial(images.loader, labelled=None)
         facts = report.collect(directory, loader, say, device=images.device, trust_factory=trust_factory)
-        report.write(facts, file)
+        atomic_write.text(file, page.render(facts))
     show({"output": file, **asdict(facts)}, json, partial(_print, directory))
     return 0
+
+
+def check_writable(file: Path, *, force: bool) -> None:
+    """See, before any work, that a page may be written there.
+
+    Raises:
+        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is no page of HTML
+            by its content or its name.
+    """
+    network_folder.check_beside(file)
+    atomic_write.check_writable(file, force=force)
+    if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
+        raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
+    if not file.exists():
+        return
+    with file.open(errors="replace") as opened:
+        if opened.read(len(_MARK)).lower() not in (_MARK, ""):
+            raise OutputError(f"{file} is no HTML file", remedy="Give another -o")
 
 
 def _print(directory: Path, body: Body) -> None:

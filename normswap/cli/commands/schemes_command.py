@@ -9,8 +9,7 @@ import typer
 
 from normswap import schemes
 from normswap.cli.options import Json
-from normswap.cli.printing import show
-from normswap.cli.tables import entry, next_step
+from normswap.cli.tables import entry, next_step, show
 from normswap.errors import flag
 from normswap.plan import Body
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from normswap.analysis import picture_formats
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Drawn, Json, Opening
-from normswap.cli.printing import show
-from normswap.cli.tables import next_step, table, written
+from normswap.cli.options import Json, Opening
+from normswap.cli.tables import next_step, show, table, written
 from normswap.errors import OptionError
 from normswap.plan import Body
+from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
@@ -31,6 +33,20 @@ EXAMPLES = (
 )
 _STATISTICS = ("auto", "batch", "running")
 _COLUMNS = ("block", "squared mean", "variance", "expected", "branch variance", "added variance")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where the picture and the table go, if anywhere."""
+
+    GROUP: ClassVar[str] = "Files to write"
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
+    ] = None
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="The same as a table.")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,10 @@ def run(
     """
     if look.statistics not in _STATISTICS:
         raise OptionError(f"--statistics {look.statistics!r} is none of {', '.join(_STATISTICS)}")
-    drawn.check_writable()
+    if drawn.output is not None:
+        picture_formats.check(drawn.output)
+    for file in filter(None, (drawn.output, drawn.csv)):
+        atomic_write.check_writable(file, force=drawn.force)
     show(_measure(models, opening, images, look, drawn), json, partial(_print, models))
     return 0
 
@@ -108,7 +127,8 @@ def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, d
         if (known := expected_nf(seen)) is not None:
             expected[name] = known
     overlay = {f"{name}, expected": values for name, values in expected.items()}
-    files = drawn.write(partial(plots.plot, curves, expected=overlay), partial(plots.write_csv, curves))
+    files = [plots.plot(curves, drawn.output, expected=overlay)] if drawn.output else []
+    files += [plots.write_csv(curves, drawn.csv)] if drawn.csv else []
     return {**plots.to_json(curves, expected), "inputs": inputs, "files": files}
 
 

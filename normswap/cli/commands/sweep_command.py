@@ -11,8 +11,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, Opening, Weights
-from normswap.cli.printing import show
-from normswap.cli.tables import line, next_step, table, written
+from normswap.cli.tables import line, next_step, show, table, written
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
 

@@ -12,9 +12,8 @@ from normswap.cli import file_table, progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, exported_file, open_model
-from normswap.cli.printing import show
 from normswap.cli.proof_table import proof, verdict
-from normswap.cli.tables import facts, line, next_step, small
+from normswap.cli.tables import facts, line, next_step, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 

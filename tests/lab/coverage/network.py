@@ -15,7 +15,7 @@ from torch.fx.experimental import optimization
 
 from normswap import schemes
 from normswap.errors import RefusedError, TraceError
-from normswap.folding.outcomes import FOLDED_BACK, FOLDED_FORWARD, LEFT_AFFINE, LEFT_SHIFT, NEVER_CALLED
+from normswap.folding.plan_builder import FOLDED_BACK, FOLDED_FORWARD, LEFT_AFFINE, LEFT_SHIFT, NEVER_CALLED
 from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.surgery import applying

@@ -36,10 +36,10 @@ from torch import Tensor, nn  # noqa: E402
 from wild_table import table  # noqa: E402
 
 from normswap.errors import NormswapError  # noqa: E402
-from normswap.folding.outcomes import NEVER_CALLED  # noqa: E402
+from normswap.folding.plan_builder import NEVER_CALLED  # noqa: E402
 from normswap.graph import inspection  # noqa: E402
 from normswap.graph.inspection import Anatomy  # noqa: E402
-from normswap.graph.widening import Widening  # noqa: E402
+from normswap.graph.recorder import Widening  # noqa: E402
 from normswap.layers.channelwise import ChannelAffine, ChannelBias  # noqa: E402
 from normswap.models import calling  # noqa: E402
 from normswap.models.calling import Example, named_tensors  # noqa: E402

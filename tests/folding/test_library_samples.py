@@ -1,4 +1,4 @@
-"""A fast sample of the walk over timm (tests/lab/coverage/walk.py), its own checker, and what the walk taught."""
+"""A fast sample of the walks over timm and other libraries (tests/lab/coverage), and their own checkers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from lived import batchnorms, distance, lived_in, run
 from tiny import C, bn, conv, net
 from torch import Tensor
 
-from normswap import convert
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "coverage"))
 
+import libraries
 import mutants
 import network
+import wild
+
+import normswap
+from normswap.models import calling
 
 SAMPLE = {  # by family: norms folded back, forward, scale moved on, left as a scale and shift
     "test_resnet": (15, 0, 0, 0),
@@ -57,6 +60,62 @@ def test_the_checker_notices_one_percent_of_one_channel(arch: str) -> None:
     assert (row["detected"], row["missed"]) == (mutants.TRIALS, [])
 
 
+OTHERS = (
+    "torchvision:shufflenet_v2_x0_5", "torchvision:regnet_y_400mf",
+    "torchvision:lraspp_mobilenet_v3_large", "torchvision:ssdlite320_mobilenet_v3_large",
+    "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn", "smp:Unet:mobilenet_v2", "smp:FPN:resnet18",
+    "transformers:ResNet", "transformers:RegNet", "transformers:MobileNetV2",
+    "transformers:MobileViTV2", "transformers:DPT", "monai:UNet 3-D", "monai:VNet",
+)  # fmt: skip
+LIBRARIES = {"smp": "segmentation_models_pytorch"}
+
+
+def need(name: str) -> None:
+    library = name.split(":")[0]
+    pytest.importorskip(LIBRARIES.get(library, library))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sampled(OTHERS, every=2))
+def test_other_libraries_fold(name: str) -> None:
+    need(name)
+    row = wild.check(name)
+    assert row["status"] == "exact", row
+    assert row["approximate"]["status"] == "runs", row
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    ["transformers:MobileNetV2", pytest.param("torchvision:ssdlite320_mobilenet_v3_large", marks=pytest.mark.slow)],
+)
+def test_in_one_line(name: str) -> None:
+    """As a user calls it: lists of images in and detections out, keywords in and a Hugging Face output out."""
+    need(name)
+    torch.manual_seed(0)
+    model, given = libraries.build(name)
+    (example,) = [one.like(model.double()) for one in calling.batches(given)]
+    wild.live(model, example)
+    done = normswap.convert(model, "folded", inputs=example)
+    assert done.report.passed
+    assert wild.norms(done.model) == []
+    broken = torch.nn.Module.parameters(done.model)
+    with torch.no_grad():
+        next(broken).mul_(1.01)
+    assert not normswap.verify(model, done.model, inputs=example).passed
+
+
+def test_the_walk_notices_one_percent_of_one_channel() -> None:
+    torch.manual_seed(0)
+    model, given = libraries.build("torchvision:mobilenet_v3_small")
+    example = calling.batches(given)[0].like(model.double())
+    wild.live(model, example)
+    reference = wild.run(model, example)
+    with torch.no_grad():
+        next(model.parameters())[0].mul_(1.01)
+    assert wild.error(reference, wild.run(model, example)) > 1e-6
+
+
 def _looks_at_values(m: Any, x: Tensor) -> Tensor:
     return m.bn(m.conv(x)) if float(x.sum()) < 1e9 else x
 
@@ -67,7 +126,7 @@ def test_a_scalar_behind_a_branch_that_looks_at_values() -> None:
     x = torch.randn(3, C, 7, 7, dtype=torch.float64)
     branch = net(_looks_at_values, conv=conv, bn=bn)
     model = lived_in(net(lambda m, x: ((y := m.conv(x)) + m.branch(y)).relu(), conv=conv, branch=branch)(), x)
-    done = convert(model, "skipinit", inputs=x)
+    done = normswap.convert(model, "skipinit", inputs=x)
     assert batchnorms(done.model) == []
     assert str(done.outcomes["branch.bn"]) == "folds into branch.conv"
     assert distance(run(model, x), run(done.model, x)) < 1e-12
