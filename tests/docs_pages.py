@@ -2,13 +2,16 @@
 
 What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
 shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the page's slow blocks are skipped). A `text`
-block is what the block before it prints, `...` for what varies. A table behind `<!-- from FILE -->` is the one of that
-file, which a script wrote; the one behind `<!-- options -->` has the options of all schemes, from their records.
+block is what the block before it prints, `...` for what varies. Behind `<!-- from FILE -->` stand the tables of that
+file, which a script wrote, each below its heading; `<!-- from FILE: PATTERN -->` takes the rows that it fits. The
+table behind `<!-- options -->` has the options of all schemes, from their records.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 _OPTIONS = re.compile(r"(<!-- options -->\n\n)((?:\|[^\n]*\n)*)")
-_TABLE = re.compile(r"(?<=<!-- from )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")
+_TABLE = re.compile(r"<!-- from (\S+?)(?:: (.*))? -->\n\n((?:(?:\|[^\n]*|\*\*[^\n]*\*\*)\n\n?)*)")
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,31 @@ def blocks_in(text: str) -> list[Block]:
 def filled(text: str) -> str:
     """A page with the tables of the files that it names."""
 
-    def table(match: re.Match[str]) -> str:
+    def tables(match: re.Match[str]) -> str:
         lines = (ROOT / match[1]).read_text(encoding="utf-8").splitlines()
-        return match[1] + match[2] + "".join(f"{line}\n" for line in lines if line.startswith("|"))
+        marker = match[0].partition("\n")[0]
+        return f"{marker}\n\n" + "\n".join([*_with_headings(lines, re.compile(match[2] or "")), ""])
 
-    return _OPTIONS.sub(lambda match: match[1] + options(), _TABLE.sub(table, text))
+    return _OPTIONS.sub(lambda match: match[1] + options(), _TABLE.sub(tables, text))
+
+
+def without_tables(text: str) -> str:
+    """A page without what `filled` fills in."""
+    return _OPTIONS.sub("", _TABLE.sub("", text))
+
+
+def _with_headings(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
+    """The tables among some lines, each below its heading, if it has one, of the rows that the pattern fits."""
+    heading = ""
+    for line, group in itertools.groupby(lines, lambda line: line.startswith("|") or line):
+        if line is not True:
+            heading = line.removeprefix("## ") if line.startswith("## ") else heading
+            continue
+        head, rule, *rows = group
+        chosen = [row for row in rows if pattern.search(row)]
+        if chosen:
+            yield from (f"**{heading}**", "") if heading else ()
+            yield from (head, rule, *chosen, "")
 
 
 def options() -> str:

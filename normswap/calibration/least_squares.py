@@ -39,7 +39,6 @@ class Moments:
         xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
         x0, y0: the point; the first batch's means.
         waiting: rows about the point that are not in the sums yet.
-        aiming: whether the inputs of all that comes are in x and xx already.
         biased: whether the map that is sought has a bias; without one it passes through zero.
     """
 
@@ -52,7 +51,6 @@ class Moments:
     x0: Tensor
     y0: Tensor
     waiting: RowBlock = field(default_factory=RowBlock)
-    aiming: bool = False
     biased: bool = True
 
     @classmethod
@@ -66,24 +64,17 @@ class Moments:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch of rows (G, n, f), or (G, N, p, f), and their targets (G, n, o), or (G, N, p, o)."""
-        self.count += 0 if self.aiming else x.shape[1:-1].numel()
+        self.count += x.shape[1:-1].numel()
         self.waiting.add(x, self.x0, y, self.y0)
         if self.waiting.count >= min(_BLOCK, _NUMBERS // max(self.x.numel(), 1)):
             self.flush()
-
-    def aimless(self) -> Moments:
-        """The same inputs, which will be given again, and no targets yet."""
-        self.flush()
-        y, xy, yy = (torch.zeros_like(sums) for sums in (self.y, self.xy, self.yy))
-        return replace(self, y=y, xy=xy, yy=yy, waiting=self.waiting, aiming=True)
 
     def flush(self) -> None:
         """Sum up what is waiting."""
         if self.waiting.count:
             x, y = self.waiting.taken()
-            if not self.aiming:
-                self.x += x.sum(1)
-                self.xx += _squared(x)
+            self.x += x.sum(1)
+            self.xx += _squared(x)
             self.y += y.sum(1)
             self.yy += y.square().sum(1)
             self.xy += y.transpose(1, 2) @ x
@@ -120,11 +111,6 @@ class Moments:
         return cross + y[:, :, None] * x[:, None, :]
 
 
-def by_group(rows: Tensor) -> Tensor:
-    """The rows (N, G, p, f) of N images as (G, N p, f)."""
-    return rows.transpose(0, 1).flatten(1, 2)
-
-
 def _squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
@@ -144,21 +130,9 @@ class Folds:
         """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
         if not self.halves:
             self.halves = [Moments.like(x.transpose(0, 1), y.transpose(0, 1), biased=self.biased) for _ in range(2)]
-        for half, rows, target in self._dealt(x, y):
-            half.add(rows, target)
-
-    def retargeted(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Folds:
-        """Folds of the same inputs, given again batch by batch, with other targets."""
-        other = Folds([half.aimless() for half in self.halves], self.biased)
-        for x, y in batches:
-            for half, rows, target in other._dealt(x, y):
-                half.add(rows, target)
-        return other
-
-    def _dealt(self, x: Tensor, y: Tensor) -> Iterator[tuple[Moments, Tensor, Tensor]]:
         for i, half in enumerate(self.halves):
             if x[i::2].numel():
-                yield half, x[i::2].transpose(0, 1), y[i::2].transpose(0, 1)
+                half.add(x[i::2].transpose(0, 1), y[i::2].transpose(0, 1))
 
     def total(self) -> Moments:
         return self.halves[0] + self.halves[1]
@@ -225,15 +199,14 @@ def naming(path: str, done: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The weights V (G, o, f) and biases (G, o) that were found, the ridge they were found with, and the kernel."""
+    """The weights V (G, o, f) and biases (G, o) that were found, and the ridge they were found with."""
 
     weight: Tensor
     bias: Tensor
     ridge: float
-    kernel: Kernel
 
 
-def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like: Fit | None = None) -> Fit:
+def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> Fit:
     """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little.
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
@@ -245,14 +218,13 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None, like
     Args:
         prior: (G, o, f).
         zero_sum: u (G, f) that V u = 0 for: ones where filters sum to zero (weight standardization, arXiv:1903.10520).
-        like: of the same inputs with other targets: its ridge and kernel are taken.
     """
     prior = prior.detach().double()
-    ridge = like.ridge if like else _best_ridge(folds.halves, prior, zero_sum)
+    ridge = _best_ridge(folds.halves, prior, zero_sum)
     total = folds.total()
-    kernel = like.kernel if like else Kernel.of(total.covariances()[0], ridge)
-    weight = kernel.weights(total.cross(), prior, zero_sum=zero_sum)
-    return Fit(weight, _bias(weight, total), ridge, kernel)
+    covariance, cross, _ = total.covariances()
+    weight = Kernel.of(covariance, ridge).weights(cross, prior, zero_sum=zero_sum)
+    return Fit(weight, _bias(weight, total), ridge)
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:

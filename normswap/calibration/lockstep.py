@@ -134,7 +134,6 @@ class Lockstep:
     ) -> None:
         self.interpreters, self.store = interpreters, TensorFiles()
         self.batches: list[list[dict[str, CacheEntry]]] = []  # where the values of each interpreter lie, batch by batch
-        self.rows: dict[int, CacheEntry] = {}
         self.images = 0
         self.shown = 0  # with the mirror images
         self.reached = [0] * len(interpreters)
@@ -213,17 +212,6 @@ class Lockstep:
             raise VerificationError("the network gives values that are not finite on the calibration images")
         if keep:
             self.reached = ends
-
-    def store_rows(self, index: int, rows: tuple[Tensor, ...]) -> None:
-        """Put what was drawn from a stop's batch beside the batches, in the place of the last stop's."""
-        if index in self.rows:
-            self.store.free(self.rows.pop(index))
-        self.rows[index] = self.store.put(rows)
-
-    def stored_rows(self) -> Iterator[tuple[Tensor, ...]]:
-        """The rows that were put there, batch by batch."""
-        for index in range(len(self.batches)):
-            yield tuple(self.store.read(self.rows[index]))
 
 
 def _finite(values: Iterable[object]) -> Iterator[Tensor]:

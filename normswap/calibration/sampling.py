@@ -44,14 +44,6 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
     return seen, _grouped(layer, y, places.to(y.device))
 
 
-def targets(layer: Linearity, y: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Of another target (as in `patches`) what belongs to the same places, for a generator in the same state."""
-    if isinstance(layer, nn.Linear):
-        y = y.reshape(len(y), -1, y.shape[-1])
-        return y[:, None, draw(y.shape[1], count, generator).to(y.device)]
-    return _grouped(layer, y, draw(math.prod(y.shape[2:]), count, generator).to(y.device))
-
-
 def columns(maps: Tensor, places: Tensor) -> Tensor:
     """The values (N, C, ...) at these places of each sample, as (C, N p), in float64."""
     flat = maps.flatten(2) if maps.ndim > 2 else maps[:, :, None]

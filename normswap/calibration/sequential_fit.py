@@ -20,19 +20,18 @@ from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
 from normswap.calibration.activation_cache import Values
-from normswap.calibration.least_squares import Fit, Folds, by_group, naming, regress
+from normswap.calibration.least_squares import Folds, naming, regress
 from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
-from normswap.calibration.sampling import columns, draw, fits, patches, targets
+from normswap.calibration.sampling import columns, draw, fits, patches
 from normswap.calibration.share_of_fit import HeldOut, keep_share, values_of
 from normswap.graph.tracing import Traced, inputs, is_add
-from normswap.layers import activations, affine, standardized
+from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import Linearity
 from normswap.models.modes import Progress, evaluating
 
 NEEDED = 2  # fewer images are an error
-ROUNDS = 2  # of fitting again, asking for nothing where a ReLU, or what else is flat beyond a number, hides it
 PLACES = 64  # sampled per image and layer, at most
 # Rows that all images together give. The numbers in a patch over the rows are the share by which the fit's squared
 # error exceeds the least there is: a wide patch needs rows, and a narrow one has enough early.
@@ -135,47 +134,43 @@ def behind_choice(record: Traced) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class End:
-    """Where a layer's output x goes: scale * x + shift, then perhaps a sum, then perhaps a ReLU, in the source's terms.
+    """Where a layer's output x goes: scale * x and a shift, then perhaps a sum, in the source's terms.
 
     Args:
-        scale, shift: (C,) or (1,), float64.
+        scale: (C,) or (1,), float64.
         arms: the other arm of the sum, in the source and in the result; empty without a sum.
-        live: only what lies between these numbers there matters: beyond them the activation is flat; None: everything.
     """
 
     scale: Tensor
-    shift: Tensor
     arms: tuple[fx.Node, ...]
-    live: tuple[float, float] | None
 
     @classmethod
     def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
         """As far as both networks go the same way, and the other arm of the result is known at that time."""
-        one, two = (_follow(w.traced, n) for w, n in zip(interpreters, (theirs, ours), strict=True))
-        if one.arms and two.arms:
-            arms = (one.arms[0], two.arms[0])
-            if all(w.index[a] < w.index[n] for w, a, n in zip(interpreters, arms, (theirs, ours), strict=True)):
-                return cls(one.scale, one.shift, arms, one.live)
-            return cls(one.scale, one.shift, (), None)
-        return cls(one.scale, one.shift, (), None if one.arms else one.live)
+        nodes = (theirs, ours)
+        ends = [_follow(each.traced, node) for each, node in zip(interpreters, nodes, strict=True)]
+        arms = tuple(arm for end in ends for arm in end.arms)
+        if len(arms) < 2 or any(
+            each.index[arm] >= each.index[node] for each, arm, node in zip(interpreters, arms, nodes, strict=True)
+        ):
+            arms = ()
+        return cls(ends[0].scale, arms)
 
     @functools.cached_property
     def alive(self) -> bool:
         """Whether the layer's output says something of what comes of it; read from the device once."""
         return not bool((self.scale.abs() < 1e-6).any())
 
-    def target(self, held: list[Values], source_value: Tensor) -> tuple[Tensor, Tensor]:
-        """The target for a source value `source_value` (N, C, ...), and the offset d of scale * x + d there."""
-        per = (1, -1, *(1,) * (source_value.ndim - 2))
-        offset = self.shift.to(source_value).view(per).expand_as(source_value)
+    def target(self, held: list[Values], source_value: Tensor) -> Tensor:
+        """The target for a source value `source_value` (N, C, ...): what the result's other arm lacks is added."""
         if not self.arms:
-            return source_value, offset
+            return source_value
         theirs, ours = (values[arm.name] for values, arm in zip(held, self.arms, strict=True))
-        return source_value + (theirs - ours) / self.scale.to(source_value).view(per), offset + ours
+        return source_value + (theirs - ours) / self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
 
 
 def _follow(traced: Traced, node: fx.Node) -> End:
-    scale, shift = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    scale = torch.ones(1, dtype=torch.float64)
     arms: tuple[fx.Node, ...] = ()
     while len(traced.users[node]) == 1:
         user = traced.users[node][0]
@@ -183,20 +178,18 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         if is_add(user) and not arms:
             one, two = inputs(user)
             arms = (two if one is node else one,)
-        elif (live := activations.live_range(user if module is None else module)) is not None:
-            return End(scale, shift, arms, live)
         elif module is None or len(inputs(user)) != 1:
             break
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
-            s, t = affine.read(module)
-            scale, shift = scale.to(s) * s, shift.to(s) * s + t
+            factor, _ = affine.read(module)
+            scale = scale.to(factor) * factor
         elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (arms or not normalizes(module)):
             break
         act = None if module is None else affine.activation(module) or getattr(module, "act", None)
         if act is not None and not isinstance(act, nn.Identity):
-            return End(scale, shift, arms, activations.live_range(act))
+            break
         node = user
-    return End(scale, shift, arms, None)
+    return End(scale, arms)
 
 
 def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: int, factors: Tensor | None) -> None:
@@ -207,24 +200,16 @@ def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: in
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
-    relaxing = ROUNDS if end.live and end.alive else 0
     places = min(PLACES, -(-rows_wanted(prior.shape[2]) // layer.lockstep.shown))
     folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(seed)
-    for i, held in enumerate(layer()):
+    for held in layer():
         source_value = held[0][layer.theirs.name] = source(held[0][inputs(layer.theirs)[0].name])
-        target, offset = end.target(held, source_value) if end.alive else (source_value, source_value)
-        draw, seen = generator.get_state(), held[1][inputs(layer.ours)[0].name]
+        target = end.target(held, source_value) if end.alive else source_value
+        seen = held[1][inputs(layer.ours)[0].name]
         x, y = patches(module, seen, target, places, generator)
         x = x if factors is None else x / units
         folds.add(x, y)
-        if relaxing:
-            generator.set_state(draw)
-            d = targets(module, offset, places, generator)
-            layer.lockstep.store_rows(i, (x, y, d))
     fit = regress(folds, prior, zero_sum=zero_sum)
-    for _ in range(relaxing):
-        folds = folds.retargeted((x, _relaxed(x, y, d, end, fit)) for x, y, d in layer.lockstep.stored_rows())
-        fit = regress(folds, prior, zero_sum=zero_sum, like=fit)
     set_weight(module, (fit.weight / units).reshape(weight.shape), fit.bias.flatten())
 
 
@@ -232,24 +217,6 @@ def rows_wanted(fan: int) -> int:
     """How many rows of all images together a layer is fitted to, by the numbers in its patch."""
     plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
-
-
-def _relaxed(x: Tensor, y: Tensor, offset: Tensor, end: End, fit: Fit) -> Tensor:
-    """Targets (N, G, p, o) that ask for nothing where the activation hides it.
-
-    z' = z between `low` and `high`, min(low, ours) below and max(high, ours) above.
-    """
-    assert end.live is not None
-    low, high = end.live
-    groups, out, _ = fit.weight.shape
-    # by group: else the weights would be copied for each image
-    ours = torch.baddbmm(fit.bias.to(x)[:, None], by_group(x), fit.weight.to(x).transpose(1, 2))
-    ours = ours.unflatten(1, (len(x), -1)).transpose(0, 1)
-    s = end.scale.expand(groups * out).reshape(groups, 1, out).to(x)
-    wanted = s * y + offset
-    ours = s * ours + offset
-    wanted = torch.where(wanted > low, torch.where(wanted < high, wanted, ours.clamp_min(high)), ours.clamp_max(low))
-    return (wanted - offset) / s
 
 
 @torch.no_grad()

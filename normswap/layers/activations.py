@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from normswap.layers.own import per_channel
 
@@ -41,17 +39,6 @@ def is_activation_call(target: object) -> bool:
     """Whether a function, or a method of that name, is an activation."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") in _NAMES
-
-
-def live_range(act: nn.Module | fx.Node) -> tuple[float, float] | None:
-    """Where an activation, a module or a call, is not flat, from and to; None where that is everywhere or unknown."""
-    if isinstance(act, fx.Node):
-        if act.target in RELU_FUNCTIONS:
-            return 0.0, inf
-        return (0.0, 6.0) if act.target is F.relu6 else (-3.0, inf) if act.target is F.hardswish else None
-    if isinstance(act, nn.Hardtanh):  # ReLU6 is one
-        return float(act.min_val), float(act.max_val)
-    return {nn.ReLU: (0.0, inf), nn.Hardswish: (-3.0, inf)}.get(type(act))
 
 
 class BoundedReLU(nn.Module):

@@ -155,14 +155,6 @@ def test_blocks_in_float32_are_as_good_as_float64(block: int, monkeypatch: pytes
     one, two = (least_squares.regress(folds, torch.zeros_like(truth)) for folds in (narrow, wide))
     assert one.ridge == two.ridge
     assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
-    again = narrow.retargeted((x, x[..., :5].square()) for x in batches).total()
-    targets = rows[..., :5].square().flatten(0, 2)
-    cross = (targets - targets.mean(0)).T @ torch.from_numpy(own) / len(own)
-    assert torch.equal(again.covariances()[0], narrow.total().covariances()[0])
-    covariance = again.covariances()[0][0].numpy()
-    assert np.abs(covariance - own.T @ own / len(own)).max() <= 1e-6 * np.abs(covariance).max()
-    assert (again.cross()[0] - cross).norm() <= 1e-5 * cross.norm()
-    assert torch.allclose(again.means()[1][0], targets.mean(0))
     halves = [Folds(), Folds()]
     for folds in halves:
         folds.add(batches[0], batches[0][..., :5])
@@ -181,19 +173,6 @@ def test_rows_of_half_precision_are_summed_up_in_float32(dtype: torch.dtype) -> 
     covariance, cross, variance = (value[0].numpy() for value in moments.covariances())
     for got, wanted in ((covariance, both[:5, :5]), (cross, both[5:, :5]), (variance, both[5:, 5:].diagonal())):
         assert np.abs(got - wanted).max() < 1e-5
-
-
-def test_rows_that_wait_are_among_the_inputs_that_come_again() -> None:
-    """Fewer than a block, which nobody has asked about yet."""
-    x, y = torch.randn(1, 50, 3, dtype=torch.float64), torch.randn(1, 50, 2, dtype=torch.float64)
-    moments = Moments.like(x, y)
-    moments.add(x, y)
-    again = moments.aimless()
-    again.add(x, y.square())
-    both = np.cov(torch.cat([x, y.square()], 2)[0].numpy().T, bias=True)
-    covariance, cross, _ = (value[0].numpy() for value in again.covariances())
-    assert np.allclose(covariance, both[:3, :3])
-    assert np.allclose(cross, both[3:, :3])
 
 
 def test_what_float32_left_below_zero_is_lifted() -> None:

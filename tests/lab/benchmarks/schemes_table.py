@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -109,7 +109,12 @@ def group_norm(norm: Any, groups: int, eps: float | None = None) -> nn.Module:
     channels = affine.channels(norm)
     count = nearest_divisor(channels, groups)
     count = nearest_divisor(channels, channels // 2) if count == channels else count
-    return per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=count, eps=eps)
+    new: Any = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=count)
+    if eps is not None:
+        variance = per_sample.group_moments(*affine.statistics(norm), count)[1].repeat_interleave(channels // count)
+        new.weight.mul_(((variance + eps) / (variance + new.eps)).sqrt())
+        new.eps = eps
+    return cast(nn.Module, new)
 
 
 def swapped(

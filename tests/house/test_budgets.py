@@ -1,0 +1,60 @@
+"""How many lines each room may have, and all together: whoever adds a feature takes as much out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import normswap
+
+ROOT = Path(normswap.__file__).parent
+TESTS = ROOT.parent / "tests"
+# Lines of normswap/, docstrings and blank ones too. "ground": the files that are in no room.
+ROOMS = {
+    "ground": 850, "layers": 2596, "models": 2441, "graph": 1701, "images": 780, "calibration": 2733, "folding": 1650,
+    "schemes": 2454, "surgery": 2311, "storage": 755, "analysis": 1007, "diagnosis": 1275, "training": 2350,
+    "exporting": 3396, "benchmarking": 300, "reporting": 774, "cli": 3236,
+}  # fmt: skip
+TOGETHER = {"all rooms": 30370, "files of the package": 237, "tests": 34246, "of them the laboratory": 6484}
+
+
+def lines(files: list[Path]) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def room_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else "ground"
+
+
+def counted() -> dict[str, int]:
+    """Lines by room, and the sums."""
+    package = sorted(ROOT.rglob("*.py"))
+    rooms = {room_of(file): 0 for file in package}
+    for file in package:
+        rooms[room_of(file)] += lines([file])
+    tests, laboratory = sorted(TESTS.rglob("*.py")), sorted((TESTS / "lab").rglob("*.py"))
+    together = (sum(rooms.values()), len(package), lines(tests), lines(laboratory))
+    return {**rooms, **dict(zip(TOGETHER, together, strict=True))}
+
+
+def table(numbers: Mapping[str, int], budgets: Mapping[str, int]) -> str:
+    """What there is beside what there may be."""
+    rows = [f"{'room':24}{'lines':>8}{'budget':>8}"]
+    for name, budget in budgets.items():
+        number = numbers.get(name, 0)
+        rows.append(f"{name:24}{number:8}{budget:8}{'  over' if number > budget else ''}")
+    return "\n".join(rows)
+
+
+def test_no_room_is_over_its_budget() -> None:
+    budgets, numbers = {**ROOMS, **TOGETHER}, counted()
+    if any(number > budgets.get(name, 0) for name, number in numbers.items()):
+        pytest.fail(f"over budget:\n{table(numbers, budgets)}", pytrace=False)
+
+
+def test_a_room_that_grows_is_seen() -> None:
+    assert table({"layers": 2596}, {"layers": 2596}).splitlines()[1].endswith("2501    2500  over")
+    assert "over" not in table({"layers": 2596}, {"layers": 2596})
