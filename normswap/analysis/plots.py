@@ -62,8 +62,8 @@ def plot(
                 linestyle=_LINES[i % len(_LINES)], linewidth=1.6, label=legend,
             )  # fmt: skip
         if name == "variance":
-            for i, (legend, values) in enumerate((expected or {}).items()):
-                axes.plot(range(1, len(values) + 1), values, color="0.35", linewidth=3.5, alpha=0.55, zorder=0.5,
+            for i, (legend, variances) in enumerate((expected or {}).items()):
+                axes.plot(range(1, len(variances) + 1), variances, color="0.35", linewidth=3.5, alpha=0.55, zorder=0.5,
                           linestyle=(":", "-")[i % 2], label=legend)  # fmt: skip
         _label(axes, label)
         _mark_stages(axes, curves)

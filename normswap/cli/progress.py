@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from normswap.training.progress_records import TrainingProgress
 
@@ -23,9 +22,11 @@ def _console() -> Console:
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
-def working(what: str) -> Status:
+@contextmanager
+def working(what: str) -> Iterator[None]:
     """A spinner while something takes its time."""
-    return _console().status(what)
+    with _console().status(what):
+        yield
 
 
 @contextmanager

@@ -24,9 +24,12 @@ from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
 
-_STRAYING = 4  # times what float32 costs the source, as in `comparison`
-_ROUNDED = 16  # samples that rounding is measured on
-_INT8 = 1.0  # what int8 costs is told, and the user's to judge; zeros are off by 1
+# Times what float32 costs the source, as in `comparison`.
+_STRAYING = 4
+# Samples that rounding is measured on.
+_ROUNDED = 16
+# What int8 costs is told, and the user's to judge; zeros are off by 1.
+_INT8 = 1.0
 # images (N, C, H, W), or all that goes in, and labels (N,) if there are any
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
 

@@ -151,7 +151,7 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     request, _ = exported.request(model).answered()
     dtype = request.settings.dtype
     half = exporter.HALVES.get(dtype)
-    rounded = half and exporter.folded(request).rounded(half)
+    rounded = None if half is None else exporter.folded(request).rounded(half)
     batches, described = request.batches(images)
     return checks.check(request.reference(rounded), runs, batches, dtype=dtype, described=described, refuse=False)
 

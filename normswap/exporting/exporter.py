@@ -135,15 +135,15 @@ def export(
     if dtype in HALVES:
         rounded = network.rounded(HALVES[dtype])
         network = network.in_half(HALVES[dtype])
-    notes = (_BF16 if dtype == "bf16" else "", form.notes.get(dtype, ""), assumption(request.source))
-    notes = tuple(filter(None, notes))
+    remarks = (_BF16 if dtype == "bf16" else "", form.notes.get(dtype, ""), assumption(request.source))
+    notes = tuple(filter(None, remarks))
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
     figures, parts, beside = None, form.files(file)[1:], sidecar.place(file)
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
         log(f"exporting to {form.name}")
-        form.write(contents, aside, calibration and calibration.quantization(dynamic=contents.dynamic))
+        form.write(contents, aside, calibration.quantization(dynamic=contents.dynamic) if calibration else None)
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)

@@ -42,8 +42,10 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
     from normswap.exporting.exported_module import FileContents
 
-Runs: TypeAlias = "Callable[..., Any]"  # from the tensors that a file takes to the one that it gives, or several
-NOT_RUN = "not run here"  # of a file that another system has to run
+# From the tensors that a file takes to the one that it gives, or several.
+Runs: TypeAlias = "Callable[..., Any]"
+# Of a file that another system has to run.
+NOT_RUN = "not run here"
 _HALF_WEIGHTS = "weights only: {} computes in what the device is fast in, and here it was checked in fp32"
 
 
@@ -99,8 +101,8 @@ class Format:
 
     def size(self, file: Path) -> int:
         """Bytes of a file with its part, or of all that is in it where it is a directory."""
-        inside = (one for place in self.files(file) for one in (place, *place.rglob("*")) if one.is_file())
-        return sum(one.stat().st_size for one in inside)
+        inside = (each for place in self.files(file) for each in (place, *place.rglob("*")) if each.is_file())
+        return sum(each.stat().st_size for each in inside)
 
     def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
         """Write the file, and its part beside it.
@@ -165,8 +167,8 @@ _PT2_NOTES = {
     "rounds to int8 and computes in fp32, unless the graph is compiled: the file is smaller, not faster",
 }
 _FORMATS = {
-    one.name: one
-    for one in (
+    form.name: form
+    for form in (
         Format(
             "onnx", "onnx_file", ".onnx", "ONNX", "ONNX Runtime",
             needs=("onnx", "onnxscript", "onnxruntime"), dtypes=DTYPES,
@@ -303,14 +305,14 @@ def quietly() -> Iterator[None]:
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Keep off the terminal also what is printed in Python, and what C++ writes to the error stream."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    error_stream, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
         with quietly(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(error_stream, 2)
+        os.close(error_stream)
         os.close(nowhere)
 
 

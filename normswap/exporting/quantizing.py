@@ -1,7 +1,7 @@
-"""int8: equalize the folded network, and let the runtime's own quantizer round it.
+"""int8: let the runtime's own quantizer round the folded network, and measure on images that did not calibrate it.
 
-The equalization is the one under which rounding costs the network least, in PyTorch, on calibration images. What the
-file costs is measured on images that were not used to calibrate.
+Where all weights of a layer share a step, the network is equalized first, if rounding then costs it less, in PyTorch,
+on calibration images. Weights with a step for each output channel need no levelling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap.errors import OptionError, spelled
 from normswap.exporting.checks import Figures
-from normswap.exporting.equalization import AS_FOLDED, Equalizer, equalizations
+from normswap.exporting.equalization import Equalizer
 from normswap.exporting.exported_module import Shipped
 from normswap.exporting.request import Batches, ExportRequest, labelled
 from normswap.exporting.settings import LEVELS, Int8Settings, Quantization
@@ -23,7 +23,7 @@ from normswap.models.network_input import answer
 
 # Of the error as folded: what is estimated as nearer than that may be no gain in the file.
 _WORTH = 0.9
-# Images at a time, and those on which equalizations are compared.
+# Images at a time, and those on which the equalization is judged.
 _BATCH = 64
 # Of the activations, whose bytes are unsigned.
 _STEPS = 255
@@ -35,7 +35,7 @@ class Quantized:
 
     Args:
         calibrated_on: images.
-        gauge: the equalization that was chosen.
+        gauge: `weights` where it was equalized, else `as folded`.
         per_channel, weight_bits: of the weights.
     """
 
@@ -103,39 +103,34 @@ class Calibration:
 
 
 def equalized(shipped: Shipped, calibration: Calibration) -> tuple[Shipped, Quantized]:
-    """The network under the equalization with which rounding costs least; it computes what it did."""
-    settings = calibration.settings
-    batches = shipped.prepared(calibration.fed).split(_BATCH)
-    equalizer = Equalizer(shipped.network, batches, per_channel=settings.per_channel)
-    choices = {one: equalizer.equalized(one) for one in equalizations(per_channel=settings.per_channel)}
-    errors = {one: rounding_error(network, batches[0], settings) for one, network in choices.items()}
-    best = min(errors, key=lambda one: errors[one])
-    best = best if errors[best] < _WORTH * errors[AS_FOLDED] else AS_FOLDED
-    equalizer.settle_(choices[best])
-    how = Quantized(len(calibration.images), best.name, settings.per_channel, settings.weight_bits)
-    return shipped.around(choices[best]), how
+    """The network, equalized where rounding costs it less then; it computes what it did."""
+    settings, gauge = calibration.settings, "as folded"
+    if not settings.per_channel:
+        batches = shipped.prepared(calibration.fed).split(_BATCH)
+        network = Equalizer(shipped.network, batches).equalized()
+        error, error_as_folded = (
+            rounding_error(each, batches[0], settings.levels) for each in (network, shipped.network)
+        )  # fmt: skip
+        if error < _WORTH * error_as_folded:
+            shipped, gauge = shipped.around(network), "weights"
+    return shipped, Quantized(len(calibration.images), gauge, settings.per_channel, settings.weight_bits)
 
 
 @torch.no_grad()
-def rounding_error(network: nn.Module, x: Tensor, settings: Int8Settings) -> float:
-    """Relative L2 error of the answers to x (N, C, H, W) with all layers rounded, weights and what they read."""
+def rounding_error(network: nn.Module, x: Tensor, levels: int) -> float:
+    """Relative L2 error of the answers to x (N, C, H, W) with all layers rounded, weights and what they read.
+
+    Args:
+        levels: steps of a layer's weights on either side of 0.
+    """
     twin = copy.deepcopy(network)
     for module in twin.modules():
         if isinstance(module, LINEAR):
-            module.weight.copy_(rounded_weight(module, settings))
+            step = (module.weight.abs().max() / levels).clamp_min(torch.finfo(x.dtype).tiny)
+            module.weight.copy_((module.weight / step).round() * step)
             module.register_forward_pre_hook(_round_input)
     expected = answer(network(x))
     return float((answer(twin(x)) - expected).norm() / expected.norm())
-
-
-def rounded_weight(layer: nn.Module, settings: Int8Settings) -> Tensor:
-    """The weights as integers times a step, one step for each output channel or one for all."""
-    weight = layer.get_parameter("weight").detach()
-    channel = 1 if getattr(layer, "transposed", False) else 0
-    largest = weight.abs().amax([axis for axis in range(weight.ndim) if axis != channel], keepdim=True)
-    largest = largest if settings.per_channel else largest.max()
-    step = (largest / settings.levels).clamp_min(torch.finfo(weight.dtype).tiny)
-    return (weight / step).round() * step
 
 
 def _round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("fp32", "fp16", "bf16", "int8")
-LEVELS = {7: 64, 8: 127}  # of int8 weights on either side of 0, by their bits
+# Of int8 weights on either side of 0, by their bits.
+LEVELS = {7: 64, 8: 127}
 WHOLE_BITS = 8
-SAFE_BITS = 7  # x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow
+# x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow.
+SAFE_BITS = 7
 
 
 @dataclass(frozen=True)

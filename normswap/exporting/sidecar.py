@@ -103,16 +103,6 @@ def write(file: Path, body: Body) -> None:
     place(file).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
-def read(file: Path) -> Body | None:
-    """The sidecar beside an exported file that takes images, if there is one."""
-    try:
-        body = body_of(file, {})
-        _ = body["input"]["size"], body["normalize"], body["output"]["name"]
-    except (KeyError, TypeError):
-        return None
-    return body
-
-
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
     """The sidecar beside an exported file, or the same from its metadata; empty where neither is there.
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -51,8 +52,10 @@ def signal(facts: Facts) -> Iterator[Figure]:
 
 def _signal(facts: Facts, name: str, title: str, y_label: str) -> Figure:
     labels = {"before": "source (unfolded)" if facts.against == "unfolded" else "source", "after": "result"}
-    looks = {"before": {"color": _BEFORE, "marker": "o", "markersize": 11, "fillstyle": "none", "linestyle": "none"},
-             "after": {"color": _AFTER, "marker": "o", "markersize": 5}}  # fmt: skip
+    looks: dict[str, dict[str, Any]] = {
+        "before": {"color": _BEFORE, "marker": "o", "markersize": 11, "fillstyle": "none", "linestyle": "none"},
+        "after": {"color": _AFTER, "marker": "o", "markersize": 5},
+    }
     axes = _over_blocks(y_label, [point.stage for point in facts.signal["after"]])
     drawn = []
     for network, points in facts.signal.items():
@@ -139,6 +142,7 @@ def _svg(axes: Axes) -> str:
     """Return the picture as an address that holds it, the same for the same figure."""
     written = io.BytesIO()
     drawing = axes.figure
+    assert isinstance(drawing, Drawing)
     if axes.get_legend_handles_labels()[1]:
         drawing.legend(loc="outside lower center", ncols=3, frameon=False)
     with mpl.rc_context({"svg.hashsalt": "normswap"}):

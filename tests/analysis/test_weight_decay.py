@@ -152,7 +152,7 @@ CONVERTED = [
     # as `resnet18` itself: every gamma and beta is in its place
     ("resnet18", "affine", {}, TABLE["resnet18"]),
     # scalar biases before the 21 linear layers, and before the stem's and the branches' inner activations (1 + 8)
-    ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 30}),
+    ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 38}),
     ("resnet18", "residual-scale", {"rule": "arpit"}, {"weight": 21, "bias": 21}),
     ("resnet18", "weightnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
     ("resnet18", "spectralnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,22 @@ def test_bad_input_gives_one_line(capfd: Capture, arguments: list[str], line: st
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize("forward", ["images, other", "images"])
+def test_what_takes_or_gives_something_else_is_not_timed(
+    forward: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from torch import nn\nclass Own(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    code += "        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)\n"
+    code += f"    def forward(self, {forward}):\n        return [self.norm(self.conv(images))]\n"
+    (here / "own_to_time.py").write_text(code)
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.delitem(sys.modules, "own_to_time", raising=False)
+    assert main(["bench", "own_to_time:Own", "--weights", "random", *SIZE]) == 2
+    err = capfd.readouterr().err
+    assert "own_to_time-Own is not timed on images of 3x32x32: the network" in err
+    assert err.count("\n") == 1
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class Option(NamedTuple):
         return " ".join(self.words).lstrip("-").replace(" ", "=")
 
 
-INT8 = ("--precision", "int8", "--calibrate", "demo", "--samples", "16")
+INT8 = ("--precision", "int8", "--calibrate", "demo", "--calibrate-samples", "16", "--samples", "100")
 OPTIONS = (
     *(Option(("--format", name)) for name in ("onnx", "openvino", "pt2")),
     Option(("--precision", "fp16")),

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import timm
 import torch
 from alone import run_alone
 from commands import as_documented
-from crossed import quick, sampled
+from crossed import sampled
 from lived import distance, lived_in, run
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, nn
@@ -28,9 +27,8 @@ from torch import Tensor, nn
 import normswap
 from normswap import demo_files
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
-from normswap.exporting import equalization, formats, sidecar
+from normswap.exporting import formats, sidecar
 from normswap.exporting.exported_module import FileContents
-from normswap.graph import inspection, recording
 from normswap.models import zoo
 from normswap.storage import checkpoint
 
@@ -185,14 +183,6 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
     assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
 
 
-def test_softmax(tmp_path: Path) -> None:
-    model, x = network()
-    file = tmp_path / "net.pt2"
-    normswap.export(model, file, input_size=(3, 64, 64), softmax=True, dynamic_batch=True)
-    assert distance(run(model, x).softmax(1), formats.get("pt2").open(file)(x)) <= 1e-4
-    assert json.loads((tmp_path / "net.pt2.preprocess.json").read_text())["output"]["name"] == "probabilities"
-
-
 def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
     """A caller who follows it, with Pillow and numpy only, gets what the source gives after timm's own transform."""
     import io
@@ -225,26 +215,6 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
             pixels = (pixels - mean) / std
         runs = formats.get("pt2").open(place)
         assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"normalize": True}, {"dtype": "bf16"}, {"dtype": "int8"},
-    {"dtype": "int8", "int8": normswap.Int8Settings(per_channel=False)},
-])  # fmt: skip
-@pytest.mark.parametrize("name", quick(["resnet10t", "resnetv2_18"], ["resnet10t"]))
-def test_a_network_is_recorded_once(
-    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source, and the one that int8 is made of."""
-    seen: list[nn.Module] = []
-    record = recording.record
-    monkeypatch.setattr(inspection, "record", lambda model, given: seen.append(model) or record(model, given))
-    model, x = network(name)
-    if options.get("dtype") == "int8":
-        options = {**options, "calibrate": x, "images": x}
-    normswap.export(model, tmp_path / "net.onnx", input_size=(3, 64, 64), **options)
-    assert len({id(one) for one in seen}) == len(seen)
-    assert len(seen) == 1 + (options.get("dtype") == "int8")
 
 
 # --- a wrong file is caught -------------------------------------------------------------------------------------------
@@ -504,19 +474,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(common) == 2
     assert main([*common, "--force", "--input-size", "3,64"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-def test_a_softmax_wants_classes(tmp_path: Path) -> None:
-    model = timm.create_model("resnet18", num_classes=0, channels=(4, 4, 4, 4), layers=(1, 1, 1, 1))
-    with pytest.raises(OptionError, match="the network has no classifier"):
-        normswap.export(model, tmp_path / "net.pt2", input_size=(3, 64, 64), softmax=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_peaks_are_the_mean_of_the_largest_of_each_image() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    batches = [torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(count)) for count in (2, 3)]
-    found = equalization._peaks(net, [SimpleNamespace(path="2")], batches)  # type: ignore[list-item]
-    with torch.no_grad():
-        values = net[:2](torch.cat(batches)).double()
-    assert torch.allclose(found["2"].double(), values.abs().amax((2, 3)).mean(0), rtol=1e-6)

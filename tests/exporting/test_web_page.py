@@ -114,7 +114,7 @@ def shown(folder: Path, address: str, model: str, images: list[str]) -> list[lis
 
 def answers(file: Path, image: Path) -> dict[str, float]:
     """What ONNX Runtime says to it in Python, by label, preprocessed by timm."""
-    body: Any = sidecar.read(file)
+    body: Any = sidecar.body_of(file, {})
     transform: Any = create_transform(
         tuple(body["input"]["size"]), **(body["normalize"] or {"mean": (0, 0, 0), "std": (1, 1, 1)}),
         **{key: body["resize"][key] for key in ("crop_pct", "crop_mode", "interpolation")},
@@ -147,7 +147,7 @@ def test_same_top5(
     file = folder / f"{name}.onnx"
     assert main(["export", str(demo_files.FOLDER), "-o", str(file), *options]) == 0
     if resize:
-        body: Any = sidecar.read(file)
+        body: Any = sidecar.body_of(file, {})
         sidecar.write(sidecar.place(file), {**body, "resize": resize})
     images = sorted(path.name for path in folder.glob("[0-9]*"))
     for image, lines in zip(images, shown(folder, address, file.name, images), strict=True):

@@ -15,8 +15,7 @@ from tiny import C, conv, net
 from torch import Tensor, nn
 
 from normswap.exporting import exporter, quantizing
-from normswap.exporting.equalization import AS_FOLDED, Equalization, Equalizer, equalizations
-from normswap.exporting.settings import Int8Settings
+from normswap.exporting.equalization import Equalizer
 from normswap.folding import channel_factors
 from normswap.folding.channel_factors import HELD, Channels
 from normswap.folding.plan_builder import PlanBuilder
@@ -97,7 +96,7 @@ CASES: list[tuple[str, Make, int]] = [
 def test_free_channels_and_no_other_can_be_scaled(name: str, make: Make, free: int) -> None:
     """Each group alone by 3: the function stays. That what is held must be is in the counts."""
     model, x = built(make), 3 * images()
-    equalizer = Equalizer(model, [x], per_channel=False)
+    equalizer = Equalizer(model, [x])
     assert equalizer.channels is not None
     assert equalizer.channels.count == 1 + free
     for group in range(1, equalizer.channels.count):
@@ -145,12 +144,12 @@ def test_layers_of_ours_hand_factors_on(name: str, make: Make, free: int) -> Non
 FREE = {"resnetv2_18": 0.8, "mobilenetv2_035": 0.8, "seresnet18": 0.7, "densenet121": 0.4, "ghostnet_100": 0.2}
 
 
-def equalizer_of(name: str, *, per_channel: bool = False) -> tuple[nn.Module, Equalizer, Tensor]:
+def equalizer_of(name: str) -> tuple[nn.Module, Equalizer, Tensor]:
     """A lived-in network in float64, its folded form's equalizer, and images."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64).double()
     model = lived_in(timm.create_model(name, num_classes=10), x)
-    return model, Equalizer(exporter.fold_for_export(model, (3, 64, 64)), [x], per_channel=per_channel), x
+    return model, Equalizer(exporter.fold_for_export(model, (3, 64, 64)), [x]), x
 
 
 FAST = "mobilenetv2_035"
@@ -181,30 +180,19 @@ def uneven(model: nn.Module) -> nn.Module:
 
 def test_a_pair_of_layers_is_levelled_as_in_the_paper() -> None:
     """Equation 11: afterwards r1 = r2 in every channel, up to one factor for all."""
-    equalizer = Equalizer(uneven(built(CASES[0][1])), [images()], per_channel=False)
-    twin: Any = equalizer.equalized(equalizations(per_channel=False)[1])
+    equalizer = Equalizer(uneven(built(CASES[0][1])), [images()])
+    twin: Any = equalizer.equalized()
     rows, columns = twin.a.weight.detach().abs().amax((1, 2, 3)), twin.b.weight.detach().abs().amax((0, 2, 3))
     ratio = rows / columns
     assert float((ratio / ratio[0] - 1).abs().max()) < 1e-6
     assert float(rows.max() / rows.min()) < 10
 
 
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_what_is_levelled_loses_less(per_channel: bool) -> None:
+def test_what_is_levelled_loses_less() -> None:
     """Both layers rounded as int8 does, against the exact network: equalized, at most a tenth of the error."""
     model, x = uneven(built(CASES[0][1])), images(32)
-    equalizer = Equalizer(model, [x], per_channel=per_channel)
-    errors = []
-    for choice in (AS_FOLDED, equalizations(per_channel=per_channel)[-1]):
-        errors.append(quantizing.rounding_error(equalizer.equalized(choice), x, Int8Settings(per_channel)))
-    assert errors[1] < errors[0] / 10
-
-
-def settled(model: nn.Module, x: Tensor, choice: Equalization, *, per_channel: bool = False) -> nn.Module:
-    equalizer = Equalizer(model, [x], per_channel=per_channel)
-    found = equalizer.equalized(choice)
-    equalizer.settle_(found)
-    return found
+    before, after = (quantizing.rounding_error(one, x, 64) for one in (model, Equalizer(model, [x]).equalized()))
+    assert after < before / 10
 
 
 @pytest.mark.parametrize("high", [0, 1])
@@ -212,11 +200,7 @@ def test_bounds_that_any_batch_reaches_stay(high: int) -> None:
     """Also where only the first batch, or the last, reaches them."""
     model = built(net(lambda m, x: m.b(m.f(m.a(x))), a=conv, f=nn.ReLU6, b=conv))
     batches = [images() * (20 if i == high else 0.01) for i in range(2)]
-    equalizer = Equalizer(model, batches, per_channel=False)
-    for choice in equalizations(per_channel=False):
-        found = equalizer.equalized(choice)
-        equalizer.settle_(found)
-        assert distance(run(model, batches[high]), run(found, batches[high])) < 1e-12
+    assert distance(run(model, batches[high]), run(Equalizer(model, batches).equalized(), batches[high])) < 1e-12
 
 
 def test_bounds_that_no_image_reaches_are_let_go() -> None:
@@ -225,20 +209,7 @@ def test_bounds_that_no_image_reaches_are_let_go() -> None:
         model.a.weight.mul_(30)  # type: ignore[union-attr,operator]
         model.b.weight.mul_(0.01)  # type: ignore[union-attr,operator]
     x = images()
-    found: Any = settled(model, x, AS_FOLDED)
-    assert isinstance(found.f, nn.Hardtanh)
-    assert isinstance(found.g, nn.ReLU)
-    moved: Any = settled(model, x, equalizations(per_channel=False)[1])
+    moved: Any = Equalizer(model, [x]).equalized()
     assert isinstance(moved.f, BoundedReLU)
+    assert isinstance(moved.g, nn.ReLU)
     assert distance(run(model, x), run(moved, x)) < 1e-13
-
-
-def test_with_a_step_per_row_bounds_stay_one_number() -> None:
-    """Runtimes fuse a convolution with one bound for all its channels, and with no other."""
-    model = built(net(lambda m, x: m.c(m.f(m.b(m.g(m.a(x))))), a=conv, g=nn.ReLU, b=conv, f=nn.ReLU6, c=conv))
-    x = images()
-    for choice in equalizations(per_channel=True):
-        twin: Any = settled(model, x, choice, per_channel=True)
-        assert isinstance(twin.f, nn.ReLU6)
-        assert distance(run(model, x), run(twin, x)) < 1e-13
-        assert torch.equal(twin.a.weight, model.a.weight) is (choice is AS_FOLDED)  # type: ignore[union-attr]

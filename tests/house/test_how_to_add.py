@@ -111,8 +111,8 @@ ADDITIONS = (
         {
             "normswap/exporting/example_file.py": FORMAT,
             "normswap/exporting/formats.py": (
-                "    for one in (\n",
-                '    for one in (\n        Format("example", "example_file", ".example", "Example", "Example"),\n'),
+                "    for form in (\n",
+                '    for form in (\n        Format("example", "example_file", ".example", "Example", "Example"),\n'),
             "tests/alone.py": ("_BLOCKED = {\n", '_BLOCKED = {\n    "example": [],\n'),
         },
         "from pathlib import Path\nfrom normswap.exporting import formats\n"

@@ -15,7 +15,7 @@ from normswap.cli import progress
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Json, Opening, exported_file
 from normswap.cli.tables import facts, listing, next_step, show, size, table
-from normswap.errors import NormswapError, OptionError
+from normswap.errors import NormswapError, OptionError, first_line
 from normswap.models import source_names
 from normswap.plan import Body
 
@@ -101,7 +101,7 @@ def _bench(
     clock.check_device(timing.device)
     before = torch.get_num_threads()
     torch.set_num_threads(timing.threads or before)  # each runtime takes as many
-    settings = {
+    settings: Body = {
         "device": timing.device, "threads": torch.get_num_threads(), "rounds": timing.rounds, "seconds": timing.seconds,
     }  # fmt: skip
     try:
@@ -143,11 +143,10 @@ class _Group:
         import torch
 
         from normswap.benchmarking.timing import Contender
-        from normswap.models.imaged import imaged
 
         images = torch.randn(batch, *self.size, generator=torch.Generator().manual_seed(0))
         for form, network in self.networks.items():
-            yield Contender(form, "torch", imaged(network).eval().to(self.device), images.to(self.device))
+            yield Contender(form, "torch", network.eval().to(self.device), images.to(self.device))
         for file in self.files:
             contender = Contender(file.file.name, file.form.name, file.network(), images)
             contender.precision = file.precision or "fp32"
@@ -211,7 +210,27 @@ def _with_folded(called: str, name: str, opening: Opening, device: str) -> _Grou
             group.networks["folded"] = conversion.convert(model, "folded", input_size=group.size).model
     except NormswapError as error:
         group.notes.append(f"{called} is not folded: {error}")
+    group.networks = {form: _answering(network, called, group.size) for form, network in group.networks.items()}
     return group
+
+
+def _answering(network: nn.Module, called: str, image_size: tuple[int, ...]) -> nn.Module:
+    """The network as one that takes images and gives one tensor.
+
+    Raises:
+        OptionError: it takes or gives something else, or no images of that size.
+    """
+    import torch
+
+    from normswap.models.imaged import imaged
+    from normswap.models.weight_files import quiet
+
+    try:
+        with quiet():
+            return imaged(network, torch.zeros(1, *image_size))
+    except Exception as error:  # torch's and timm's own, whatever does not fit
+        why = f"{error.what}, {error.why}" if isinstance(error, NormswapError) else first_line(error)
+        raise OptionError(f"{called} is not timed on images of {size(image_size)}", why) from None
 
 
 def _print(body: Body) -> None:

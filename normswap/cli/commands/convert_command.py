@@ -188,19 +188,19 @@ def run(
         net = devices.place(net, fitting.device)
         what = f"converting to {scheme}, verifying"
         done: Conversion | None = None
+        asked: dict[str, Any] = {"purpose": scope.purpose, **scheme_options}
         with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
             if given_plan is not None:
                 done, bodies = _follow(fitting.on(net, advance), given_plan, str(planning.from_plan))
                 steps: Sequence[Step] = given_plan.steps
             elif dry_run:
                 fits = fitting.calibrate is not None
-                asked = {"purpose": scope.purpose, **scheme_options}
                 planned = [*conversion.plan_steps(Network(net), scheme, measured=fits, **asked)]
                 bodies = [summary.of_step(step, builder) for step, builder in planned]
                 steps = [step for step, _ in planned]
             else:
                 network = fitting.on(net, advance)
-                done = conversion.convert(network, scheme, purpose=scope.purpose, **scheme_options)
+                done = conversion.convert(network, scheme, **asked)
                 bodies, steps = summary.of_conversion(done, scheme), done.plan.steps[-done.steps :]
         if done is not None and not dry_run:
             with progress.working(f"writing {place}"):

@@ -72,11 +72,8 @@ class Checked(Images):
     workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 0
     samples: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", show_default=False,
-            help="Check on this many images of --data [64].",
-        ),
-    ] = None  # fmt: skip
+        typer.Option(min=1, metavar="N", show_default=False, help="Check on this many images of --data [64]."),
+    ] = None
 
     def checks(self, model: nn.Module) -> Loader:
         """Images of --data: a few, as what is exact shows on any."""
@@ -122,13 +119,8 @@ class Int8:
         from normswap.images.datasets import split_for_calibration
 
         some = replace(images, data=self.calibrate, samples=None, split="train").loader(model, labelled=None)
-        count, measured = self.calibrate_samples, images.samples
-        if count is None:  # before --calibrate-samples, --samples said it
-            count, measured = measured, None
-        calibrate, others = split_for_calibration(some, count, most=measured or _MEASURED)
-        if images.data is None:
-            return calibrate, others
-        return calibrate, replace(images, samples=measured).loader(model, labelled=None)
+        calibrate, others = split_for_calibration(some, self.calibrate_samples, most=images.samples or _MEASURED)
+        return calibrate, others if images.data is None else images.loader(model, labelled=None)
 
 
 def run(
@@ -176,8 +168,9 @@ def run(
 
 
 def _print(body: Body) -> None:
+    beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
     facts(
-        ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {_beside(body)} beside it"),
+        ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
         ("nodes", file_table.operators(body["nodes"])),
@@ -192,8 +185,9 @@ def _print(body: Body) -> None:
 def _measured(body: Body) -> list[tuple[str, str]]:
     """How far it is from the source, in its runtime."""
     figures = body["figures"]
+    allowed = "" if body["quantized"] else f", allowed {figures['tolerance']:.1e}"
     return [
-        ("relative L2", f"{figures['relative_l2']:.1e} of the answers" + _allowed(body)),
+        ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
         ("same answer", file_table.same(figures)),
         ("top-1", file_table.top1(figures)),
         ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
@@ -206,14 +200,6 @@ def _next(body: Body) -> tuple[str, ...]:
     if figures["answers"] != figures["count"]:
         return "verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES"
     return "evaluate", str(body["file"]), "--data", "IMAGES"
-
-
-def _beside(body: Body) -> str:
-    return " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
-
-
-def _allowed(body: Body) -> str:
-    return "" if body["quantized"] else f", allowed {body['figures']['tolerance']:.1e}"
 
 
 def _quantized(how: Body) -> list[tuple[str, str]]:
