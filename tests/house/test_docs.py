@@ -139,7 +139,7 @@ def test_tables_are_those_of_the_scripts(page: Path) -> None:
 OTHER_TOOLS = {
     *("--dist", "--strict"),  # pytest's and MkDocs'
     *("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"),  # torchrun's
-    *("--strongly", "--no"),  # trtexec's --stronglyTyped and --noTF32
+    *("--onnx", "--strongly", "--no"),  # trtexec's, with --stronglyTyped and --noTF32
     *("--multi-gpu", "--num-machines", "--machine-rank", "--num-processes"),  # those of `accelerate launch`
     *("--main-process-ip", "--main-process-port"),
 }
