@@ -96,8 +96,12 @@ def test_a_process_killed_at_any_write(form: str, tmp_path: Path, monkeypatch: p
             assert content(place).keys() == before.keys()
             files = content(place).items() - alike
             assert files <= before.items() or not files & before.items(), "some are old, some are new"
-        found = ExportedFile.find(str(place / FILES[form]))  # which carries on what the process began
-        assert found is not None
+        found = ExportedFile.find(str(place / FILES[form]))
+        if found is None:  # killed between two renames: the new files lie whole in the folder that was written to
+            written = {path.read_bytes() for path in place.rglob("*") if path.is_file()}
+            assert {value for value in whole.values() if isinstance(value, bytes)} <= written
+            assert code == 9
+            continue
         files = content(place).items() - alike
         assert dict(files).keys() | dict(alike).keys() == before.keys()
         assert files <= before.items() or not files & before.items()
