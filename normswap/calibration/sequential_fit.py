@@ -166,7 +166,9 @@ class End:
         if not self.arms:
             return source_value
         theirs, ours = (values[arm.name] for values, arm in zip(held, self.arms, strict=True))
-        return source_value + (theirs - ours) / self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
+        scale: Tensor = self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
+        lacking: Tensor = (theirs - ours) / scale
+        return source_value + lacking
 
 
 def _follow(traced: Traced, node: fx.Node) -> End:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from normswap.models.calling import form
@@ -19,8 +20,17 @@ class Imaged(nn.Module):
         return answer(self.form.of(images).call(self.inner))
 
 
-def imaged(model: nn.Module) -> nn.Module:
-    """Return `model` itself where it is called with a tensor of images, else wrap it."""
+def imaged(model: nn.Module, images: Tensor) -> nn.Module:
+    """Return `model` itself where it takes images (N, C, H, W) as they are and gives one tensor, else wrap it.
+
+    Raises:
+        TraceError: it takes more than images.
+        OptionError: it gives no answer.
+        whatever the network raises on the images.
+    """
     call = form(model)
-    plain = len(call.args) == 1 and not call.kwargs and not call.listed
-    return model if plain else Imaged(model)
+    with torch.no_grad():
+        output = call.of(images).call(model)
+    answer(output)
+    plain = len(call.args) == 1 and not call.kwargs and not call.listed and isinstance(output, Tensor)
+    return model if plain else Imaged(model).train(model.training)

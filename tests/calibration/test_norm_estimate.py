@@ -123,7 +123,7 @@ def with_nan() -> list[Tensor]:
         ("batchnorm", None, NormswapError, "calibrate=DATA"),
         ("folded", with_nan(), SourceError, "not finite"),
         ("folded", images(1), SourceError, "1 calibration images"),
-        ("folded", "nose", OptionError, "nor 'noise'"),
+        ("folded", "nose", OptionError, "nor 'synthetic'"),
         ("folded", [torch.randn(4, 1, 33, 33).double()], SourceError, "calibration images do not fit the network"),
     ],
 )

@@ -175,7 +175,7 @@ class Doubled(nn.BatchNorm2d):
         (network, [*shifted(batch=4), *shifted()], SourceError, "has 8 images: the first had 4"),
         (network, [part for x in shifted(count=8, batch=4) for part in (x, x[:2])], SourceError,
          "batch 1 has 2 images: the first had 4, and only the last may have fewer"),
-        (network, "noise", OptionError, "no batches of images"),
+        (network, "noise", OptionError, "neither batches of images nor"),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), shifted(), RefusedError, "no BatchNorm"),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), shifted(),
          RefusedError, "no BatchNorm with running statistics"),

@@ -30,7 +30,7 @@ from normswap.cli.app import main
 from normswap.exporting import sidecar
 
 PAGE = blocks(ROOT / "docs" / "browser.md")
-HTML = next(block.text for block in PAGE if block.language == "html")
+HTML = (ROOT / "docs" / "page" / "index.html").read_text(encoding="utf-8")
 PACKAGE = next(found[0] for block in PAGE if (found := re.findall(r"npm install (\S+)", block.text)))
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "normswap-tests"
 SIZES = {"wide": (90, 64), "large and tall": (131, 260)}  # (width, height), beside the images as they are

@@ -160,7 +160,7 @@ def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.Captur
     card = tmp_path / "out" / "README.md"
     assert main(command) == 0
     out = capfd.readouterr().out
-    assert "not known: give --calibrate DATA" in out
+    assert "not known: pass --calibrate IMAGES" in out
     assert "accuracy this keeps was not measured" in card.read_text()
     assert not re.search(r"\d %", out + card.read_text())
     data = ["--calibrate", str(demo_files.FOLDER / "images.tar"), "--samples", "40"]
