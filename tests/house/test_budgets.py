@@ -13,11 +13,11 @@ ROOT = Path(normswap.__file__).parent
 TESTS = ROOT.parent / "tests"
 # Lines of normswap/, docstrings and blank ones too. "ground": the files that are in no room.
 ROOMS = {
-    "ground": 850, "layers": 2596, "models": 2441, "graph": 1701, "images": 780, "calibration": 2733, "folding": 1650,
-    "schemes": 2454, "surgery": 2311, "storage": 755, "analysis": 1007, "diagnosis": 1275, "training": 2350,
-    "exporting": 3396, "benchmarking": 300, "reporting": 774, "cli": 3236,
+    "ground": 850, "layers": 2546, "models": 2451, "graph": 1700, "images": 780, "calibration": 2654, "folding": 1650,
+    "schemes": 2443, "surgery": 2310, "storage": 755, "analysis": 1006, "diagnosis": 1275, "training": 2350,
+    "exporting": 3334, "benchmarking": 300, "reporting": 778, "cli": 3242,
 }  # fmt: skip
-TOGETHER = {"all rooms": 30370, "files of the package": 237, "tests": 34246, "of them the laboratory": 6484}
+TOGETHER = {"all rooms": 30102, "files of the package": 233, "tests": 33981, "of them the laboratory": 6483}
 
 
 def lines(files: list[Path]) -> int:
