@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import timm
 import torch
 from crossed import crossed, sampled
 from lived import batchnorms, distance, run, step
@@ -266,3 +267,17 @@ def test_compile_to_machine_code(arch: str) -> None:
     compiled: Any = torch.compile(own.result.eval())
     with torch.no_grad():
         assert distance(own.reference, compiled(own.x)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", schemes.names())
+def test_plan_runs_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the network was inspected, a plan reads the graph and stored tensors: no module is called."""
+    torch.manual_seed(0)
+    vit: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    resnet: dict[str, Any] = {"channels": (8, 8, 8, 8), "layers": (1, 1, 1, 1)}
+    arch, width = ("vit_tiny_patch16_224", vit) if name == "rmsnorm" else ("resnet18", resnet)
+    model = timm.create_model(arch, num_classes=3, **width).eval()
+    anatomy = inspection.inspect(model, torch.randn(2, 3, 32, 32))
+    monkeypatch.setattr(nn.Module, "__call__", lambda *args, **kwargs: pytest.fail("the plan ran a module"))
+    builder = schemes.get(name).plan(anatomy, **schemes.get(name).defaults)
+    assert not builder.refusals
