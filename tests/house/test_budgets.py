@@ -17,7 +17,7 @@ ROOMS = {
     "schemes": 2443, "surgery": 2310, "storage": 755, "analysis": 1006, "diagnosis": 1275, "training": 2350,
     "exporting": 3334, "benchmarking": 300, "reporting": 778, "cli": 3242,
 }  # fmt: skip
-TOGETHER = {"all rooms": 30102, "files of the package": 233, "tests": 34060, "of them the laboratory": 6483}
+TOGETHER = {"all rooms": 30102, "files of the package": 233, "tests": 34110, "of them the laboratory": 6483}
 
 
 def lines(files: list[Path]) -> int:
