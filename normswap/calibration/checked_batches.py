@@ -50,6 +50,16 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
         yield example.like(model)
 
 
+def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Iterator[Example]:
+    """The calls that the batches are (`checked`), until there are so many images."""
+    total = 0
+    for example in checked(model, batches):
+        yield example
+        total += example.count
+        if total >= count:
+            return
+
+
 def _check_images(example: Example, batch: object, index: int) -> None:
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
@@ -63,6 +73,18 @@ def _check_images(example: Example, batch: object, index: int) -> None:
         raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
 
 
-def misfit(error: Exception, what: str = "the calibration images do not fit the network") -> NormswapError:
+def run(model: nn.Module, example: Example, what: str = "the calibration images do not fit the network") -> object:
+    """What the network answers.
+
+    Raises:
+        SourceError: it does not run.
+    """
+    try:
+        return example.call(model)
+    except Exception as error:  # whatever the network raises
+        raise misfit(error, what) from None
+
+
+def misfit(error: Exception, what: str) -> NormswapError:
     """The error for whatever a network raises on a batch: errors of ours as they are."""
     return error if isinstance(error, NormswapError) else SourceError(what, first_line(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,12 +17,12 @@ class FitTask:
     """A result whose values are to be set from data, and all that they are set from.
 
     Args:
-        source: what the result is compared with: the network before the step, or what `Scheme.fitting_target` makes
-            of it. Its class and function stay; a rescaling may be moved into its weights.
+        source: the network before the step.
         result: the network after the step; its tensors are set in place.
         step: the step.
         batches: calls of both networks, read as often as needed; None where the user gave no images.
         example: one call, for its form and the size of its images.
+        after: after(step) is the source, which stays, after another step.
         seed: of all that is drawn.
         progress: called with what is done and the total.
     """
@@ -32,5 +32,6 @@ class FitTask:
     step: Step
     batches: Iterable[Example] | None
     example: Example
+    after: Callable[[Step], nn.Module]
     seed: int = 0
     progress: Progress | None = None

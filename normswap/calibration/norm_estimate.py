@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from normswap.calibration.channel_moments import ChannelLine
 from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
 from normswap.errors import spelled
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
-from normswap.layers.known_norms import BatchNorm
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating
-
-NEEDED = 2
 
 
 def remedy() -> str:
@@ -43,21 +41,24 @@ def fit_norms(
     """
     with evaluating(source, result):
         (theirs, ours), examples = interpreters(batches, source, result)
-        layers = _layers(theirs, ours)
-        lockstep = Lockstep([theirs, ours], examples, needed=NEEDED)
-        try:
-            for done, (there, here) in enumerate(layers):
-                old, new = theirs.traced.module(there), ours.traced.module(here)
-                assert old is not None
-                assert isinstance(new, SiteNorm)
-                _fit(_linear(old), new, lockstep, (there, here))
-                if progress is not None:
-                    progress(done + 1, len(layers))
-        finally:
-            lockstep.close()
+        pairs = _norms(theirs, ours)
+        lockstep = Lockstep([theirs, ours], examples)
+        for done, (old_node, new_node) in enumerate(pairs, 1):
+            old, new = theirs.traced.module(old_node), ours.traced.module(new_node)
+            assert old is not None
+            assert isinstance(new, SiteNorm)
+            line = ChannelLine(new.num_features, new.weight.device)
+            old_input, new_input = inputs(old_node)[0].name, inputs(new_node)[0].name
+            plain = _without_activation(old)
+            for old_values, new_values in lockstep.run_to([old_node, new_node]):
+                line.add(_rows(new_values[new_input]), _rows(plain(old_values[old_input].clone())))
+            _set(new, line)
+            if progress is not None:
+                progress(done, len(pairs))
 
 
-def _layers(theirs: Interpreter, ours: Interpreter) -> list[tuple[fx.Node, fx.Node]]:
+def _norms(theirs: Interpreter, ours: Interpreter) -> list[tuple[fx.Node, fx.Node]]:
+    """The calls of each norm with statistics per sample, and of the one that was placed for it."""
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
     return [
         (calls[str(node.target)], node)
@@ -68,8 +69,7 @@ def _layers(theirs: Interpreter, ours: Interpreter) -> list[tuple[fx.Node, fx.No
     ]
 
 
-def _linear(norm: nn.Module) -> nn.Module:
-    """The norm without the activation that it carries."""
+def _without_activation(norm: nn.Module) -> nn.Module:
     plain = copy.deepcopy(norm).eval()
     for name in ("act", "drop"):
         if isinstance(getattr(plain, name, None), nn.Module):
@@ -77,23 +77,13 @@ def _linear(norm: nn.Module) -> nn.Module:
     return plain
 
 
-def _fit(old: nn.Module, new: SiteNorm, lockstep: Lockstep, nodes: tuple[fx.Node, fx.Node]) -> None:
-    sums = torch.zeros(4, new.num_features, dtype=torch.float64, device=new.weight.device)
-    count = 0
-    there, here = (inputs(node)[0].name for node in nodes)
-    for held in lockstep.run_to([*nodes]):
-        x, y = _rows(held[1][here]), _rows(old(held[0][there].clone()))
-        sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1)])
-        count += x.shape[1]
-    mean, target, square, product = sums / count
-    variance = (square - mean.square()).clamp_min(0)
-    slope = (product - mean * target) / variance.clamp_min(1e-30)
-    slope = torch.where(variance > 1e-12, slope, torch.zeros_like(slope))
-    norm = cast(BatchNorm, new)
+def _set(norm: Any, line: ChannelLine) -> None:
+    mean, variance = line.moments()
+    slope, offset = line.fitted()
     norm.running_mean.copy_(mean)
-    norm.running_var.copy_(variance * count / max(count - 1, 1))
-    new.weight.copy_(slope * (norm.running_var.double() + new.eps).sqrt())
-    new.bias.copy_(target)
+    norm.running_var.copy_(variance * line.count / max(line.count - 1, 1))
+    norm.weight.copy_(slope * (norm.running_var.double() + norm.eps).sqrt())
+    norm.bias.copy_(offset + slope * mean)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,9 +28,10 @@ from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating
 
-_NEEDED = 2  # images
-_ROUNDING = 1e-3  # of the outputs: the same operations one by one differ by far less
-_CONSTANT = 1e-10  # of the wanted variance: a channel that varies by less is left as wide as it is
+# The same operations one by one differ by far less than this share of the outputs.
+_ROUNDING = 1e-3
+# A channel that varies by less than this share of the wanted variance is left as wide as it is.
+_CONSTANT = 1e-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +55,6 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Restored:
-    """Counts: layers that were restored, those of them that have no bias to carry a mean, and images."""
-
-    layers: int
-    without_bias: int
-    images: int
-
-
-@dataclass(frozen=True)
 class _Place:
     """A layer, and its node in each reference and, last, in the network itself."""
 
@@ -74,18 +65,17 @@ class _Place:
 
 @torch.no_grad()
 def restore(
-    model: nn.Module,
-    wanted: Wanted,
-    batches: Iterable[object],
-    *,
-    progress: Progress | None = None,
-) -> Restored:
+    model: nn.Module, wanted: Wanted, batches: Iterable[object], *, progress: Progress | None = None
+) -> tuple[str, ...]:
     """Bring the outputs of `model`'s convolutions and linear maps, in place, to the references' moments per channel.
 
     Args:
         wanted: by networks with the same layers at the same paths.
         batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
         progress: called after each layer with the layers done and their total.
+
+    Returns:
+        What the user should know.
 
     Raises:
         RefusedError: no layer is in all networks, a weight is made of other tensors, or the network computes what its
@@ -98,20 +88,22 @@ def restore(
         if not places:
             why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
             raise RefusedError("the reference has no layer of the network's", why)
-        first, *rest = examples
+        first, *others = examples
         _check_recorded(recorded[-1], first.first(2))
-        lockstep = Lockstep(recorded, [first, *rest], needed=_NEEDED)
-        try:
-            for done, place in enumerate(places, 1):
-                *there, now = _moments(lockstep, place)
-                if now.count < 2:
-                    raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
-                _set(place.layer, now, there, scales=wanted.scales)
-                if progress is not None:
-                    progress(done, len(places))
-        finally:
-            lockstep.close()
-    return Restored(len(places), sum(place.layer.bias is None for place in places), lockstep.images)
+        lockstep = Lockstep(recorded, [first, *others])
+        for done, place in enumerate(places, 1):
+            *references, current = _moments(lockstep, place)
+            if current.count < 2:
+                raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
+            _set(place.layer, current, references, scales=wanted.scales)
+            if progress is not None:
+                progress(done, len(places))
+    moments = "mean and variance" if wanted.scales else "mean"
+    note = f"{moments} per channel of {len(places)} layers, {lockstep.images} images"
+    without_bias = sum(place.layer.bias is None for place in places)
+    if not without_bias:
+        return (note,)
+    return note, f"{without_bias} layers have no bias: their means stay as they are"
 
 
 def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
@@ -129,18 +121,13 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
                 nodes += calls
         if len(nodes) != len(references):
             continue
-        if not _is_plain(layer):
+        if type(layer._parameters.get("weight")) is not nn.Parameter:
             raise RefusedError(
                 f"the weight of {node.target} is made of other tensors, by a pruning hook or a parametrization",
                 "moments cannot be set through them",
                 "Bake them first: torch.nn.utils.prune.remove, or parametrize.remove_parametrizations",
             )
         yield _Place(str(node.target), layer, (*nodes, node))
-
-
-def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
-    """Whether its weight is a tensor of its own, and not made of others."""
-    return type(layer._parameters.get("weight")) is nn.Parameter
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
@@ -162,31 +149,26 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
     """Those of the layer's output in each network, over all images."""
-    channels = len(place.layer.weight)
-    seen = [_none(channels) for _ in place.nodes]
-    for held in lockstep.run_to([*place.nodes]):
-        for interpreter, values, node, moments in zip(lockstep.interpreters, held, place.nodes, seen, strict=True):
+    moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
+    for batch in lockstep.run_to([*place.nodes]):
+        for interpreter, values, node, each in zip(lockstep.interpreters, batch, place.nodes, moments, strict=True):
             layer = interpreter.traced.linear(str(node.target))
             output = layer(values[inputs(node)[0].name])
-            if interpreter is not lockstep.interpreters[-1]:  # the network's value will be another when it is set
+            # The network's own value will be another one when the layer is set.
+            if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
             rows = output.flatten(0, -2).T if isinstance(layer, nn.Linear) else output.transpose(0, 1).flatten(1)
-            moments.add(rows.detach().double().cpu())
-    return seen
+            each.add(rows.detach().double().cpu())
+    return moments
 
 
-def _none(channels: int) -> ChannelMoments:
-    return ChannelMoments(0, *(torch.zeros(channels, dtype=torch.float64) for _ in range(2)))
-
-
-def _set(layer: Linearity, now: ChannelMoments, there: Sequence[ChannelMoments], *, scales: bool) -> None:
-    mean = torch.stack([one.mean for one in there]).mean(0)
+def _set(layer: Linearity, current: ChannelMoments, references: Sequence[ChannelMoments], *, scales: bool) -> None:
+    mean = torch.stack([reference.mean for reference in references]).mean(0)
     factor = torch.ones_like(mean)
     if scales:
-        deviation = torch.stack([one.variance.sqrt() for one in there]).mean(0)
-        varies = now.variance > _CONSTANT * deviation.square()
-        factor = torch.where(varies & (deviation > 0), deviation / now.variance.sqrt(), factor)
+        deviation = torch.stack([reference.variance.sqrt() for reference in references]).mean(0)
+        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > 0)
+        factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
     if layer.bias is not None:
-        bias = layer.bias.detach().double().cpu()
-        layer.bias.copy_(factor * (bias - now.mean) + mean)
+        layer.bias.copy_(factor * (layer.bias.detach().double().cpu() - current.mean) + mean)

@@ -15,7 +15,7 @@ from normswap import plugins
 from normswap.errors import OptionError, spelled
 from normswap.plan import Step
 from normswap.schemes.catalogue import PURPOSES, STEPS, TARGETS
-from normswap.schemes.parts.options import Option, check_given
+from normswap.schemes.options import Option, check_given
 from normswap.schemes.scheme import Chosen as Chosen
 from normswap.schemes.scheme import Options as Options
 from normswap.schemes.scheme import Planner

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from normswap.schemes.parts.options import Option, Range
+from normswap.schemes.options import Option, Range
 from normswap.schemes.scheme import Options, Scheme
 
 
@@ -37,39 +37,23 @@ def _keeps(option: str, value: str) -> Callable[[Options], bool]:
 
 
 _ALPHA = Option(
-    "alpha",
-    object,
-    "match",
-    "`match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number",
-    "NUMBER",
-    choices=("match", "inv-sqrt-depth"),
+    "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
 _STEADY = Option(
     "steady",
     float,
     0.9,
-    "the share of a norm's divisor (variance + eps) that eps makes; the more, the more is kept, and the less it "
-    "normalizes; 0: the plain norm",
+    "share of a norm's divisor, variance + eps, that eps makes; 0: plain",
     "SHARE",
     range=Range(0, 1),
 )
 _FILTER_MEANS = (
     Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),
-    Option(
-        "stem",
-        str,
-        "keep",
-        "the same for the convolution that reads the image; without them it is blind to brightness and colour",
-        choices=("fit", "keep"),
-    ),
-    Option(
-        "depthwise",
-        str,
-        "keep",
-        "the same for filters that read one channel, which without a mean lose its level",
-        choices=("fit", "keep"),
-    ),
+    Option("stem", str, "keep", "the same for the convolution that reads the image", choices=("fit", "keep")),
+    Option("depthwise", str, "keep", "the same for filters that read one channel", choices=("fit", "keep")),
 )
+# A norm with statistics per sample in place of every BatchNorm.
+_PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
 TARGETS: dict[str, Scheme] = {
     "affine": Scheme(
@@ -86,28 +70,14 @@ TARGETS: dict[str, Scheme] = {
                 "where",
                 str,
                 "norms",
-                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate, as "
-                "`activation`: after each convolution whose values reach an activation next; `conv`: after each that "
-                "another layer reads",
+                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate: after each "
+                "convolution whose values reach an `activation` next, or another layer (`conv`)",
                 choices=("norms", "activation", "conv"),
             ),
             Option(
-                "like",
-                str,
-                "",
-                "instead: an architecture (named as MODEL is) whose norms' places are taken and whose own class, "
-                "without normswap's layers, holds the result",
-                "ARCH",
-                or_network=True,
+                "like", str, "", "instead: an architecture whose own class holds the result", "ARCH", or_network=True
             ),
-            Option(
-                "ghost_batch",
-                int,
-                0,
-                "how many samples share their statistics in training; 0: the whole batch",
-                "N",
-                range=Range(0),
-            ),
+            Option("ghost_batch", int, 0, "samples that share statistics in training; 0: all", "N", range=Range(0)),
         ),
     ),
     "centered-weightnorm": Scheme(
@@ -115,9 +85,8 @@ TARGETS: dict[str, Scheme] = {
         summary="Centered weight normalization: W = g (v - mean v) / |v - mean v| per filter; no norm of activations.",
         paper="Huang et al. 2017, arXiv:1710.02338, section 3",
         exact=_keeps("mean", "keep"),
-        needs_data=lambda options: options["mean"] != "keep",
-        fit=Function("calibration.zero_sum_fit.fit_zero_sum"),
-        fitting_target=Function("schemes.nf.fitting_target"),
+        needs_data=True,
+        fit=Function("schemes.nf.fit"),
         options=_FILTER_MEANS,
     ),
     "dyt": Scheme(
@@ -126,18 +95,9 @@ TARGETS: dict[str, Scheme] = {
         paper="Zhu et al. 2025, arXiv:2503.10622, section 4",
         exact=False,
         fit=Function("schemes.dyt.fit"),
-        fitting_target=Function("schemes.dyt.fitting_target"),
-        fits_without_images=True,
         starts_from="batchnorm",
         options=(
-            Option(
-                "bend",
-                float,
-                0.25,
-                "the alpha that every layer starts with; its input has deviation 1, less where tails are long",
-                "ALPHA",
-                range=Range(0, 4, low_open=True, high_open=False),
-            ),
+            Option("bend", float, 0.25, "the alpha of every layer at first", "ALPHA", range=Range(0, 4, True, False)),
         ),
     ),
     "fixup": Scheme(
@@ -160,8 +120,8 @@ TARGETS: dict[str, Scheme] = {
                 "branches",
                 str,
                 "merge",
-                "`merge` branches whose sum one convolution computes (RepVGG, MobileOne, RepViT, FastViT), or `keep` "
-                "them, so that `unfold` finds the way back",
+                "`merge` branches whose sum one convolution computes, or `keep` them, so that "
+                "`unfold` finds the way back",
                 choices=("merge", "keep"),
             ),
         ),
@@ -175,25 +135,14 @@ TARGETS: dict[str, Scheme] = {
         Function("schemes.groupnorm.plan"),
         summary="GroupNorm in place of every BatchNorm, set so that an average sample sees the BatchNorm.",
         paper="Wu & He 2018, arXiv:1803.08494, section 3",
-        exact=False,
-        fit=Function("schemes.groupnorm.fit"),
-        fitting_target=Function("schemes.groupnorm.fitting_target"),
-        fits_without_images=True,
-        starts_from="batchnorm",
+        **_PER_SAMPLE,
         options=(
-            Option(
-                "groups",
-                int,
-                1,
-                "of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so",
-                "N",
-                range=Range(1),
-            ),
+            Option("groups", int, 1, "of channels, or the nearest divisor of their number", "N", range=Range(1)),
             Option(
                 "group_size",
                 int,
                 0,
-                "instead: so many channels to a group (robot policies take 16); 0: `groups` says it",
+                "instead: channels to a group; 0: see `groups`",
                 "N",
                 range=Range(0),
                 instead_of="groups",
@@ -205,21 +154,13 @@ TARGETS: dict[str, Scheme] = {
         Function("schemes.groupnorm.plan_instancenorm"),
         summary="InstanceNorm: every channel of every sample is normalized by itself; little of a classifier is kept.",
         paper="Ulyanov et al. 2016, arXiv:1607.08022, section 2",
-        exact=False,
-        fit=Function("schemes.groupnorm.fit"),
-        fitting_target=Function("schemes.groupnorm.fitting_target"),
-        fits_without_images=True,
-        starts_from="batchnorm",
+        **_PER_SAMPLE,
     ),
     "layernorm": Scheme(
         Function("schemes.groupnorm.plan_layernorm"),
         summary="LayerNorm over all channels and positions of a sample: GroupNorm with one group.",
         paper="Ba et al. 2016, arXiv:1607.06450, section 3",
-        exact=False,
-        fit=Function("schemes.groupnorm.fit"),
-        fitting_target=Function("schemes.groupnorm.fitting_target"),
-        fits_without_images=True,
-        starts_from="batchnorm",
+        **_PER_SAMPLE,
         options=(_STEADY,),
     ),
     "nf": Scheme(
@@ -227,9 +168,8 @@ TARGETS: dict[str, Scheme] = {
         summary="Normalizer-free: y = skip + beta f(x), every convolution with standardized weights; no norm.",
         paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
         exact=_keeps("mean", "keep"),
-        needs_data=lambda options: options["mean"] != "keep",
-        fit=Function("calibration.zero_sum_fit.fit_zero_sum"),
-        fitting_target=Function("schemes.nf.fitting_target"),
+        needs_data=True,
+        fit=Function("schemes.nf.fit"),
         on_branches=True,
         options=_FILTER_MEANS,
     ),
@@ -241,14 +181,7 @@ TARGETS: dict[str, Scheme] = {
         on_branches=True,
         options=(
             _ALPHA,
-            Option(
-                "dropout",
-                float,
-                0.2,
-                "probability of dropping a feature before the classifier, in [0, 1)",
-                "P",
-                range=Range(0, 1),
-            ),
+            Option("dropout", float, 0.2, "of the features before the classifier", "P", range=Range(0, 1)),
         ),
     ),
     "residual-scale": Scheme(
@@ -263,7 +196,7 @@ TARGETS: dict[str, Scheme] = {
                 "rule",
                 str,
                 "rescale",
-                "the published rule that gives a and b",
+                "what gives a and b",
                 choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
             ),
         ),

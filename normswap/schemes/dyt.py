@@ -17,7 +17,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
 from normswap.plan import Edit, Outcome, Step
-from normswap.schemes.parts.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
+from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 
 
 def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
@@ -40,9 +40,10 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
 
 def fit(task: FitTask) -> None:
     """Choose the channels' factors; with images, then fit convolutions, gamma and beta, layer by layer."""
-    choose_factors(task)
+    target = task.after(fitting_target(task.step))
+    choose_factors(target, task.result, task.step, task.example, task.batches)
     if task.batches is not None:
-        refit(task.source, task.result, task.batches, seed=task.seed, progress=task.progress)
+        refit(target, task.result, task.batches, seed=task.seed, progress=task.progress)
 
 
 def fitting_target(step: Step) -> Step:

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from normswap.calibration.fit_task import FitTask
-from normswap.calibration.per_sample_rescaling import choose_rescaling
+from normswap.calibration.per_sample_rescaling import choose_rescaling, rescalable
 from normswap.calibration.sequential_fit import refit
 from normswap.errors import spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.plan import Body, Edit, Outcome, Step
-from normswap.schemes.parts.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
+from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 
 
 def plan(anatomy: Anatomy, *, groups: int, group_size: int, steady: float) -> PlanBuilder:
@@ -54,9 +54,12 @@ def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
 
 def fit(task: FitTask) -> None:
     """Choose the rescaling before each norm; with images, then fit layer by layer."""
-    choose_rescaling(task)
+    if not rescalable(task.step) and task.batches is None:
+        return
+    target = task.after(fitting_target(task.step))
+    choose_rescaling(target, task.result, task.step, task.example)
     if task.batches is not None:
-        refit(task.source, task.result, task.batches, seed=task.seed, progress=task.progress)
+        refit(target, task.result, task.batches, seed=task.seed, progress=task.progress)
 
 
 def insert_per_sample_norms(

@@ -28,7 +28,7 @@ from normswap.layers.known_norms import BatchNorm
 from normswap.layers.placeholders import Chain
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
-from normswap.schemes.parts.replaceable_batchnorms import require_no_tokenwise_norms
+from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 
 EPS, MOMENTUM = 1e-5, 0.1  # torch's
 

@@ -17,13 +17,14 @@ from dataclasses import replace
 from timm.layers import Conv2dSame
 from torch import nn
 
+from normswap.calibration.fit_task import FitTask
+from normswap.calibration.zero_sum_rescaling import fit_zero_sum
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
 from normswap.layers import own_forwards, reparametrized
-from normswap.plan import Step
 from normswap.schemes.skipinit import scale_branches
 
 
@@ -106,7 +107,10 @@ def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> 
     return padding
 
 
-def fitting_target(step: Step) -> Step:
-    """The same step with every mean kept: it computes what the source computes, and its result is fitted to that."""
-    edits = (replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in step.edits)
-    return replace(step, edits=tuple(edits))
+def fit(task: FitTask) -> None:
+    """Fit the filters without a mean to the network with every mean, which computes what the source does."""
+    assert task.batches is not None
+    edits = task.step.edits
+    edits = tuple(replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in edits)
+    target = task.after(replace(task.step, edits=edits))
+    fit_zero_sum(target, task.result, task.batches, seed=task.seed, progress=task.progress)

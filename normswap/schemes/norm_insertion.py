@@ -23,7 +23,7 @@ from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import AbsorbMode, Body, Outcome
-from normswap.schemes.parts.replaceable_batchnorms import require_no_tokenwise_norms
+from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:

@@ -38,6 +38,4 @@ def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
 def fit_recalibrate(task: FitTask) -> tuple[str, ...]:
     """Estimate the population statistics anew."""
     assert task.batches is not None
-    seen = estimate_population(task.result, task.batches, task.progress)
-    note = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
-    return (note + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
+    return (estimate_population(task.result, task.batches, task.progress),)

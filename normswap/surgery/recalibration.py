@@ -97,13 +97,10 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
     assert images is not None
     step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
     result = applied(network, step)
-    done = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
+    notes = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
     report = comparison.compare(network, result, exact=False)
     comparison.require_passed(network, report, step.scheme)
-    what = "mean and variance" if wanted.scales else "mean"
-    note = f"{what} per channel of {done.layers} layers, {done.images} images"
-    lacking = f"{done.without_bias} layers have no bias: their means stay as they are"
-    return Conversion(network.after(result), report, {}, (note, lacking) if done.without_bias else (note,))
+    return Conversion(network.after(result), report, {}, notes)
 
 
 def _without_norms(reference: nn.Module, like: Network) -> nn.Module:

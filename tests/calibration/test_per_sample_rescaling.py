@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from normswap import demo_files
 from normswap.calibration import channel_values, per_sample_rescaling
-from normswap.calibration.fit_task import FitTask
 from normswap.calibration.natural_noise import leaves
 from normswap.calibration.per_sample_rescaling import NormInputs
 from normswap.graph.inspection import inspect
@@ -36,10 +35,16 @@ def maps(count: int = 40) -> Tensor:
     return x - x.mean((0, 2), keepdim=True)
 
 
-def site(x: Tensor, effect: Tensor, eps: float = EPS) -> NormInputs:
+def norm_of(x: Tensor, effect: Tensor) -> Any:
+    """A BatchNorm that knows the channels' variances, and through which errors cost what they are to."""
     norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
     norm.running_var.copy_(x.square().mean((0, 2)))
-    return NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, eps, effect)
+    norm.weight.data.copy_((effect * (norm.running_var + EPS)).sqrt())
+    return norm
+
+
+def site(x: Tensor, effect: Tensor, eps: float = EPS) -> NormInputs:
+    return NormInputs.of(x.mean(2), x.square().mean(2), norm_of(x, effect), GROUPS, eps)
 
 
 def leveled(scale: Tensor, var: Tensor) -> Tensor:
@@ -97,11 +102,9 @@ def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
     """Moments about another point, and effects beyond what float32 holds."""
     x, effect = maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64)
     apart = torch.linspace(-3, 3, CHANNELS, dtype=torch.float64)
-    norm: Any = nn.BatchNorm2d(CHANNELS, eps=EPS).double()
-    norm.running_var.copy_(x.square().mean((0, 2)))
     moved = x + apart.view(-1, 1)
-    one = NormInputs.of(x.mean(2), x.square().mean(2), norm, GROUPS, EPS, effect)
-    two = NormInputs.of(moved.mean(2), moved.square().mean(2), norm, GROUPS, EPS, 1e50 * effect)
+    one = site(x, effect)
+    two = NormInputs.of(moved.mean(2), moved.square().mean(2), norm_of(x, 1e50 * effect), GROUPS, EPS)
     for part in ("means", "squares", "var", "effect"):
         assert torch.allclose(getattr(one, part), getattr(two, part), rtol=1e-4, atol=1e-4), part
 
@@ -204,7 +207,7 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
         wanted = model(x)
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     before = copy.deepcopy(result.state_dict())
-    per_sample_rescaling.choose_rescaling(FitTask(pattern, result, step, None, Example((x,))))
+    per_sample_rescaling.choose_rescaling(pattern, result, step, Example((x,)))
     with torch.inference_mode():
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())

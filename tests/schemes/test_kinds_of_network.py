@@ -15,7 +15,6 @@ from crossed import quick
 from torch import Tensor, nn
 
 from normswap import demo_files
-from normswap.calibration.fit_task import FitTask
 from normswap.calibration.per_sample_rescaling import choose_rescaling
 from normswap.cli.app import main
 from normswap.graph.inspection import inspect
@@ -92,7 +91,7 @@ def test_the_rescaling_keeps_the_pattern_and_steadies_the_sample(images: tuple[T
     pattern, result = (applying.apply_step(model, one) for one in (groupnorm.fitting_target(step), step))
     before = copy.deepcopy(result)
     with torch.no_grad():
-        choose_rescaling(FitTask(pattern, result, step, None, Example((data,))))
+        choose_rescaling(pattern, result, step, Example((data,)))
     held = images[0][100:300].double()
     assert l2(model, pattern, held) < 1e-12
     assert l2(model, result, held) < 0.9 * l2(model, before, held)

@@ -228,7 +228,7 @@ def test_group_size_is_of_channels(resnet: nn.Module, size: int, groups: int) ->
 def test_what_purposes_add_keeps_the_function(name: str) -> None:
     scheme = schemes.get(name)
     assert scheme.is_exact(schemes.chosen(name, {}).options)
-    assert not scheme.requires_data({})
+    assert not scheme.needs_data
 
 
 @pytest.mark.parametrize("name", ["estimate", "recalibrate"])

@@ -1,6 +1,6 @@
 """`normswap convert`: a network brought to another scheme, verified, saved.
 
-The options of the schemes are made from their records (`schemes/parts/options.py`).
+The options of the schemes are made from their records (`schemes/options.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan, Step
 from normswap.schemes import Options, all_options, purpose_names
-from normswap.schemes.parts.options import Option
+from normswap.schemes.options import Option
 from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
