@@ -1,7 +1,7 @@
 """Mean and variance per channel of what reaches some layers, streamed over batches of images of any size.
 
-Sums are merged batch by batch (Chan, Golub & LeVeque 1979, the parallel algorithm), in float64: the variance does not
-cancel where a mean is large. Memory holds two numbers per channel.
+Sums are merged batch by batch in float64 (Chan, Golub & LeVeque 1979): the variance does not cancel where a mean is
+large.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Streamed least squares: from the moments of a layer's input patches and of its targets to its best weights.
 
-Of the data only a covariance per layer is stored, whatever the number of images. Products are summed in the rows' own
-precision over a block of them, about a point near their mean, and in float64 over the blocks. The images go in turn to
-two folds: the ridge is chosen by the error on one of weights that were fitted on the other. See `regress` for the
-algebra.
+Of the data only a covariance per layer is stored. Products are summed in the rows' own precision over a block of them,
+about a point near their mean, and in float64 over the blocks. The images go in turn to two folds: the ridge is chosen
+by the error on one of weights that were fitted on the other.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ class Moments:
         x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
         (groups, fan), out = x0.shape, y0.shape[1]
         shapes = ((groups, fan), (groups, out), (groups, fan, fan), (groups, out, fan), (groups, out))
-        return cls(0, *(x0.new_zeros(shape) for shape in shapes), x0, y0, biased=biased)
+        xs, ys, xx, xy, yy = (x0.new_zeros(shape) for shape in shapes)
+        return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch of rows (G, n, f), or (G, N, p, f), and their targets (G, n, o), or (G, N, p, o)."""

@@ -1,15 +1,11 @@
 """The sign and scale of each channel before a norm with statistics per sample, chosen so that these cost least.
 
-Such a norm subtracts each sample's group mean and divides by its group deviation. A large eps makes the divisor nearly
-constant. The means stay: channels that rise together cancel in the group's mean where their signs differ. Sign and
-scale of a channel are free before the norm, as gamma and beta behind it make up for them. An error in a channel costs
-as much as gamma makes of it. Where channels are independent and a_c is what one deviation of channel c does to the
-output, scales that give it the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its
-minimum. From there, with the signs of `least_sum`, `NormInputs.loss` is brought down by gradient descent.
-
-What is needed is how the channels' means go together from image to image. Images of dead leaves show that well enough
-(`channel_values`), each channel scaled to its running variance. With 100 photographs instead nothing measurable was
-gained (`tests/lab/ablation.md`).
+Such a norm subtracts each sample's group mean and divides by its group deviation. Sign and scale of a channel are free
+before the norm, as gamma and beta behind it make up for them. Channels that rise together cancel in the group's mean
+where their signs differ. Where channels are independent and a_c is what one deviation of channel c does to the output,
+scales that give it the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its minimum. From
+there, with the signs of `least_sum`, `NormInputs.loss` is brought down by gradient descent. How the channels' means go
+together is seen on dead leaves; 100 photographs instead gain nothing measurable (`tests/lab/ablation.md`).
 """
 
 from __future__ import annotations
@@ -59,9 +55,9 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, example: 
     norms = {path: last(target.get_submodule(path)) for path in args}
     inputs: dict[str, NormInputs] = {}
     for path, batches in observed(target, norms, dead_leaves(target, example, norms), image_moments).items():
-        moments = torch.cat(batches, 1).cpu()
-        if bool(moments.isfinite().all()):
-            inputs[path] = NormInputs.of(*moments, norms[path], args[path]["groups"], args[path]["eps"])
+        means, squares = torch.cat(batches, 1).cpu()
+        if bool(means.isfinite().all() and squares.isfinite().all()):
+            inputs[path] = NormInputs.of(means, squares, norms[path], args[path]["groups"], args[path]["eps"])
     for path, scale in _scales(inputs).items():
         norm = norms[path]
         scale = scale.to(norm.weight.device)
@@ -202,7 +198,8 @@ def least_sum(quadratic: Numbers) -> Numbers:
     diagonal = quadratic.diagonal()
     # Less is rounding, which could turn signs for ever.
     least = -1e-12 * diagonal.sum() / 2
-    best, lowest = starts[0], float("inf")
+    best: Numbers = starts[0]
+    lowest = float("inf")
     for signs in starts:
         gains = (diagonal - signs * (quadratic @ signs)) / 2  # an eighth of what flipping each would change
         while gains[at := gains.argmin()] < least:

@@ -1,11 +1,8 @@
 """Population statistics of BatchNorm, estimated anew (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2, lines 8-10).
 
-The network runs as in training, each norm on the statistics of its batch, over batches of one size. Per norm and
-channel, with m values in a batch:
+The network runs with each norm on the statistics of its batch. Per norm and channel, with m values in a batch:
 
     E[x] = mean over batches of mu_B,      Var[x] = m / (m - 1) * mean over batches of sigma_B^2
-
-Weights stay; dropout and the like are off. Memory holds two numbers per channel.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Mean and variance per channel of each layer's output, brought back to a reference's by bias and weights.
 
-What a BatchNorm's new statistics do for a network that has none any more: it was folded, or freed of norms, and then
-pruned, rounded or averaged. With m and d the mean and deviation of a channel on the images, and m', d' those wanted:
+With m and d the mean and deviation of a channel on the images, and m', d' those of the reference:
 
     r = d' / d,      W <- r W,      b <- r (b - m) + m'
 
-Layer after layer, each on what the corrected ones before it give. The wanted moments are measured on a reference, the
-network before it was changed; of several references they are averaged (Jordan et al. 2023, arXiv:2211.08403, section
-3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2. A weight of 0 stays 0.
+Layer after layer, each on what the corrected ones before it give; of several references the moments are averaged
+(Jordan et al. 2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -121,13 +120,18 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
                 nodes += calls
         if len(nodes) != len(references):
             continue
-        if type(layer._parameters.get("weight")) is not nn.Parameter:
+        if not _is_plain(layer):
             raise RefusedError(
                 f"the weight of {node.target} is made of other tensors, by a pruning hook or a parametrization",
                 "moments cannot be set through them",
                 "Bake them first: torch.nn.utils.prune.remove, or parametrize.remove_parametrizations",
             )
         yield _Place(str(node.target), layer, (*nodes, node))
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
+    """Whether its weight is a tensor of its own, and not made of others."""
+    return type(layer._parameters.get("weight")) is nn.Parameter
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:

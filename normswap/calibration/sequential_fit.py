@@ -2,13 +2,13 @@
 
 For each convolution, linear map and per-sample norm of the converted network, in topological order, the target is what
 the source has at the same place, and the input what the converted network, as far as it is fitted, makes of the same
-images: so later layers repair what earlier ones lost. Where the layer's output goes straight into a sum, the target is
-the source's sum less the converted network's other arm, which repairs the residual stream as well. Closed form, no
-gradient, no labels.
+images. Where the layer's output goes straight into a sum, the target is the source's sum less the converted network's
+other arm, which repairs the residual stream as well. Closed form, no gradient, no labels.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +29,7 @@ from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
+from normswap.layers.site_norm import SiteNorm
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating
 
@@ -50,6 +51,7 @@ def refit(
     *,
     zero_sum: Callable[[str, nn.Module], Tensor | None] | None = None,
     only: Callable[[str, nn.Module], bool] = lambda path, module: True,
+    mirrored: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
@@ -61,6 +63,7 @@ def refit(
         zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
             count as in the units before. Without a fit such filters are of no use: all of it is kept.
         only: which layers to fit.
+        mirrored: how many images are shown in a mirror as well, `MIRRORED` by default.
         progress: called after each layer with the layers done and their total.
 
     Raises:
@@ -70,11 +73,13 @@ def refit(
     with evaluating(source, result):
         pair, examples = interpreters(batches, source, result)
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
-        lockstep = Lockstep(pair, _with_mirror_images(examples))
+        lockstep = Lockstep(pair, _with_mirror_images(examples, MIRRORED if mirrored is None else mirrored))
         for done, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + done)
             with naming(path, "fitted"):
-                if normalizes(module):
+                if isinstance(module, SiteNorm):
+                    _estimate_norm(module, source.get_submodule(path), place)
+                elif normalizes(module):
                     _fit_norm(module, source.get_submodule(path), place)
                 else:
                     factors = None if zero_sum is None else zero_sum(path, module)
@@ -94,16 +99,19 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
     layers = []
     for node in ours.nodes:
-        module = ours.module(node)
-        if module is None or len(ours.calls[id(module)]) > 1 or str(node.target) not in calls:
+        module, path = ours.module(node), str(node.target)
+        if module is None or path not in calls or calls[path] in chosen:
             continue
-        other = theirs.modules[str(node.target)]
-        if len(theirs.calls[id(other)]) > 1:
-            continue
-        if calls[str(node.target)] in chosen:
-            continue
-        if affine.is_affine(other) if normalizes(module) else fits(module):
-            layers.append((calls[str(node.target)], node, str(node.target), module))
+        other = theirs.modules[path]
+        once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
+        if isinstance(module, SiteNorm):
+            fitted = affine.has_average(other)
+        elif normalizes(module):
+            fitted = once and affine.is_affine(other)
+        else:
+            fitted = once and fits(module)
+        if fitted:
+            layers.append((calls[path], node, path, module))
     return layers
 
 
@@ -178,12 +186,12 @@ def _follow(traced: Traced, node: fx.Node) -> End:
     return End(scale, arms)
 
 
-def _with_mirror_images(examples: Iterable[Example]) -> Iterator[Example]:
+def _with_mirror_images(examples: Iterable[Example], mirrored: int) -> Iterator[Example]:
     """The calls, each of the first ones followed by its mirror image."""
     count = 0
     for example in examples:
         yield example
-        if count < MIRRORED and example.mirrors:
+        if count < mirrored and example.mirrors:
             yield example.map(lambda images: images.flip(-1))
         count += example.count
     # A single image and its mirror image are not two.
@@ -255,3 +263,26 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     gamma, beta = line.fitted()
     module.weight.copy_(gamma)
     module.bias.copy_(beta)
+
+
+def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
+    """The BatchNorm that computes most nearly what a norm with statistics per sample does.
+
+    Its mean and variance are those of what reaches it, its gamma and beta those of the line from there to the source's
+    output.
+    """
+    plain = copy.deepcopy(source).eval()
+    for name in ("act", "drop"):
+        if isinstance(getattr(plain, name, None), nn.Module):
+            setattr(plain, name, nn.Identity())
+    line = ChannelLine(module.num_features, module.weight.device)
+    their_input, our_input = place.input_names
+    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
+        rows = (ours[our_input], plain(theirs[their_input].clone()))
+        line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
+    mean, variance = line.moments()
+    slope, offset = line.fitted()
+    module.running_mean.copy_(mean)
+    module.running_var.copy_(variance * line.count / max(line.count - 1, 1))
+    module.weight.copy_(slope * (module.running_var.double() + module.eps).sqrt())
+    module.bias.copy_(offset + slope * mean)

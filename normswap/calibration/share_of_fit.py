@@ -1,10 +1,8 @@
 """How much of a fit is kept: as much as makes the answers to images that it has not seen better.
 
-A layer's fit is least squares on a few images: it errs less on them, and may err more on others. Worse, what is least
-in squares is drawn towards the mean, wherever a sample's own statistics make inputs uncertain, and a network whose
-every layer is drawn so answers with less than it knows. Both show in the answers to held-out images alone. On the line
-from the weights without the fit (a share of 0) to those that it gave (1), the place is taken where these answers are
-nearest to the source's.
+A layer's fit errs less on its few images, and may err more on others; and least squares draw every layer towards the
+mean. On the line from the weights without the fit (a share of 0) to those that it gave (1), the place is taken where
+the answers to held-out images are nearest to the source's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Factors that bring channels with long tails down before a tanh, so that it bends none more than it bends N(0, 1).
 
-What is bent is lost: of a channel x, the share of its variance that no line through tanh(alpha x) gives back. It grows
-with the tails, and with alpha. A factor before the tanh is free, as gamma makes up for it; each channel gets the
-largest, at most 1, with which it loses no more than N(0, 1) does without one.
+What is bent is lost: of a channel x, the share of its variance that no line through tanh(alpha x) gives back. A factor
+before the tanh is free, as gamma makes up for it; each channel gets the largest, at most 1, that loses no more.
 """
 
 from __future__ import annotations

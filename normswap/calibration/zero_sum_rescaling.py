@@ -1,15 +1,14 @@
-"""Rescaling before filters that must sum to zero, chosen on images: which channel gives up what their sums told.
+"""Fits of filters that must sum to zero: channels are rescaled first, so that the filters' sums tell little.
 
 A filter w loses its sum s. Of all corrections d with sum -s, that which moves the output least costs s^2 / (1' C^-1 1),
 C the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes (`channel_factors`);
-then the sum to lose is that of w / f, and with u = 1 / f, S the filters' sums by channel and C the covariance of the
-channels' sums under the kernel, a layer of k places loses
+with u = 1 / f, S the filters' sums by channel and C the covariance of the channels' sums under the kernel, a layer of k
+places loses
 
     sum over filters of (S u / k)^2 / (u' C^-1 u),
 
 which is small where u is large for channels that tell little that the others do not. All factors together are found by
-gradient descent on the sum of the losses, each as a share of its layer's variance. Corrections are taken to be the same
-in all places of the kernel: those that are fitted afterwards cost less.
+gradient descent on the sum of the losses, each as a share of its layer's variance.
 """
 
 from __future__ import annotations

@@ -247,11 +247,11 @@ STEPS: dict[str, Scheme] = {
         fit=Function("schemes.statistics.fit_estimate"),
     ),
     "measured-batchnorm": Scheme(
-        Function("schemes.measured_batchnorm.plan"),
+        Function("schemes.statistics.plan_measured"),
         paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
         needs_data=True,
-        fit=Function("schemes.measured_batchnorm.fit"),
-        settle=Function("schemes.measured_batchnorm.settle"),
+        fit=Function("schemes.statistics.fit_measured"),
+        settle=Function("schemes.statistics.settle_measured"),
         options=(Option("where", str, "activation"),),
     ),
     "merged-branches": Scheme(

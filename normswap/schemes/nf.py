@@ -1,13 +1,9 @@
 """Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
 
-Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly; beta is a scalar at
-the branch's end that makes f's output of unit variance, exactly. The constant alpha = 1 / sqrt(expected variance) in
-front of a branch is part of the first convolution's gain. A network without residual blocks gets the convolutions
-alone. The price is each filter's mean. `--mean fit` (needs `--calibrate`) scales channels so that little is lost
-(`zero_sum_rescaling`; beta is then for the scaled branch), and finds, layer by layer, the zero-sum filters that come
-nearest to the source on the converted network's own inputs (`sequential_fit`). `--mean keep` keeps the means as one
-more parameter per filter, and with it the function. Those of the convolution that reads the image, which tell its
-brightness and colour, and of depthwise ones are kept unless `--stem fit`, `--depthwise fit`.
+Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly. The price is each
+filter's mean. `--mean fit` scales channels so that little is lost (`zero_sum_rescaling`), and finds the zero-sum
+filters that come nearest to the source (`sequential_fit`); `--mean keep` keeps the means as one more parameter per
+filter, and with it the function.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from dataclasses import replace
 from timm.layers import Conv2dSame
 from torch import nn
 
-from normswap.calibration.fit_task import FitTask
 from normswap.calibration.zero_sum_rescaling import fit_zero_sum
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
@@ -25,6 +20,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
 from normswap.layers import own_forwards, reparametrized
+from normswap.schemes.scheme import FitTask
 from normswap.schemes.skipinit import scale_branches
 
 
@@ -50,9 +46,6 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         stem: those of the convolution that reads the image; its filters' means see the image's brightness and colour.
         depthwise: those of filters that read one channel: one that sums to zero passes nothing of its channel's level,
             and there is no other channel that it could be had from.
-
-    Raises:
-        RefusedError: there is nothing to standardize.
     """
     kept = 0
     traced = builder.anatomy.traced
@@ -90,11 +83,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 
 
 def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> str | tuple[int, ...]:
-    """How the standardized convolution in the place of `conv` pads.
-
-    Raises:
-        NotFoldable: there can be none.
-    """
+    """How the standardized convolution in the place of `conv` pads."""
     check_linear(builder, path, conv)
     if reparametrized.keeps_input_bias(conv):
         raise NotFoldable("its scalar input bias cannot pass the padding")

@@ -1,10 +1,8 @@
 """`batchnorm`, `frozen-bn` and `affine`: a layer at every place where a BatchNorm stands, or stood.
 
-The statistics are those that the network carries. A norm that was folded back leaves its output in its place: mean =
-beta, deviation = |gamma|. One that was folded forward, or left a shift or an affine map, has its own input there: its
-running statistics. In either case the new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the
-transform can be the identity), and the convolutions keep their values. A network that never had a BatchNorm gets some
-with statistics measured on the images of `--calibrate` (`measured_batchnorm.py`).
+A norm that was folded back leaves its output in its place: mean = beta, deviation = |gamma|. One that was folded
+forward, or left a shift or an affine map, has its own input there: its running statistics. The new layer computes what
+stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
 """
 
 from __future__ import annotations
@@ -68,11 +66,7 @@ def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def plan_affine(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode.
-
-    Raises:
-        RefusedError: there is no BatchNorm, and no record of one.
-    """
+    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode."""
     return insert_norms(anatomy, ChannelAffine.__name__, _keep_the_map)
 
 
@@ -85,11 +79,7 @@ Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
 
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
-    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost.
-
-    Raises:
-        RefusedError: there is no BatchNorm, and no record of one.
-    """
+    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost."""
     modules = anatomy.traced.modules
     living = [
         norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called and anatomy.takes_part(norm.path)

@@ -1,10 +1,8 @@
-"""What `--for` adds after a scheme: the needs of private or federated training, as one more step. Nothing else changes.
+"""What `--for` adds after a scheme: the needs of private or federated training, as one more step.
 
-`opacus`, differentially private SGD by gradients per sample (Abadi et al. 2016, arXiv:1607.00133; Opacus 1.6): no
-statistics of the batch; no buffers in a layer that learns, which Opacus refuses (`GradSampleModule.validate`); nothing
-written in place to what a layer that learns returns, as its backward hooks forbid. `federated`, averaging of clients'
-states (McMahan et al. 2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes, so that
-the parameters are all there is to average.
+`opacus` (Abadi et al. 2016, arXiv:1607.00133): no statistics of the batch, no buffers in a layer that learns
+(`GradSampleModule.validate`), and nothing written in place to what such a layer returns. `federated` (McMahan et al.
+2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from torch import nn
+from torch import fx, nn
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
@@ -22,9 +22,6 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
     """The builder of a plan that folds all but the BatchNorms, and those that can be replaced, by path.
 
     These are called and can be read; as they are asked for, the builder refuses the others.
-
-    Raises:
-        RefusedError: there is no BatchNorm for the replacement.
     """
     modules = anatomy.traced.modules
     norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
@@ -60,14 +57,28 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
     traced = builder.anatomy.traced
     calls = traced.calls[id(norm)]
     (node,) = inputs(calls[0])
-    conv = traced.module(node)
+    conv, path = traced.module(node), str(node.target)
     if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
         return None
     try:
-        check_linear(builder, str(node.target), conv)
+        check_linear(builder, path, conv)
     except NotFoldable:
         return None
-    return None if str(node.target) in builder.linears else str(node.target)
+    return None if path in builder.linears else path
+
+
+def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """The nodes that read the value of `node`, themselves or through those that pass it on, each once."""
+    users = builder.anatomy.traced.users
+    met: set[fx.Node] = set()
+    ahead = [*users[node]]
+    while ahead:
+        reader = ahead.pop()
+        if reader not in met:
+            met.add(reader)
+            yield reader
+            if passes(reader):
+                ahead += users[reader]
 
 
 def exchanged(step: Step, layer: str, other: str) -> Step:
@@ -76,11 +87,7 @@ def exchanged(step: Step, layer: str, other: str) -> Step:
 
 
 def require_no_tokenwise_norms(anatomy: Anatomy, wanted: str) -> None:
-    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms.
-
-    Raises:
-        RefusedError: with `wanted`, what cannot be done.
-    """
+    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms."""
     if any(isinstance(module, nn.LayerNorm) for module in anatomy.traced.modules.values()):
         raise RefusedError(
             wanted,

@@ -2,10 +2,7 @@
 
 LN(x) = RMSNorm(x - mean(x)), with the same eps. W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
 embedding that writes to the stream leave nothing to subtract. gamma stays with the norm; beta goes into the linear
-layers after it, and stays with the last norm, whose output is the network's features. The price: the mean of the
-features between the blocks; and dropout of single elements of the stream in training lets a mean back in. Refused
-where something else reads the mean: a convolution or a pooling on the stream, Swin's patch merging (one norm over four
-tokens, whose means differ), a branch that ends in its norm.
+layers after it. The price: the mean of the features between the blocks. Refused where something else reads the mean.
 """
 
 from __future__ import annotations
@@ -25,11 +22,7 @@ from normswap.plan import AbsorbMode, Outcome
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
-    """Plan an RMSNorm in place of every LayerNorm.
-
-    Raises:
-        RefusedError: the network has no LayerNorm.
-    """
+    """Plan an RMSNorm in place of every LayerNorm."""
     norms = {path: m for path, m in norm_affine.found(anatomy).items() if isinstance(m, nn.LayerNorm)}
     if not norms:
         raise RefusedError(

@@ -11,9 +11,36 @@ from normswap.schemes.options import EVERY, Option
 if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
     from torch import nn
 
-    from normswap.calibration.fit_task import FitTask
     from normswap.folding.plan_builder import PlanBuilder
+    from normswap.models.calling import Example
+    from normswap.models.modes import Progress
     from normswap.plan import Step
+
+
+@dataclass(frozen=True, eq=False)
+class FitTask:
+    """A result whose values are to be set from data, and all that they are set from.
+
+    Args:
+        source: the network before the step.
+        result: the network after the step; its tensors are set in place.
+        step: the step.
+        batches: calls of both networks, read as often as needed; None where the user gave no images.
+        example: one call, for its form and the size of its images.
+        after: after(step) is the source, which stays, after another step.
+        seed: of all that is drawn.
+        progress: called with what is done and the total.
+    """
+
+    source: nn.Module
+    result: nn.Module
+    step: Step
+    batches: Iterable[Example] | None
+    example: Example
+    after: Callable[[Step], nn.Module]
+    seed: int = 0
+    progress: Progress | None = None
+
 
 Options: TypeAlias = dict[str, Any]
 

@@ -1,8 +1,7 @@
 """Tune mode: frozen statistics, and a live gamma that scales the convolution's weight instead of its output.
 
-W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean), made anew at each step: training as
-stable as with BatchNorm in eval mode, nearly as cheap as folded. A norm that no plain 2-D convolution can absorb keeps
-frozen statistics in its place, and learns gamma and beta there. The price: the statistics no longer follow the data.
+W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean), made anew at each step. A norm that
+no plain 2-D convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
 """
 
 from __future__ import annotations

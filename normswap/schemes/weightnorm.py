@@ -1,8 +1,7 @@
 """Weight normalization and spectral normalization: torch's parametrizations of every convolution and linear layer.
 
-The network is folded first. W = g v / |v| per filter with g the filter's norm describes the same filters; filters that
-were switched off (gamma = 0) get g = 0 and keep a direction. W = alpha V / sigma(V) with sigma the largest singular
-value keeps the function as alpha starts as sigma(W); the paper has alpha = 1, a Lipschitz bound, which would change it.
+The network is folded first. W = g v / |v| per filter with g the filter's norm describes the same filters; those that
+were switched off get g = 0 and keep a direction. W = alpha V / sigma(V) keeps the function as alpha starts as sigma(W).
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
 
 
 def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
-    """Fold the network, and give every linear layer whose weight can be replaced that `layer`.
-
-    Raises:
-        RefusedError: there is no such layer, or they all have it already.
-    """
+    """Fold the network, and give every linear layer whose weight can be replaced that `layer`."""
     builder, traced = fold_norms(anatomy), anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     count = 0

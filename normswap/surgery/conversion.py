@@ -10,7 +10,6 @@ from timm.models.nfnet import NormFreeBlock
 from torch import nn
 
 from normswap import copying, schemes
-from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
@@ -112,7 +111,10 @@ def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
         why, remedy = f"{where} is that already", others
     if per_sample := sum(norm.averages for norm in norms):
         why += f", {per_sample} with statistics per sample" if builder.outcomes else ""
-        remedy = f"{norm_estimate.remedy()}, in the way to {to}"
+        calibrate = spelled("calibrate", metavar="DATA")
+        remedy = (
+            f"'{calibrate}' (images, no labels needed) replaces them by what they do on average, in the way to {to}"
+        )
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.calibration.fit_task import FitTask
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
 from normswap.images import stem_statistics
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen
+from normswap.schemes.scheme import FitTask
 from normswap.surgery import applying
 from normswap.surgery.held_out import COPIES, TOO_FEW, HeldOutSplit
 from normswap.surgery.network import Batches, Network
