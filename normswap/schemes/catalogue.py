@@ -40,13 +40,9 @@ _ALPHA = Option(
     "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
 _STEADY = Option(
-    "steady",
-    float,
-    0.9,
-    "share of a norm's divisor, variance + eps, that eps makes; 0: plain",
-    "SHARE",
-    range=Range(0, 1),
+    "steady", float, 0.9, "share of the divisor, variance + eps, that is eps; 0: plain", "SHARE", range=Range(0, 1)
 )
+_BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
     Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),
     Option("stem", str, "keep", "the same for the convolution that reads the image", choices=("fit", "keep")),
@@ -55,6 +51,7 @@ _FILTER_MEANS = (
 # A norm with statistics per sample in place of every BatchNorm.
 _PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
+# What one can convert to, by name.
 TARGETS: dict[str, Scheme] = {
     "affine": Scheme(
         Function("schemes.norm_insertion.plan_affine"),
@@ -81,12 +78,12 @@ TARGETS: dict[str, Scheme] = {
         ),
     ),
     "centered-weightnorm": Scheme(
-        Function("schemes.nf.plan_centered_weightnorm"),
+        Function("schemes.filters.plan_centered_weightnorm"),
         summary="Centered weight normalization: W = g (v - mean v) / |v - mean v| per filter; no norm of activations.",
         paper="Huang et al. 2017, arXiv:1710.02338, section 3",
         exact=_keeps("mean", "keep"),
         needs_data=True,
-        fit=Function("schemes.nf.fit"),
+        fit=Function("schemes.filters.fit"),
         options=_FILTER_MEANS,
     ),
     "dyt": Scheme(
@@ -96,9 +93,7 @@ TARGETS: dict[str, Scheme] = {
         exact=False,
         fit=Function("schemes.dyt.fit"),
         starts_from="batchnorm",
-        options=(
-            Option("bend", float, 0.25, "the alpha of every layer at first", "ALPHA", range=Range(0, 4, True, False)),
-        ),
+        options=(Option("bend", float, 0.25, "the alpha that every layer starts with", "ALPHA", range=_BEND),),
     ),
     "fixup": Scheme(
         Function("schemes.fixup.plan"),
@@ -107,9 +102,7 @@ TARGETS: dict[str, Scheme] = {
         exact=_keeps("init", "keep"),
         on_branches=True,
         decay="all",
-        options=(
-            Option("init", str, "keep", "`keep` the weights, or `fixup`, the paper's reset", choices=("keep", "fixup")),
-        ),
+        options=(Option("init", str, "keep", "`keep` weights, or `fixup`: the reset", choices=("keep", "fixup")),),
     ),
     "folded": Scheme(
         Function("schemes.folded.plan"),
@@ -120,8 +113,7 @@ TARGETS: dict[str, Scheme] = {
                 "branches",
                 str,
                 "merge",
-                "`merge` branches whose sum one convolution computes, or `keep` them, so that "
-                "`unfold` finds the way back",
+                "`merge` summed branches, or `keep` them",
                 choices=("merge", "keep"),
             ),
         ),
@@ -142,7 +134,7 @@ TARGETS: dict[str, Scheme] = {
                 "group_size",
                 int,
                 0,
-                "instead: channels to a group; 0: see `groups`",
+                "instead: channels to a group",
                 "N",
                 range=Range(0),
                 instead_of="groups",
@@ -164,12 +156,12 @@ TARGETS: dict[str, Scheme] = {
         options=(_STEADY,),
     ),
     "nf": Scheme(
-        Function("schemes.nf.plan"),
+        Function("schemes.filters.plan_nf"),
         summary="Normalizer-free: y = skip + beta f(x), every convolution with standardized weights; no norm.",
         paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
         exact=_keeps("mean", "keep"),
         needs_data=True,
-        fit=Function("schemes.nf.fit"),
+        fit=Function("schemes.filters.fit"),
         on_branches=True,
         options=_FILTER_MEANS,
     ),
@@ -181,7 +173,7 @@ TARGETS: dict[str, Scheme] = {
         on_branches=True,
         options=(
             _ALPHA,
-            Option("dropout", float, 0.2, "of the features before the classifier", "P", range=Range(0, 1)),
+            Option("dropout", float, 0.2, "of features before the classifier, a probability", "P", range=Range(0, 1)),
         ),
     ),
     "residual-scale": Scheme(
@@ -196,7 +188,7 @@ TARGETS: dict[str, Scheme] = {
                 "rule",
                 str,
                 "rescale",
-                "what gives a and b",
+                "for a and b",
                 choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
             ),
         ),
@@ -215,29 +207,29 @@ TARGETS: dict[str, Scheme] = {
         options=(_ALPHA,),
     ),
     "spectralnorm": Scheme(
-        Function("schemes.weightnorm.plan_spectralnorm"),
+        Function("schemes.filters.plan_spectralnorm"),
         summary="Spectral normalization: W = alpha V / sigma(V), sigma the largest singular value, one alpha a layer.",
         paper="Miyato et al. 2018, arXiv:1802.05957, section 2.1",
     ),
     "tune": Scheme(
-        Function("schemes.tune.plan"),
+        Function("schemes.norm_insertion.plan_tune"),
         summary="Tune mode: frozen statistics, and a gamma that learns and scales the convolution's weight.",
         paper="You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3",
     ),
     "weightnorm": Scheme(
-        Function("schemes.weightnorm.plan"),
+        Function("schemes.filters.plan_weightnorm"),
         summary="Weight normalization: W = g v / |v| per filter, with g the filter's norm; no norm of activations.",
         paper="Salimans & Kingma 2016, arXiv:1602.07868, section 2",
     ),
 }
-"""What one can convert to, by name."""
 
+# What `--for` adds after a scheme.
 PURPOSES: dict[str, Scheme] = {
     "federated": Scheme(Function("schemes.purposes.plan_federated"), may_do_nothing=True),
     "opacus": Scheme(Function("schemes.purposes.plan_opacus"), may_do_nothing=True),
 }
-"""What `--for` adds after a scheme."""
 
+# Steps of a plan that are no targets: what comes before a scheme, or stands alone.
 STEPS: dict[str, Scheme] = {
     "estimate": Scheme(
         Function("schemes.statistics.plan_estimate"),
@@ -274,4 +266,3 @@ STEPS: dict[str, Scheme] = {
         ),
     ),
 }
-"""Steps of a plan that are no targets: what comes before a scheme, or stands alone."""

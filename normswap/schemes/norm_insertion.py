@@ -1,4 +1,4 @@
-"""`batchnorm`, `frozen-bn` and `affine`: a layer at every place where a BatchNorm stands, or stood.
+"""`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands, or stood.
 
 A norm that was folded back leaves its output in its place: mean = beta, deviation = |gamma|. One that was folded
 forward, or left a shift or an affine map, has its own input there: its running statistics. The new layer computes what
@@ -15,7 +15,7 @@ from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_affine
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine
+from normswap.layers import affine, reparametrized
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
@@ -73,6 +73,51 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
 def _keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     builder.replace(path, ChannelAffine.__name__)
     builder.settle(path, left_affine("its own map"))
+
+
+def plan_tune(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a live gamma that scales the weight of every convolution before a norm, made anew at each step.
+
+    W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that no plain 2-D
+    convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
+    """
+    builder = insert_norms(anatomy, "EvalNorm", _keep_in_place)
+    # what folds back into one plain convolution can scale its weight instead
+    for path, conv in _folding(anatomy).items():
+        edit = builder.replacements.get(path)
+        module = anatomy.traced.linear(conv)
+        plain = reparametrized.plain_class(module) is nn.Conv2d and not reparametrized.keeps_input_bias(module)
+        if edit is None or not plain or (conv in builder.linears and builder.linears[conv].layer != "Folded"):
+            continue
+        linear = builder.linear(conv)
+        linear.layer, linear.extra = "Tuned", dict(edit.args)
+        linear.add(path, AbsorbMode.NORM)
+        builder.remove(path)
+        builder.settle(path, Outcome("scale a weight", f"scales the weight of {conv}"))
+    return builder
+
+
+def _keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    builder.replace(path, "EvalNorm")
+    builder.settle(path, KEEPS_STATISTICS)
+
+
+def _folding(anatomy: Anatomy) -> dict[str, str]:
+    """The convolution into which each norm would fold, or was folded, as the only one after it."""
+    modules = anatomy.traced.modules
+    absorbed = {}
+    for conv, linear in fold_norms(anatomy).linears.items():
+        after = [read for read, one in linear.reads if one.way is AbsorbMode.AFTER]
+        absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
+    for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
+        after = [read for read, one in edit.absorbed if one.way in (AbsorbMode.AFTER, AbsorbMode.NORM)]
+        lost = [read for read in after if isinstance(modules.get(read), Vacant)]
+        absorbed.setdefault(edit.path, []).extend(path for path in lost if path not in absorbed.get(edit.path, ()))
+    convolutions: dict[str, list[str]] = {}
+    for conv, paths in absorbed.items():
+        if len(paths) == 1 and conv in modules:
+            convolutions.setdefault(paths[0], []).append(conv)
+    return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
 
 
 Wish = Callable[[PlanBuilder, str, nn.Module], None]

@@ -36,8 +36,7 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
     """Fold, then give block l its (a, b).
 
     a (x + (b / a) f): the branch is made a / b times as large, what comes out of the activation after the sum 1 / a
-    times, which goes back through the identity skips to where the stage's stream is made. Where no module can hold a,
-    the branches that write to the stream do instead: divided by a_1 ... a_l, the stream is x + b / (a_1 ... a_l) f.
+    times, which goes back through the identity skips to where the stage's stream is made.
     """
     check_blocks(anatomy)
     depth = len(anatomy.blocks)

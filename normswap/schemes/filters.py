@@ -1,4 +1,6 @@
-"""Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
+"""Schemes that normalize filters: `nf`, `centered-weightnorm`, `weightnorm`, `spectralnorm`.
+
+Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
 
 Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly. The price is each
 filter's mean. `--mean fit` scales channels so that little is lost (`zero_sum_rescaling`), and finds the zero-sum
@@ -20,11 +22,12 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
 from normswap.layers import own_forwards, reparametrized
+from normswap.schemes.fixup import linear_paths
 from normswap.schemes.scheme import FitTask
 from normswap.schemes.skipinit import scale_branches
 
 
-def plan(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
     """Plan standardized filters, and a scalar on each residual branch."""
     builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
@@ -47,38 +50,31 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         depthwise: those of filters that read one channel: one that sums to zero passes nothing of its channel's level,
             and there is no other channel that it could be had from.
     """
-    kept = 0
-    traced = builder.anatomy.traced
-    plain = tuple(f"{block.gate}." for block in builder.anatomy.blocks if block.gate)
-    first = True
-    seen: set[int] = set()
-    for node in traced.nodes:
-        module = traced.module(node)
-        if not isinstance(module, reparametrized.CONVOLUTIONS) or id(module) in seen:
+    anatomy = builder.anatomy
+    gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
+    convolutions: dict[int, str] = {}
+    for node in anatomy.traced.nodes:
+        module = anatomy.traced.module(node)
+        if isinstance(module, reparametrized.CONVOLUTIONS):
+            convolutions.setdefault(id(module), str(node.target))
+    for i, path in enumerate(convolutions.values()):
+        if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue
-        seen.add(id(module))
-        path, alone = str(node.target), module.groups > 1 and module.weight.shape[1] == 1
-        keep = "keep" in (mean, stem if first else "", depthwise if alone else "")
-        first = False
-        if not builder.anatomy.takes_part(path):
-            continue
-        if path.startswith(plain) or path == builder.anatomy.classifier:
-            continue
+        module = anatomy.traced.linear(path)
         try:
             padding = _padding(builder, path, module)
         except NotFoldable as why:
             builder.notes.append(f"{path} is not standardized: {why}")
             continue
+        reads_one_channel = module.groups > 1 and module.weight.shape[1] == 1
+        keeps = mean == "keep" or (i == 0 and stem == "keep") or (reads_one_channel and depthwise == "keep")
         linear = builder.linear(path)
-        linear.layer, linear.extra = "StandardizedConv", {"mean": keep}
+        linear.layer, linear.extra = "StandardizedConv", {"mean": keeps}
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
-        kept += alone and mean == "fit" and keep
     if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
         only = "gates, the classifier and filters of one number are left alone"
         raise RefusedError("no convolution to standardize", only, f"`{spelled('to', 'folded')}` works on any network")
-    if kept:
-        builder.notes.append(f"{kept} depthwise convolutions keep their filters' means: nothing else tells their level")
     return builder
 
 
@@ -94,6 +90,38 @@ def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> 
     if padding is None:
         raise NotFoldable("it pads one end more than the other")
     return padding
+
+
+def plan_weightnorm(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a weight norm for every linear layer: W = g v / |v| per filter with g the filter's norm.
+
+    Filters that were switched off get g = 0 and keep a direction.
+    """
+    return reparametrize(anatomy, "WeightNorm")
+
+
+def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), and alpha starts as sigma(W)."""
+    return reparametrize(anatomy, "SpectralNorm")
+
+
+def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
+    """Fold the network, and give every linear layer whose weight can be replaced that `layer`."""
+    builder, modules = fold_norms(anatomy), anatomy.traced.modules
+    count = 0
+    for path in linear_paths(anatomy):
+        try:
+            check_linear(builder, path, modules[path])
+            if reparametrized.keeps_input_bias(modules[path]):
+                raise NotFoldable("it adds a scalar to its input")
+        except NotFoldable as why:
+            builder.notes.append(f"{path} stays as it is: {why}")
+        else:
+            builder.linear(path).layer = layer
+            count += 1
+    if not count:
+        raise RefusedError("the network has no convolution or linear layer that could be changed")
+    return builder
 
 
 def fit(task: FitTask) -> None:
