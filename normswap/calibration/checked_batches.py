@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
@@ -41,7 +41,7 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     called, size = form(model), None
     for i, batch in enumerate(batches):
         example, _ = called.read(batch)
-        _check_images(example, batch, i)
+        _check_images(example, i)
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
             shown = [one[0] if one and len(one) == 1 else one for one in (sizes, size)]
@@ -60,15 +60,12 @@ def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Ite
             return
 
 
-def _check_images(example: Example, batch: object, index: int) -> None:
+def _check_images(example: Example, index: int) -> None:
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
     if not tensors or not (floats or example.kwargs) or (not example.listed and example.images.ndim < 2):
-        arguments = batch.args if isinstance(batch, Example) else batch
-        what = tensors[0] if tensors else arguments[0] if isinstance(arguments, tuple | list) and arguments else batch
-        kind = f"Tensor, {what.dtype}" if isinstance(what, Tensor) else type(what).__name__
         remedy = "Give them as the network takes them: floating-point (N, C, H, W), normalized"
-        raise SourceError(f"calibration batch {index} is no batch of images", f"it is of type {kind}", remedy)
+        raise SourceError(f"calibration batch {index} is no batch of images", f"its tensors are: {example}", remedy)
     if not all(bool(torch.isfinite(t).all()) for t in floats):
         raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
 

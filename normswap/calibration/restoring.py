@@ -33,26 +33,6 @@ _ROUNDING = 1e-3
 _CONSTANT = 1e-10
 
 
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """Which moments the outputs of layers shall have.
-
-    Args:
-        networks: they are as those of this network; of several, as their average.
-        scales: variances too, by the weights; without, the biases alone change.
-    """
-
-    networks: tuple[nn.Module, ...] = ()
-    scales: bool = True
-
-    @classmethod
-    def of(cls, networks: nn.Module | Sequence[nn.Module] | Wanted) -> Wanted:
-        """Of one network, or of several."""
-        if isinstance(networks, Wanted):
-            return networks
-        return cls((networks,) if isinstance(networks, nn.Module) else tuple(networks))
-
-
 @dataclass(frozen=True)
 class _Place:
     """A layer, and its node in each reference and, last, in the network itself."""
@@ -64,13 +44,19 @@ class _Place:
 
 @torch.no_grad()
 def restore(
-    model: nn.Module, wanted: Wanted, batches: Iterable[object], *, progress: Progress | None = None
+    model: nn.Module,
+    references: Sequence[nn.Module],
+    batches: Iterable[object],
+    *,
+    means_only: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[str, ...]:
     """Bring the outputs of `model`'s convolutions and linear maps, in place, to the references' moments per channel.
 
     Args:
-        wanted: by networks with the same layers at the same paths.
+        references: networks with the same layers at the same paths; of several the moments are averaged.
         batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
+        means_only: leave the variances, and with them the weights; the biases alone change.
         progress: called after each layer with the layers done and their total.
 
     Returns:
@@ -81,8 +67,8 @@ def restore(
             modules do not (fake quantizers that another library hooks in).
         SourceError: unusable or too few images.
     """
-    with evaluating(model, *wanted.networks):
-        recorded, examples = interpreters(batches, *wanted.networks, model)
+    with evaluating(model, *references):
+        recorded, examples = interpreters(batches, *references, model)
         places = list(_places(recorded))
         if not places:
             why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
@@ -91,13 +77,13 @@ def restore(
         _check_recorded(recorded[-1], first.first(2))
         lockstep = Lockstep(recorded, [first, *others])
         for done, place in enumerate(places, 1):
-            *references, current = _moments(lockstep, place)
+            *targets, current = _moments(lockstep, place)
             if current.count < 2:
                 raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
-            _set(place.layer, current, references, scales=wanted.scales)
+            _set(place.layer, current, targets, means_only=means_only)
             if progress is not None:
                 progress(done, len(places))
-    moments = "mean and variance" if wanted.scales else "mean"
+    moments = "mean" if means_only else "mean and variance"
     note = f"{moments} per channel of {len(places)} layers, {lockstep.images} images"
     without_bias = sum(place.layer.bias is None for place in places)
     if not without_bias:
@@ -166,11 +152,11 @@ def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
     return moments
 
 
-def _set(layer: Linearity, current: ChannelMoments, references: Sequence[ChannelMoments], *, scales: bool) -> None:
-    mean = torch.stack([reference.mean for reference in references]).mean(0)
+def _set(layer: Linearity, current: ChannelMoments, targets: Sequence[ChannelMoments], *, means_only: bool) -> None:
+    mean = torch.stack([target.mean for target in targets]).mean(0)
     factor = torch.ones_like(mean)
-    if scales:
-        deviation = torch.stack([reference.variance.sqrt() for reference in references]).mean(0)
+    if not means_only:
+        deviation = torch.stack([target.variance.sqrt() for target in targets]).mean(0)
         varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > 0)
         factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)

@@ -71,9 +71,7 @@ TARGETS: dict[str, Scheme] = {
                 "convolution whose values reach an `activation` next, or another layer (`conv`)",
                 choices=("norms", "activation", "conv"),
             ),
-            Option(
-                "like", str, "", "instead: an architecture whose own class holds the result", "ARCH", or_network=True
-            ),
+            Option("like", str, "", "instead: an architecture whose own class holds the result", "ARCH"),
             Option("ghost_batch", int, 0, "samples that share statistics in training; 0: all", "N", range=Range(0)),
         ),
     ),

@@ -45,7 +45,6 @@ class Option:
         choices: the words that it may be.
         range: the numbers that it may be.
         instead_of: the option that says the same in another way; only one of the two is given.
-        or_network: in Python it may be a module, too.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Option:
     choices: tuple[str, ...] = ()
     range: Range | None = None
     instead_of: str = ""
-    or_network: bool = False
 
     @property
     def flag(self) -> str:

@@ -277,26 +277,6 @@ def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: s
     assert distance(run(model, x), run(done.model, x)) < 1e-12
 
 
-def test_progress_batches_with_labels_and_functions() -> None:
-    model, told = narrow(), []
-    data = [(x, torch.zeros(len(x), dtype=torch.long)) for x in images()]
-    conversion.convert(
-        model, "layernorm", input_size=(3, 32, 32), calibrate=lambda: iter(data), progress=lambda *at: told.append(at)
-    )
-    assert told == [(i + 1, len(told)) for i in range(len(told))]
-    assert len(told) == 27
-
-
-def test_memory_does_not_hold_the_images() -> None:
-    """What stays of the data in memory is a matrix per layer."""
-    folds = Folds()
-    for _ in range(5):
-        folds.add(torch.randn(8, 1, 4, 9), torch.randn(8, 1, 4, 3))
-    held = sum(t.numel() for half in folds.halves for t in vars(half).values() if isinstance(t, Tensor))
-    assert folds.total().count == 5 * 8 * 4
-    assert held == 2 * (2 * 9 + 2 * 3 + 81 + 27 + 3)
-
-
 @pytest.mark.parametrize(("fan", "rows"), [(1, 2048), (9, 2048), (27, 3456), (1000, 32768), (4608, 55296)])
 def test_a_narrow_patch_is_fitted_to_fewer_rows(fan: int, rows: int) -> None:
     """128 for each number in a patch, at least 2,048 and at most 32,768, but never fewer than 12 for each."""
@@ -492,16 +472,6 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
         assert float((half @ found).square().sum()) == pytest.approx(float(values.min()), rel=1e-9)
 
 
-def test_a_network_without_images_is_made_steady_all_the_same() -> None:
-    """Every channel as it is, but for its mean; eps is nine times the channels' mean variance."""
-    flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
-    flat[1].running_var.uniform_(1, 3)  # type: ignore[union-attr, operator]
-    step, _ = conversion.plan_step(inspection.inspect(flat), "layernorm")
-    wanted = 9 * float(flat[1].running_var.mean()) + flat[1].eps  # type: ignore[union-attr, operator, arg-type]
-    assert [edit.args["eps"] for edit in step.edits if edit.layer == "GroupNorm"] == [pytest.approx(wanted)]
-    assert all(not module._forward_pre_hooks for module in flat.modules())
-
-
 @pytest.mark.parametrize("sides", [(32,), (24, 20), (12, 10, 8)])
 def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
     found = natural_noise.pink(4000, (2, *sides), 0).double()
@@ -525,27 +495,6 @@ class Batches(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Any:
         return self.layers(batch["image"])
-
-
-class Listed(Batches):
-    """As torchvision's detectors do, it takes a list of images."""
-
-    def forward(self, images: list[Tensor]) -> Any:  # type: ignore[override]
-        return self.layers(torch.stack(images))
-
-
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [(Batches, lambda x: {"batch": {"image": x}}), (Listed, lambda x: (list(x),))],
-    ids=["dict", "list"],
-)
-def test_images_in_a_dict_or_a_list_are_looked_at_as_the_images_are(kind: type[Batches], given: Any) -> None:
-    torch.manual_seed(0)
-    model, x = kind().eval(), torch.randn(2, 3, 9, 9)
-    inside = conversion.convert(model.layers, "groupnorm", inputs=x).model.state_dict()
-    outside = conversion.convert(model, "groupnorm", inputs=given(x)).model.layers.state_dict()
-    assert all(torch.equal(tensor, outside[name]) for name, tensor in inside.items())
-    assert flipped(inside["0.weight"], model.layers[0].weight)
 
 
 def flipped(weight: Tensor, source: Tensor) -> bool:

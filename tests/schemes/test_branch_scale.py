@@ -12,7 +12,7 @@ from lived import distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import OptionError, RefusedError
+from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers.placeholders import Chain
@@ -143,18 +143,6 @@ def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
     assert distance(run(matched, x), run(reset, x)) <= 1e-12
 
 
-@pytest.mark.parametrize("alpha", ["", "half", "nan", "inf", "--1", float("nan")])
-def test_bad_alphas(alpha: str | float) -> None:
-    with pytest.raises(OptionError, match="alpha"):
-        swapped(source("resnet18")[0], "skipinit", alpha=alpha)
-
-
-@pytest.mark.parametrize("dropout", [-0.1, 1, 1.5, float("nan")])
-def test_bad_dropouts(dropout: float) -> None:
-    with pytest.raises(OptionError, match="dropout"):
-        swapped(source("resnet18")[0], "regularized-skipinit", dropout=dropout)
-
-
 @pytest.mark.parametrize("arch", ["resnet18", "resnet26d", "seresnet18"])
 def test_fresh_networks_get_alpha_0_and_a_live_branch(arch: str) -> None:
     torch.manual_seed(0)
@@ -224,7 +212,7 @@ def test_regularized_adds_dropout_and_biases(arch: str) -> None:
 @architectures
 @pytest.mark.parametrize("trained", [False, True])
 def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
-    """The scalars stay as they are, their biases go into the branch, the dropout goes."""
+    """The scalars stay as they are, their biases go into the branch."""
     model, x = source(arch)
     between = normswap.convert(model, "regularized-skipinit", inputs=x)
     if trained:
@@ -239,7 +227,6 @@ def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
     stays = trained and SCALAR_AT[arch] == "se"  # a bias does not pass a gate
     assert all((scale.bias is not None) is stays for scale in scales(done.model))
     assert any("keeps the scalar bias" in note for note in done.notes) is stays
-    assert torch.equal(done.model.train()(x), done.model(x))
 
 
 def test_a_scalar_of_zero_keeps_its_bias() -> None:

@@ -78,7 +78,6 @@ def run(
         with with_broken_statistics():
             opened = opening.open(model)
         from normswap.analysis import summary
-        from normswap.calibration.restoring import Wanted
         from normswap.models import devices
         from normswap.storage import checkpoint
         from normswap.surgery.recalibration import recalibrate
@@ -88,7 +87,7 @@ def run(
         loader = images.loader(net, seed=seed, labelled=False)
         with progress.bar("estimating statistics") as advance:
             done = recalibrate(
-                net, loader, against=Wanted(sources, scales=not before.means_only), seed=seed, progress=advance,
+                net, loader, against=sources, means_only=before.means_only, seed=seed, progress=advance,
                 data=images.data, samples=images.samples, batch_size=images.batch_size,
             )  # fmt: skip
         checkpoint.save(done, place, force=force)
