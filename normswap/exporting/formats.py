@@ -34,7 +34,7 @@ from normswap.errors import (
     spelled,
 )
 from normswap.exporting.settings import DTYPES, WHOLE_BITS, FileSettings, Quantization
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
@@ -270,7 +270,7 @@ def check(file: Path, settings: FileSettings) -> None:
         raise OptionError(f"{name} is not written in {settings.dtype}", f"there are {able}", remedy)
     if settings.dtype == "int8" and form:
         require_packages(f"{name} in int8", form.quantizer_needs, form.quantizer_extra)
-    atomic_write.check_writable(file, force=settings.force, folder_with=source_names.FOLDERS.get(file.suffix.lower()))
+    atomic_write.check_writable(file, force=settings.force, folder_with=kinds.FOLDERS.get(file.suffix.lower()))
 
 
 def owner(part: Path, form: Format) -> Path | None:

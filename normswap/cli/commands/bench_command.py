@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +16,12 @@ from normswap.cli import progress
 from normswap.cli.naming import label, last_part
 from normswap.cli.options import Json, Opening, exported_file
 from normswap.cli.tables import facts, listing, next_step, show, size, table
-from normswap.errors import NormswapError, OptionError, first_line
-from normswap.models import source_names
+from normswap.errors import NormswapError, OptionError
+from normswap.models import kinds
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
-    from torch import nn
+    from torch import Tensor, nn
 
     from normswap.benchmarking.timing import Contender
     from normswap.exporting.exported_file import ExportedFile
@@ -143,10 +144,16 @@ class _Group:
         import torch
 
         from normswap.benchmarking.timing import Contender
+        from normswap.models import calling
+        from normswap.models.network_input import answer
+
+        def answers(network: nn.Module, call: calling.Example, images: Tensor) -> Tensor:
+            return answer(call.of(images).call(network))
 
         images = torch.randn(batch, *self.size, generator=torch.Generator().manual_seed(0))
         for form, network in self.networks.items():
-            yield Contender(form, "torch", network.eval().to(self.device), images.to(self.device))
+            run = partial(answers, network.eval().to(self.device), calling.form(network))
+            yield Contender(form, "torch", run, images.to(self.device))
         for file in self.files:
             contender = Contender(file.file.name, file.form.name, file.network(), images)
             contender.precision = file.precision or "fp32"
@@ -210,27 +217,7 @@ def _with_folded(called: str, name: str, opening: Opening, device: str) -> _Grou
             group.networks["folded"] = conversion.convert(model, "folded", input_size=group.size).model
     except NormswapError as error:
         group.notes.append(f"{called} is not folded: {error}")
-    group.networks = {form: _answering(network, called, group.size) for form, network in group.networks.items()}
     return group
-
-
-def _answering(network: nn.Module, called: str, image_size: tuple[int, ...]) -> nn.Module:
-    """The network as one that takes images and gives one tensor.
-
-    Raises:
-        OptionError: it takes or gives something else, or no images of that size.
-    """
-    import torch
-
-    from normswap.models.imaged import imaged
-    from normswap.models.weight_files import quiet
-
-    try:
-        with quiet():
-            return imaged(network, torch.zeros(1, *image_size))
-    except Exception as error:  # torch's and timm's own, whatever does not fit
-        why = f"{error.what}, {error.why}" if isinstance(error, NormswapError) else first_line(error)
-        raise OptionError(f"{called} is not timed on images of {size(image_size)}", why) from None
 
 
 def _print(body: Body) -> None:
@@ -250,7 +237,7 @@ def _print(body: Body) -> None:
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
     listing("note", body["notes"])
     first = body["rows"][0]["network"]
-    if Path(first).suffix.lower() in source_names.EXPORTED:
+    if Path(first).suffix.lower() in kinds.EXPORTED:
         next_step("evaluate", first, "--data", "IMAGES")
     else:
         next_step("export", first, "-o", "FILE.onnx")
