@@ -27,6 +27,7 @@ REMOVED = (
     Removed("--check", "schemes", "The pytest fixture `check_scheme` tries a scheme on small networks."),
     Removed("--side *", "spp", "Use --input-size C,H,W."),
     Removed("--each", "decay", "Use --json."),
+    Removed("--weight-decay|--layer-decay *", "decay", "normswap.param_groups takes it, and optim of a recipe."),
     Removed("--csv *", "spp", "Use --json."),
     Removed("--statistics *", "spp", "BatchNorms take the statistics of the batch with --weights random."),
     Removed("--asleep|--bare", "spp", "Name another network beside the first."),
