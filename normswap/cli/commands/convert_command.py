@@ -6,7 +6,6 @@ The options of the schemes are made from their records (`schemes/parts/options.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -177,34 +176,33 @@ def run(
         network_folder.check_writable(place, force=target.force)
     if planning.plan is not None:
         atomic_write.check_writable(planning.plan, force=target.force)
-    with nullcontext() if dry_run else network_folder.one_writer(place):
-        net = opening.open(model)
-        from normswap.analysis import summary  # torch is there now
-        from normswap.models import devices
-        from normswap.storage import checkpoint
-        from normswap.surgery import conversion
-        from normswap.surgery.network import Network
+    net = opening.open(model)
+    from normswap.analysis import summary  # torch is there now
+    from normswap.models import devices
+    from normswap.storage import checkpoint
+    from normswap.surgery import conversion
+    from normswap.surgery.network import Network
 
-        net = devices.place(net, fitting.device)
-        what = f"converting to {scheme}, verifying"
-        done: Conversion | None = None
-        asked: dict[str, Any] = {"purpose": scope.purpose, **scheme_options}
-        with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
-            if given_plan is not None:
-                done, bodies = _follow(fitting.on(net, advance), given_plan, str(planning.from_plan))
-                steps: Sequence[Step] = given_plan.steps
-            elif dry_run:
-                fits = fitting.calibrate is not None
-                planned = [*conversion.plan_steps(Network(net), scheme, measured=fits, **asked)]
-                bodies = [summary.of_step(step, builder) for step, builder in planned]
-                steps = [step for step, _ in planned]
-            else:
-                network = fitting.on(net, advance)
-                done = conversion.convert(network, scheme, **asked)
-                bodies, steps = summary.of_conversion(done, scheme), done.plan.steps[-done.steps :]
-        if done is not None and not dry_run:
-            with progress.working(f"writing {place}"):
-                checkpoint.save(done, place, force=target.force)
+    net = devices.place(net, fitting.device)
+    what = f"converting to {scheme}, verifying"
+    done: Conversion | None = None
+    asked: dict[str, Any] = {"purpose": scope.purpose, **scheme_options}
+    with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
+        if given_plan is not None:
+            done, bodies = _follow(fitting.on(net, advance), given_plan, str(planning.from_plan))
+            steps: Sequence[Step] = given_plan.steps
+        elif dry_run:
+            fits = fitting.calibrate is not None
+            planned = [*conversion.plan_steps(Network(net), scheme, measured=fits, **asked)]
+            bodies = [summary.of_step(step, builder) for step, builder in planned]
+            steps = [step for step, _ in planned]
+        else:
+            network = fitting.on(net, advance)
+            done = conversion.convert(network, scheme, **asked)
+            bodies, steps = summary.of_conversion(done, scheme), done.plan.steps[-done.steps :]
+    if done is not None and not dry_run:
+        with progress.working(f"writing {place}"):
+            checkpoint.save(done, place, force=target.force)
     if planning.plan is not None:
         atomic_write.text(planning.plan, Plan(tuple(steps)).to_json(indent=2, about=_ABOUT) + "\n")
     body = {"source": model, "output": None if dry_run else place, "plan": planning.plan, "steps": bodies}

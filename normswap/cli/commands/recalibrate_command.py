@@ -72,26 +72,25 @@ def run(
         raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
-    with network_folder.one_writer(place):
-        from normswap.models.weight_files import with_broken_statistics
+    from normswap.models.weight_files import with_broken_statistics
 
-        with with_broken_statistics():
-            opened = opening.open(model)
-        from normswap.analysis import summary
-        from normswap.calibration.restoring import Wanted
-        from normswap.models import devices
-        from normswap.storage import checkpoint
-        from normswap.surgery.recalibration import recalibrate
+    with with_broken_statistics():
+        opened = opening.open(model)
+    from normswap.analysis import summary
+    from normswap.calibration.restoring import Wanted
+    from normswap.models import devices
+    from normswap.storage import checkpoint
+    from normswap.surgery.recalibration import recalibrate
 
-        net = devices.place(opened, images.device)
-        sources = tuple(devices.place(opening.state(open_model(name)), images.device) for name in before.against or ())
-        loader = images.loader(net, seed=seed, labelled=False)
-        with progress.bar("estimating statistics") as advance:
-            done = recalibrate(
-                net, loader, against=Wanted(sources, scales=not before.means_only), seed=seed, progress=advance,
-                data=images.data, samples=images.samples, batch_size=images.batch_size,
-            )  # fmt: skip
-        checkpoint.save(done, place, force=force)
+    net = devices.place(opened, images.device)
+    sources = tuple(devices.place(opening.state(open_model(name)), images.device) for name in before.against or ())
+    loader = images.loader(net, seed=seed, labelled=False)
+    with progress.bar("estimating statistics") as advance:
+        done = recalibrate(
+            net, loader, against=Wanted(sources, scales=not before.means_only), seed=seed, progress=advance,
+            data=images.data, samples=images.samples, batch_size=images.batch_size,
+        )  # fmt: skip
+    checkpoint.save(done, place, force=force)
     body = {"source": model, "data": images.data, "output": place, "notes": list(done.notes),
             "report": summary.of_report(done.report)}  # fmt: skip
     show(body, json, _print)
