@@ -448,8 +448,8 @@ def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys:
     assert main(["inspect", str(file)]) == 0
     exported, inspected = capsys.readouterr().out.split(f"file       {file}")
     assert ("on noise only; give --data" in exported) is (data is None)
-    assert ("on noise only" in inspected) is (data is None)
-    assert ("on 5 images, relative L2" in inspected) is (data is not None)
+    assert ("noise_only True" in inspected) is (data is None)
+    assert ("count 5, " in inspected) is (data is not None)
     record = json.loads((tmp_path / "net.pt2.preprocess.json").read_text())["checked"]
     assert (record["noise_only"], record["count"]) == (data is None, 5 if data else 16)
 

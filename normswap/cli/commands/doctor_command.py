@@ -32,19 +32,14 @@ def run(
 
     Exit code 1 where something is wrong.
     """
-    from normswap.models.weight_files import with_broken_statistics
-
-    with with_broken_statistics():
-        opened = opening.open(model)
+    net = opening.open_damaged(model, device=images.device)
     from normswap.diagnosis.doctor import body_of, diagnose
-    from normswap.models import devices
 
-    net = devices.place(opened, images.device)
-    seen = (
-        None if images.data is None else replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
-    )
+    loader = None
+    if images.data is not None:
+        loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     with progress.working("looking"):
-        diagnosis = diagnose(net, images=seen, name=opening.said(model), data=images.data or "IMAGES")
+        diagnosis = diagnose(net, images=loader, name=opening.said(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return 1 if diagnosis.faults else 0
 

@@ -28,10 +28,7 @@ KEYS = (
     "not run), nodes (counts by kind), bytes, notes, seconds, noise_only "
     "(it was checked on no images), quantized (null but for int8: calibrated_on, weight_bits)"
 )
-EXAMPLES = (
-    "export demo -o demo.onnx",
-    "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES",
-)
+EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
 _MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 0.3 points then
@@ -135,8 +132,7 @@ def run(
         raise OptionError(missing if quantized else needless)
     with progress.working("starting"):
         from normswap.exporting import exporter
-        from normswap.models import devices
-    net = devices.place(opening.open(model), images.device)
+    net = opening.open(model, device=images.device)
     with progress.stages(plain=quantized) as log:
         calibrate, loader = None, None
         if quantized:

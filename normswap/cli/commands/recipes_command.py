@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli.options import Json
-from normswap.cli.tables import line, show, table
+from normswap.cli.tables import show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -17,11 +17,7 @@ KEYS = (
     "name, summary, source, model (null where the recipe leaves it open), convert (the same); of show: name, text (the "
     "file), recipe (every key with its value, defaults too); of copy: name, file"
 )
-EXAMPLES = (
-    "recipes",
-    "recipes show cifar10_recover_skipinit",
-    "recipes copy demo_train mine.yaml",
-)
+EXAMPLES = ("recipes", "recipes show cifar10_recover_skipinit", "recipes copy demo_train mine.yaml")
 _COLUMNS = ("name", "summary", "source")
 Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As `normswap recipes` lists it.")]
 
@@ -58,7 +54,7 @@ def _row(name: str) -> Body:
 
 def _print(rows: Sequence[Body]) -> None:
     table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
-    line("normswap recipes show NAME prints one; normswap recipes copy NAME FILE makes it yours")
+    print("normswap recipes show NAME prints one; normswap recipes copy NAME FILE makes it yours")
 
 
 @GROUP.command("show")
@@ -85,5 +81,5 @@ def copy(
     text = recipe_files.text(name)
     atomic_write.check_writable(file, force=force)
     atomic_write.text(file, text)
-    show({"name": name, "file": file}, json, lambda body: line(f"written to {body['file']}"))
+    show({"name": name, "file": file}, json, lambda body: print(f"written to {body['file']}"))
     return 0

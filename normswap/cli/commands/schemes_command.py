@@ -17,10 +17,7 @@ KEYS = (
     "name, summary, paper, options (defaults), exact_only_with (the options that must keep their default for the "
     "conversion to be exact), exact (whether it is with its defaults)"
 )
-EXAMPLES = (
-    "schemes",
-    "schemes groupnorm dyt",
-)
+EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 
 def run(
