@@ -43,6 +43,7 @@ REMOVED = (
     Removed("-o|--output *.safetensors", "export", _FOLDED),
     Removed("--count-plain", "export", "`normswap inspect FILE` counts the operators of a file."),
     Removed("--sensitive *", "export", "Every layer is quantized; use --precision fp16 where int8 loses too much."),
+    Removed("--per-tensor", "export", "Weights have a step per output channel, which costs less."),
     Removed("--max-drop *", "export", "What int8 loses is printed, and written into FILE.preprocess.json."),
     Removed("--rounds *", "bench", "Use --seconds."),
     Removed("--runtime *", "bench", "Name exported files after MODEL: each runs in its own runtime."),

@@ -309,7 +309,7 @@ BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError
     ("net.pt2", _v1, {"input_size": (1, 64, 64)}, OptionError, "does not run on an input of size 1,64,64: .*channels"),
     ("net.pt2", _v1, {"input_size": (64, 64)}, OptionError, "input size 64,64: it is C,H,W"),
     ("net.foo", _v1, {}, OptionError, r"the ending '.foo' .* says no format. Known: .onnx \(onnx\)"),
-    ("net", _v1, {}, OptionError, "has no ending"),
+    ("net", _v1, {}, OptionError, "says no format"),
     ("net.pt2", _v1, {"format": "onnx"}, OptionError, "ends as pt2 files do, not as onnx ones"),
     ("net.pt2", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, openvino"),
     ("net.pt2", _v1, {"dtype": "int4"}, OptionError, "unknown dtype 'int4'"),
