@@ -88,7 +88,10 @@ def _contenders(
     from normswap.benchmarking.timing import Contender
     from normswap.models import network_input
 
-    network, contenders, image_size, notes = None, [], (), []
+    network: nn.Module | None = None
+    contenders: list[Contender] = []
+    notes: list[str] = []
+    image_size: tuple[int, ...] = ()
     if exported_file(model):
         files = [model, *files]
     else:
